@@ -1,0 +1,54 @@
+"""Files that are either whole or absent: written aside, synced to disk, then renamed."""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a temporary sibling of `path` for writing; on a clean exit it replaces `path` in one step.
+
+    On an exception the temporary file is removed and `path` is as it was. Two writers do not disturb each other: each
+    has its own temporary name and the last rename wins whole.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+    try:
+        with open(aside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Replace the file at `path` by `content` (text as UTF-8) in one step."""
+    with open_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make renames inside a directory survive a power cut. File systems that cannot sync a directory are left alone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """Hex digest of a file's bytes, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
