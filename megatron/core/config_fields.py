@@ -1,0 +1,87 @@
+"""How a dataclass field states a command-line flag, once.
+
+A config dataclass is the only place where a flag is written down:
+
+    @dataclass(kw_only=True)
+    class ScheduleConfig:
+        lr_decay_style: Literal["constant", "linear", "cosine"] = "linear"
+        '''Shape of the learning rate after warm-up.'''
+
+        check_for_nan_in_loss_and_grad: bool = flag(True, off="--no-check-for-nan-in-loss-and-grad")
+        '''Look for non-finite losses and gradients.'''
+
+The name of the flag is the field's name, its type, choices and number of words come from the annotation, its help is
+the string below the field. `flag` is needed only where the published command line differs from that rule; `not_a_flag`
+marks what cannot be given on a command line.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_METADATA_KEY = "flag"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagDeclaration:
+    """What a field says about its flag beyond name, annotation and docstring."""
+
+    exposed: bool = True
+    """False: the field has no flag."""
+    on: str | None = None
+    """Spelling of the flag, where it is not the field's name with dashes. For a bool: the flag that sets it to True."""
+    off: str | None = None
+    """For a bool: the flag that sets it to False."""
+    aliases: tuple[str, ...] = ()
+    """Other spellings that mean the same."""
+    parse: Callable[[str], Any] | None = None
+    """Turns one word of the command line into the value, where the annotation does not say how. Raises ValueError."""
+    nargs: str | int | None = None
+    group: str | None = None
+    """Help section, where it is not the dataclass's own."""
+    supported: tuple[Any, ...] | None = None
+    """The values that work so far; any other parses and is refused with "not yet: ...". None: all values work."""
+    no_effect: str | None = None
+    """The flag is accepted and changes nothing here; this sentence says why and is printed once when it is given."""
+
+
+def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
+    """A dataclass field whose flag needs more than the default rule; keywords as in `FlagDeclaration`."""
+    for name in ("aliases", "supported"):
+        if name in declaration and isinstance(declaration[name], Sequence) and not isinstance(declaration[name], str):
+            declaration[name] = tuple(declaration[name])
+    metadata = {_METADATA_KEY: FlagDeclaration(**declaration)}
+    if default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
+    """A dataclass field that only code can set."""
+    return flag(default, default_factory=default_factory, exposed=False)
+
+
+def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
+    """The declaration of a field; the plain rule for a field that was written without `flag`."""
+    return field.metadata.get(_METADATA_KEY, FlagDeclaration())
+
+
+@functools.cache
+def field_docstrings(config_class: type) -> dict[str, str]:
+    """The string written below each field of a dataclass and of its bases, by field name, white space folded."""
+    found: dict[str, str] = {}
+    for cls in reversed(config_class.__mro__):
+        if not dataclasses.is_dataclass(cls):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, below in zip(body.body, body.body[1:], strict=False):
+            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[statement.target.id] = " ".join(str(below.value.value).split())
+    return found

@@ -1,0 +1,58 @@
+"""Random numbers as functions of where they are used, not of what was drawn before.
+
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in integer torch operations: the
+same bits on every device and for every way of cutting the work, and no generator state to save.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Word = Tensor | int
+"""A 32-bit word held in int64: a Python int, or a tensor that broadcasts against its siblings."""
+
+
+def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four independent uniform 32-bit words (int64 tensors in [0, 2^32)) for every element of the broadcast counter.
+
+    At least one counter word is a tensor. Words and keys are taken modulo 2^32.
+    """
+    device = next(word.device for word in counter if isinstance(word, Tensor))
+    c0, c1, c2, c3 = (torch.as_tensor(word, dtype=torch.int64, device=device) & _MASK for word in counter)
+    k0, k1 = key[0] & _MASK, key[1] & _MASK
+    for _ in range(_ROUNDS):
+        # The product wraps modulo 2^64 as two's complement, so shift and mask still give its upper and lower words.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def stream_key(seed: int, label: str) -> tuple[int, int]:
+    """The Philox key of a named stream: two words that depend on every character of the label and on the seed."""
+    digest = hashlib.sha256(f"{seed}\0{label}".encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+def standard_normal(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """N(0, 1) values in float64, one for every element of `index` (int64, up to 2^63): Box-Muller on one Philox block
+    each.
+
+    Computed in float64 so that rounding to a model's dtype hides the last-digit differences between devices' log and
+    cos.
+    """
+    first, second, _, _ = philox((index, index >> 32, 0, 0), key)
+    radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) * 2.0**-32))
+    return radius * torch.cos(second.double() * (2.0 * math.pi * 2.0**-32))
+
+
+def uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """Uniform values in the open interval (0, 1) in float64, one for every element of `index`."""
+    return (philox((index, index >> 32, 0, 0), key)[0].double() + 0.5) * 2.0**-32

@@ -1,0 +1,267 @@
+"""What a parameter says about itself.
+
+Initialisation, gradient finalisation, clipping, the optimizer, checkpoints and conversion read the descriptor of a
+parameter; nobody keeps a table of names. A layer declares its parameters with `declare`; the model that owns the layer
+names them with `name_parameters` once it is built, and draws their initial values with `initialize_parameters`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.counter_rng import standard_normal, stream_key, uniform
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which part of the whole tensor is held
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned part of a canonical tensor: `start` and `shape`, one entry a dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> "Box":
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initial values
+
+
+class Initializer(Protocol):
+    """Fills a whole tensor in place. The kinds below can also give any box of it without making the rest."""
+
+    def __call__(self, tensor: Tensor) -> object: ...
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std)."""
+
+    std: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.normal_(tensor, mean=0.0, std=self.std)
+
+    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        return standard_normal(index, key) * self.std
+
+
+@dataclass(frozen=True)
+class XavierUniform:
+    """U(-a, a) with a = sqrt(6 / (fan in + fan out)) of the whole [out, in] tensor (Glorot and Bengio 2010)."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.xavier_uniform_(tensor) if tensor.dim() > 1 else tensor
+
+    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        bound = math.sqrt(6.0 / (global_shape[0] + global_shape[-1]))
+        return (uniform(index, key) * 2.0 - 1.0) * bound
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.constant_(tensor, self.value)
+
+    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        return torch.full_like(index, self.value, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The descriptor
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """The descriptor of one parameter on one rank.
+
+    The stored tensor is `boxes` of the canonical tensor laid end to end along dimension 0 (one box for most; the gate
+    and up halves of a gated MLP are two), followed by `padding_rows` rows that belong to no canonical index (a
+    vocabulary that its ranks do not divide): those are zero at the start and receive no gradient.
+    """
+
+    global_shape: tuple[int, ...]
+    """Shape of the canonical tensor: all ranks together, vocabulary unpadded."""
+    boxes: tuple[Box, ...]
+    init: Initializer
+    name: str = ""
+    """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
+    padding_rows: int = 0
+    grid: Literal["dense", "expert"] = "dense"
+    """Which grid of ranks replicates it: expert parameters are reduced over the expert data parallel group."""
+    partial_gradient_axes: frozenset[str] = frozenset()
+    """Grid axes over which every rank has only its tokens' part of the gradient although it holds the same values, such
+    as `tp` for a norm under sequence parallelism: these are summed when gradients are finalised."""
+    sharded_axes: frozenset[str] = frozenset()
+    """Grid axes over which `boxes` differ. Over all other axes of its grid the parameter is a replica."""
+    tied: bool = False
+    """Also held, as the same canonical tensor, by another pipeline stage (embedding and head)."""
+    embedding_or_output: bool = False
+    """Takes the learning rate of --decoupled-lr."""
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies: matrices do, biases and one-dimensional parameters do not."""
+        return len(self.global_shape) > 1 and not self.name.endswith(".bias")
+
+
+def declare(
+    parameter: nn.Parameter,
+    init: Initializer,
+    *,
+    global_shape: tuple[int, ...] | None = None,
+    boxes: tuple[Box, ...] | None = None,
+    **facts: object,
+) -> nn.Parameter:
+    """Attach a descriptor to a parameter; without `boxes` this rank holds all of it. Returns the parameter."""
+    shape = tuple(global_shape if global_shape is not None else parameter.shape)
+    info = ParameterInfo(shape, boxes or (Box.whole(shape),), init, **facts)  # type: ignore[arg-type]
+    rows = sum(box.shape[0] for box in info.boxes) + info.padding_rows
+    assert (rows, *info.boxes[0].shape[1:]) == tuple(parameter.shape), (info, parameter.shape)
+    parameter.info = info  # type: ignore[attr-defined]
+    return parameter
+
+
+def info_of(parameter: Tensor) -> ParameterInfo:
+    """The descriptor of a parameter; one that was never declared describes itself as whole on every rank."""
+    info = getattr(parameter, "info", None)
+    if info is None:
+        shape = tuple(parameter.shape)
+        info = ParameterInfo(shape, (Box.whole(shape),), _Undeclared())
+        parameter.info = info  # type: ignore[attr-defined]
+    return info
+
+
+@dataclass(frozen=True)
+class _Undeclared:
+    """The value that the parameter's own module gave it stands."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def canonical_names(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters of a module, each parameter once, with global numbers for numbered children.
+
+    A child of a ModuleList that has an attribute `canonical_index` (a layer's number over the whole model, from 0; an
+    expert's global number) goes by that number instead of its local position.
+    """
+    seen: set[nn.Parameter] = set()
+    for name, parameter in _walk(module, prefix):
+        if parameter not in seen:
+            seen.add(parameter)
+            yield name, parameter
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            number = getattr(child, "canonical_index", None) if isinstance(module, nn.ModuleList) else None
+            yield from _walk(child, f"{prefix}{name if number is None else number}.")
+
+
+def name_parameters(module: nn.Module) -> None:
+    """Write the canonical name into the descriptor of every parameter of a whole model (or model chunk)."""
+    for name, parameter in canonical_names(module):
+        parameter.info = dataclasses.replace(info_of(parameter), name=name)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drawing the initial values
+
+_DRAW_CHUNK = 1 << 16
+"""Elements drawn at once: the integer temporaries stay in cache on a CPU and small on a GPU."""
+
+
+@torch.no_grad()
+def initialize_parameters(module: nn.Module, seed: int) -> None:
+    """Give every named parameter its initial value: a function of (seed, canonical name, canonical index) alone.
+
+    Parameters on the meta device are left alone. An initialiser that is not one of ours gets the whole tensor, with
+    torch's default CPU generator seeded from (seed, name) for the call.
+    """
+    for _, parameter in canonical_names(module):
+        if parameter.device.type != "meta":
+            initialize_parameter(parameter, seed)
+
+
+@torch.no_grad()
+def initialize_parameter(parameter: nn.Parameter, seed: int) -> None:
+    """Draw one named parameter in place; see `initialize_parameters`."""
+    info = info_of(parameter)
+    if isinstance(info.init, _Undeclared):
+        return
+    row = 0
+    for box in info.boxes:
+        target = parameter.data[row : row + box.shape[0]]
+        _draw_box(target, info, box, stream_key(seed, info.name))
+        row += box.shape[0]
+    parameter.data[row:].zero_()
+
+
+def _draw_box(target: Tensor, info: ParameterInfo, box: Box, key: tuple[int, int]) -> None:
+    if not isinstance(info.init, Normal | XavierUniform | Constant):
+        whole = torch.empty(info.global_shape, dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key[0] | key[1] << 32)
+            info.init(whole)
+        target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))])
+        return
+    rows_at_once = max(1, _DRAW_CHUNK // max(1, math.prod(box.shape[1:])))
+    for first in range(0, box.shape[0], rows_at_once):
+        rows = min(rows_at_once, box.shape[0] - first)
+        part = Box((box.start[0] + first, *box.start[1:]), (rows, *box.shape[1:]))
+        index = canonical_index(part, info.global_shape, target.device)
+        target[first : first + rows].copy_(info.init.values(index, key, info.global_shape))
+
+
+def canonical_index(box: Box, global_shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
+    """Row-major index in the canonical tensor of every element of a box: int64, shaped as the box."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, (start, count, size) in enumerate(zip(box.start, box.shape, global_shape, strict=True)):
+        along = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        index = index * size + along.view(-1, *(1,) * (len(box.shape) - dim - 1))
+    return index.expand(box.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where gradients go
+
+
+class GradientSink(Protocol):
+    """Takes the gradient of one parameter as soon as backward has it, in place of `.grad`."""
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """Accumulate output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear."""
+
+    def add(self, gradient: Tensor) -> None:
+        """Accumulate a gradient shaped as the stored parameter."""
+
+
+def gradient_sink(parameter: Tensor) -> GradientSink | None:
+    """The sink that a data parallel wrapper gave this parameter; None means ordinary `.grad`."""
+    return getattr(parameter, "gradient_sink", None)

@@ -1,0 +1,44 @@
+"""The tokens of one micro-batch on one rank, as layers see them.
+
+Inside the model activations are [t, h] with t = s * b, sequence-major: token (i, j) of sequence position i and row j is
+at i * b + j. `Tokens` travels with them and says what those t tokens are.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomPlace:
+    """Where these tokens stand in the run: what a dropout mask is a function of, beside the layer and the site."""
+
+    seed: int
+    iteration: Tensor | int
+    """Training iteration: an int, or an int64 scalar on the device (so that a captured graph can advance it)."""
+    first_sample: Tensor | int = 0
+    """Place in the global batch of the first row of this micro-batch."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the t = seq_length * batch_size tokens of a micro-batch are. A packed batch has batch_size 1."""
+
+    seq_length: int
+    batch_size: int
+    positions: Tensor | None = None
+    """Position ids, int64 [b, s]; None: 0 .. s-1 in every row."""
+    cu_seqlens: Tensor | None = None
+    """Boundaries of packed documents, int32 [documents + 1], from 0 to t; None: every row is one document."""
+    max_seqlen: int | None = None
+    """Length of the longest packed document; given with `cu_seqlens`."""
+    sample_length: int | None = None
+    """Tokens of one sample, where a packed batch lays several samples end to end; None: `seq_length`."""
+    first_position: int = 0
+    """Index in its row of the first token held here: not 0 while decoding with a cache."""
+    random: RandomPlace | None = None
+    """None: no place in a run (evaluation, a bare call); dropout then asks torch's generator for a seed."""
+
+    @property
+    def count(self) -> int:
+        return self.seq_length * self.batch_size
