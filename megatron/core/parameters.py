@@ -193,7 +193,7 @@ def name_parameters(module: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing the initial values
 
-_DRAW_CHUNK = 1 << 16
+_DRAW_CHUNK = 1 << 15
 """Elements drawn at once: the integer temporaries stay in cache on a CPU and small on a GPU."""
 
 
