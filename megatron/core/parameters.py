@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,25 +92,29 @@ class Constant:
 class ParameterInfo:
     """The descriptor of one parameter on one rank.
 
-    The stored tensor is `boxes` of the canonical tensor laid end to end along dimension 0 (one box for most; the gate
-    and up halves of a gated MLP are two), followed by `padding_rows` rows that belong to no canonical index (a
-    vocabulary that its ranks do not divide): those are zero at the start and receive no gradient.
+    A rank holds exactly one box of the canonical tensor. The stored tensor is that box in row-major order, reshaped as
+    the layer likes, followed by `padding` elements that belong to no canonical index (the rows that round a vocabulary
+    up); those are zero and stay zero. So a flat range of the stored tensor is a flat range of the box. Where a plain
+    [rows, columns] shape would leave a rank with several boxes, the canonical shape has more dimensions instead: the gate
+    and up halves of a gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
     """
 
     global_shape: tuple[int, ...]
     """Shape of the canonical tensor: all ranks together, vocabulary unpadded."""
-    boxes: tuple[Box, ...]
+    box: Box
+    """The part of it that this rank holds."""
     init: Initializer
     name: str = ""
     """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
-    padding_rows: int = 0
+    padding: int = 0
+    """Elements at the end of the stored tensor that belong to no canonical index."""
     grid: Literal["dense", "expert"] = "dense"
     """Which grid of ranks replicates it: expert parameters are reduced over the expert data parallel group."""
     partial_gradient_axes: frozenset[str] = frozenset()
     """Grid axes over which every rank has only its tokens' part of the gradient although it holds the same values, such
     as `tp` for a norm under sequence parallelism: these are summed when gradients are finalised."""
     sharded_axes: frozenset[str] = frozenset()
-    """Grid axes over which `boxes` differ. Over all other axes of its grid the parameter is a replica."""
+    """Grid axes over which `box` differs. Over all other axes of its grid the parameter is a replica."""
     tied: bool = False
     """Also held, as the same canonical tensor, by another pipeline stage (embedding and head)."""
     embedding_or_output: bool = False
@@ -127,15 +131,18 @@ def declare(
     init: Initializer,
     *,
     global_shape: tuple[int, ...] | None = None,
-    boxes: tuple[Box, ...] | None = None,
-    **facts: object,
+    box: Box | None = None,
+    **facts: Any,
 ) -> nn.Parameter:
-    """Attach a descriptor to a parameter; without `boxes` this rank holds all of it. Returns the parameter."""
+    """Attach a descriptor to a parameter; without `box` this rank holds all of it. Returns the parameter.
+
+    `facts` are further fields of `ParameterInfo`. Whatever `parameter` holds beyond the box is its padding.
+    """
     shape = tuple(global_shape if global_shape is not None else parameter.shape)
-    info = ParameterInfo(shape, boxes or (Box.whole(shape),), init, **facts)  # type: ignore[arg-type]
-    rows = sum(box.shape[0] for box in info.boxes) + info.padding_rows
-    assert (rows, *info.boxes[0].shape[1:]) == tuple(parameter.shape), (info, parameter.shape)
-    parameter.info = info  # type: ignore[attr-defined]
+    box = box or Box.whole(shape)
+    padding = parameter.numel() - box.numel
+    assert padding >= 0, (tuple(parameter.shape), box)
+    parameter.info = ParameterInfo(shape, box, init, padding=padding, **facts)  # type: ignore[attr-defined]
     return parameter
 
 
@@ -144,7 +151,7 @@ def info_of(parameter: Tensor) -> ParameterInfo:
     info = getattr(parameter, "info", None)
     if info is None:
         shape = tuple(parameter.shape)
-        info = ParameterInfo(shape, (Box.whole(shape),), _Undeclared())
+        info = ParameterInfo(shape, Box.whole(shape), _Undeclared())
         parameter.info = info  # type: ignore[attr-defined]
     return info
 
@@ -215,37 +222,39 @@ def initialize_parameter(parameter: nn.Parameter, seed: int) -> None:
     info = info_of(parameter)
     if isinstance(info.init, _Undeclared):
         return
-    row = 0
-    for box in info.boxes:
-        target = parameter.data[row : row + box.shape[0]]
-        _draw_box(target, info, box, stream_key(seed, info.name))
-        row += box.shape[0]
-    parameter.data[row:].zero_()
+    draw_range(parameter.data.view(-1)[: info.box.numel], info, 0, stream_key(seed, info.name))
+    parameter.data.view(-1)[info.box.numel :].zero_()
 
 
-def _draw_box(target: Tensor, info: ParameterInfo, box: Box, key: tuple[int, int]) -> None:
+def draw_range(target: Tensor, info: ParameterInfo, start: int, key: tuple[int, int]) -> None:
+    """Draw the flat range [start, start + numel) of the box into the one-dimensional `target`."""
     if not isinstance(info.init, Normal | XavierUniform | Constant):
         whole = torch.empty(info.global_shape, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(key[0] | key[1] << 32)
             info.init(whole)
-        target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(box.start, box.shape, strict=True))])
+        target.copy_(whole.view(-1)[canonical_index(info, start, target.numel())])
         return
-    rows_at_once = max(1, _DRAW_CHUNK // max(1, math.prod(box.shape[1:])))
-    for first in range(0, box.shape[0], rows_at_once):
-        rows = min(rows_at_once, box.shape[0] - first)
-        part = Box((box.start[0] + first, *box.start[1:]), (rows, *box.shape[1:]))
-        index = canonical_index(part, info.global_shape, target.device)
-        target[first : first + rows].copy_(info.init.values(index, key, info.global_shape))
+    for first in range(0, target.numel(), _DRAW_CHUNK):
+        part = target[first : first + _DRAW_CHUNK]
+        index = canonical_index(info, start + first, part.numel(), target.device)
+        part.copy_(info.init.values(index, key, info.global_shape))
 
 
-def canonical_index(box: Box, global_shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
-    """Row-major index in the canonical tensor of every element of a box: int64, shaped as the box."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, (start, count, size) in enumerate(zip(box.start, box.shape, global_shape, strict=True)):
-        along = torch.arange(start, start + count, dtype=torch.int64, device=device)
-        index = index * size + along.view(-1, *(1,) * (len(box.shape) - dim - 1))
-    return index.expand(box.shape)
+def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """Row-major index in the canonical tensor (int64) of `count` elements of the box, from flat position `start`."""
+    position = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    if info.box.shape[1:] == info.global_shape[1:]:  # whole rows: the box is one run of the canonical tensor
+        row_size = math.prod(info.global_shape[1:])
+        return position + (info.box.start[0] if info.box.start else 0) * row_size
+    index, stride = torch.zeros_like(position), 1
+    for begin, extent, size in zip(
+        reversed(info.box.start), reversed(info.box.shape), reversed(info.global_shape), strict=True
+    ):
+        index += (position % extent + begin) * stride
+        position //= extent
+        stride *= size
+    return index
 
 
 # ---------------------------------------------------------------------------------------------------------------------
