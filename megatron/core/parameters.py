@@ -67,7 +67,8 @@ class XavierUniform:
         return nn.init.xavier_uniform_(tensor) if tensor.dim() > 1 else tensor
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
-        bound = math.sqrt(6.0 / (global_shape[0] + global_shape[-1]))
+        fan_in = global_shape[-1]
+        bound = math.sqrt(6.0 / (fan_in + math.prod(global_shape[:-1])))
         return (uniform(index, key) * 2.0 - 1.0) * bound
 
 
@@ -95,8 +96,8 @@ class ParameterInfo:
     A rank holds exactly one box of the canonical tensor. The stored tensor is that box in row-major order, reshaped as
     the layer likes, followed by `padding` elements that belong to no canonical index (the rows that round a vocabulary
     up); those are zero and stay zero. So a flat range of the stored tensor is a flat range of the box. Where a plain
-    [rows, columns] shape would leave a rank with several boxes, the canonical shape has more dimensions instead: the gate
-    and up halves of a gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
+    [rows, columns] shape would leave a rank with several boxes, the canonical shape has more dimensions instead: the
+    gate and up halves of a gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
     """
 
     global_shape: tuple[int, ...]

@@ -1,0 +1,58 @@
+# Two commands do everything on a fresh machine (git, make, python3 >= 3.11, pip):
+#   make quickstart    real text to a trained GPT
+#   make test          every test that a laptop runs
+# An environment of one's own: make PYTHON=/path/to/python test
+VENV := .venv
+TORCH ?= torch==2.13.0
+ifdef PYTHON
+  READY :=
+  READY_DEV :=
+else
+  PYTHON := $(VENV)/bin/python
+  READY := $(VENV)/.ready
+  READY_DEV := $(VENV)/.ready-dev
+endif
+CORPUS ?=
+TEST_WORKERS ?= 2
+
+.PHONY: quickstart test test-all test-gpu checks format clean
+
+quickstart: $(READY)
+	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
+
+test: $(READY_DEV)
+	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadgroup
+
+test-all: $(READY_DEV)
+	$(PYTHON) -m pytest tests -m "not gpu" -n $(TEST_WORKERS) --dist loadgroup
+
+test-gpu: $(READY_DEV)
+	$(PYTHON) -m pytest tests -m gpu
+
+checks: $(READY_DEV)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m importlinter.cli
+
+format: $(READY_DEV)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# A Python without ensurepip (Debian without python3-venv) gets its pip from the pip that started it.
+$(VENV)/bin/python:
+	python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
+	python3 -m venv $(VENV) || (python3 -m venv --clear --without-pip $(VENV) && python3 -m pip --python $(VENV)/bin/python install pip)
+
+# torch first and alone, so that what depends on it takes the build that is there.
+$(VENV)/.ready: $(VENV)/bin/python pyproject.toml
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[mlm]"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[mlm,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
