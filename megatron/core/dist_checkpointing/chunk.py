@@ -40,7 +40,7 @@ class Chunk:
     def __post_init__(self) -> None:
         shape, box = self.global_shape, self.box
         assert len(shape) == len(box.start) == len(box.shape), self
-        assert all(0 <= b and b + n <= size for b, n, size in zip(box.start, box.shape, shape, strict=True)), self
+        assert all(b >= 0 and b + n <= size for b, n, size in zip(box.start, box.shape, shape, strict=True)), self
         begin, end = self.range
         assert 0 <= begin <= end <= box.numel, self
         assert self.tensor.numel() == end - begin and self.tensor.is_contiguous(), self
@@ -87,7 +87,7 @@ def optimizer_state_chunk(
     flat_range: tuple[int, int] | None = None,
     holders: tuple[int, ...] = (),
 ) -> Chunk:
-    """The chunk of one kind of optimizer state over (a flat range of) a parameter's box; `tensor` is without padding."""
+    """The chunk of one kind of state over (a flat range of) a parameter's box; `tensor` is without padding."""
     name = optimizer_state_name(kind, parameter_info.name)
     return Chunk(name, parameter_info.global_shape, parameter_info.box, flat_range, tensor, holders)
 
