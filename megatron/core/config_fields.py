@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _METADATA_KEY = "flag"
@@ -47,6 +47,11 @@ class FlagDeclaration:
     """The values that work so far; any other parses and is refused with "not yet: ...". None: all values work."""
     no_effect: str | None = None
     """The flag is accepted and changes nothing here; this sentence says why and is printed once when it is given."""
+    only_with: str | None = None
+    """Field without which this one is never looked at, as "field" (not at its default) or "field=value"; a line says so
+    when this one is given without it."""
+    words: Mapping[str, Any] | None = None
+    """The words of the command line and the values they stand for, where the annotation is neither Literal nor Enum."""
 
 
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
@@ -60,6 +65,14 @@ def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclass
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def not_yet(
+    default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any
+) -> Any:
+    """A dataclass field whose feature is still to come: every value but the default is refused."""
+    only = default if default_factory is dataclasses.MISSING else default_factory()
+    return flag(default, default_factory=default_factory, supported=(only,), **declaration)
+
+
 def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
     """A dataclass field that only code can set."""
     return flag(default, default_factory=default_factory, exposed=False)
@@ -68,6 +81,21 @@ def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dat
 def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
     """The declaration of a field; the plain rule for a field that was written without `flag`."""
     return field.metadata.get(_METADATA_KEY, FlagDeclaration())
+
+
+def unsupported_values(config: Any) -> list[str]:
+    """A sentence for each field of a dataclass instance that holds a value whose feature is still to come."""
+    return [
+        not_yet_message(field.name, getattr(config, field.name), supported)
+        for field in dataclasses.fields(config)
+        if (supported := declaration_of(field).supported) is not None and getattr(config, field.name) not in supported
+    ]
+
+
+def not_yet_message(name: str, value: Any, supported: tuple[Any, ...]) -> str:
+    """What is said about a value whose feature is still to come."""
+    works = " or ".join("leaving it out" if value is None else str(value) for value in supported)
+    return f"{name} {value}: not yet; what works so far is {works}"
 
 
 @functools.cache

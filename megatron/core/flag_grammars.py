@@ -1,0 +1,94 @@
+"""Grammars of flags whose one word says more than a number: patterns over layers, tuples of integers."""
+
+import re
+
+_TOKEN = re.compile(r"\s*(\d+|[\[\](),+*])")
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """`4`, or a list expression over digits with `+`, `*` and parentheses: `([0]*3+[1]*58)`.
+
+    Raises ValueError for anything else. Nothing is evaluated as Python.
+    """
+    if "[" not in text:
+        return int(text)
+    tokens = _tokens(text)
+    result = _sum(tokens, text)
+    if tokens or isinstance(result, int):
+        raise ValueError(f"{text!r} is not a list expression such as ([0]*3+[1]*58)")
+    return result
+
+
+def integer_tuple(text: str) -> tuple[int, ...]:
+    """`127,0` or `(127,0)`."""
+    return tuple(int(word) for word in text.strip().strip("()").split(",") if word.strip())
+
+
+def _tokens(text: str) -> list[str]:
+    tokens, position = [], 0
+    while position < len(text.rstrip()):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ValueError(f"{text!r}: {text[position]!r} is not allowed; use digits, [ ] ( ) , + *")
+        tokens.append(match.group(1))
+        position = match.end()
+    return tokens
+
+
+def _sum(tokens: list[str], text: str) -> int | list[int]:
+    value = _product(tokens, text)
+    while tokens and tokens[0] == "+":
+        tokens.pop(0)
+        other = _product(tokens, text)
+        if isinstance(value, int) != isinstance(other, int):
+            raise ValueError(f"{text!r}: + joins two lists or two numbers")
+        value = value + other  # type: ignore[operator]
+    return value
+
+
+def _product(tokens: list[str], text: str) -> int | list[int]:
+    value = _atom(tokens, text)
+    while tokens and tokens[0] == "*":
+        tokens.pop(0)
+        other = _atom(tokens, text)
+        if isinstance(value, list) and isinstance(other, list):
+            raise ValueError(f"{text!r}: * repeats a list a number of times")
+        if isinstance(value, int) and isinstance(other, int):
+            value = value * other
+        else:
+            items, times = (value, other) if isinstance(value, list) else (other, value)
+            assert isinstance(items, list) and isinstance(times, int)
+            if len(items) * times > 1_000_000:
+                raise ValueError(f"{text!r} is longer than a million layers")
+            value = items * times
+    return value
+
+
+def _atom(tokens: list[str], text: str) -> int | list[int]:
+    token = tokens.pop(0) if tokens else ""
+    if token.isdigit():
+        return int(token)
+    if token == "(":
+        value = _sum(tokens, text)
+        if not tokens or tokens.pop(0) != ")":
+            raise ValueError(f"{text!r}: a parenthesis is not closed")
+        return value
+    if token == "[":
+        return _list(tokens, text)
+    raise ValueError(f"{text!r} is not a list expression such as ([0]*3+[1]*58)")
+
+
+def _list(tokens: list[str], text: str) -> list[int]:
+    items: list[int] = []
+    while tokens and tokens[0] != "]":
+        item = _sum(tokens, text)
+        if not isinstance(item, int):
+            raise ValueError(f"{text!r}: a list holds numbers")
+        items.append(item)
+        if tokens and tokens[0] == ",":
+            tokens.pop(0)
+        elif not tokens or tokens[0] != "]":
+            break
+    if not tokens or tokens.pop(0) != "]":
+        raise ValueError(f"{text!r}: a bracket is not closed")
+    return items

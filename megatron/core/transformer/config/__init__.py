@@ -1,0 +1,1 @@
+"""The fields of TransformerConfig, one file a concern."""

@@ -1,0 +1,75 @@
+"""Sizes of the model and what a layer is made of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.core.config_fields import flag, not_a_flag, not_yet
+
+
+@dataclass(kw_only=True)
+class ArchitectureConfig:
+    """Layers, widths, norms, MLP, dropout, residual stream."""
+
+    num_layers: int = 0
+    """Transformer layers of the whole model."""
+
+    hidden_size: int = 0
+    """Width of the residual stream."""
+
+    num_attention_heads: int = 0
+    """Query heads of a layer."""
+
+    ffn_hidden_size: int | None = None
+    """Inner width of the MLP; 4 * hidden size when not given (with --swiglu 8/3 of it, down to a multiple of 64)."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Norm before attention, before the MLP and after the last layer."""
+
+    layernorm_epsilon: float = flag(1e-05, on="--norm-epsilon")
+    """Added to the variance in every norm."""
+
+    layernorm_zero_centered_gamma: bool = flag(False, on="--apply-layernorm-1p")
+    """Store norm weights minus one, so that they start at zero."""
+
+    add_bias_linear: bool = flag(True, off="--disable-bias-linear")
+    """Linear layers of attention and MLP have a bias."""
+
+    gated_linear_unit: bool = not_a_flag(False)
+    """The MLP multiplies its activation by a second product (gate and up); --swiglu sets it."""
+
+    activation_func: Callable[[Tensor], Tensor] = not_a_flag(torch.nn.functional.gelu)
+    """Activation of the MLP (of the gate, where there is one)."""
+
+    activation_func_fp8_input_store: bool = not_a_flag(False)
+    """Keep the activation's input in fp8 for backward."""
+
+    glu_linear_offset: float = not_yet(0.0)
+    """Added to the up half of a gated MLP."""
+
+    activation_func_clamp_value: float | None = not_yet(None)
+    """Bound of the gate and up halves of a gated MLP."""
+
+    use_te_activation_func: bool = flag(False, no_effect="activations are chosen with their backend")
+    """Take activations from Transformer Engine."""
+
+    hidden_dropout: float = 0.1
+    """Dropout after embedding, attention and MLP."""
+
+    fp32_residual_connection: bool = not_yet(False)
+    """Keep the residual stream in float32."""
+
+    apply_residual_connection_post_layernorm: bool = not_yet(False)
+    """Take the residual after the norm, as the first BERT did."""
+
+    calculate_per_token_loss: bool = False
+    """Average the loss over all tokens of the global batch, not over each micro-batch first."""
+
+    mtp_num_layers: int | None = not_yet(None)
+    """Multi-token prediction layers, each one token further ahead."""
+
+    mtp_loss_scaling_factor: float | None = flag(0.1, only_with="mtp_num_layers")
+    """Weight of the multi-token prediction loss."""

@@ -1,0 +1,83 @@
+"""Attention: heads, scale, mask, positions, statistics."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.flag_grammars import integer_tuple, layer_pattern
+from megatron.core.transformer.enums import AttnBackend
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """What scaled dot-product attention looks like."""
+
+    attention_backend: AttnBackend = AttnBackend.auto
+    """Implementation of attention: flash, fused, unfused (also called local), or auto: the best that can do it."""
+
+    softmax_scale: float | None = not_a_flag(None)
+    """Factor of the scores; 1/sqrt(kv_channels) when None."""
+
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = not_yet("vanilla")
+    """What stands in the softmax's denominator beside the keys: nothing, a one, or a learnt logit a head."""
+
+    num_query_groups: int | None = flag(None, only_with="group_query_attention")
+    """With --group-query-attention: key and value heads, each shared by a group of query heads."""
+
+    kv_channels: int | None = None
+    """Width of one head; hidden size / heads when not given."""
+
+    attention_dropout: float = 0.1
+    """Dropout of attention probabilities."""
+
+    add_qkv_bias: bool = False
+    """The QKV projection has a bias even with --disable-bias-linear."""
+
+    rotary_interleaved: bool = False
+    """Rotary positions turn pairs of neighbours (2i, 2i+1) instead of (i, i + d/2)."""
+
+    no_rope_freq: int | list[int] | None = not_yet(None, parse=layer_pattern)
+    """Layers without rotary positions: every N-th, or a list expression with a 1 for each."""
+
+    mrope_section: list[int] | None = not_yet(None)
+    """Channels of rotary positions for time, height and width."""
+
+    window_size: tuple[int, int] | None = not_yet(None, parse=integer_tuple)
+    """Keys to the left and right that a query sees, as `127,0`; -1: all."""
+
+    window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")
+    """With --window-size: layers that keep full attention: every N-th, or a list expression with a 0 for each."""
+
+    qk_layernorm: bool = False
+    """Norm of queries and keys, a head at a time."""
+
+    qk_l2_norm: bool = not_yet(False)
+    """Norm of queries and keys to unit root mean square, without weights, after rotary positions."""
+
+    qk_clip: bool = not_yet(False)
+    """Scale query and key weights down when attention scores grow too large."""
+
+    qk_clip_alpha: float = flag(0.5, only_with="qk_clip")
+    """With --qk-clip: the part of the scaling that queries take."""
+
+    qk_clip_threshold: float = flag(100, only_with="qk_clip")
+    """With --qk-clip: the largest score that is left alone."""
+
+    log_max_attention_logit: bool = not_yet(False)
+    """Log the largest attention score."""
+
+    attention_output_gate: bool = not_yet(False)
+    """Multiply attention's output by a learnt gate."""
+
+    apply_query_key_layer_scaling: bool = False
+    """Divide scores by the layer number before the softmax and multiply inside it; computes the softmax in float32."""
+
+    attention_softmax_in_fp32: bool = True
+    """Compute the softmax of attention in float32. Only unfused attention in half precision can do otherwise."""
+
+    multi_latent_attention: bool = not_yet(False)
+    """Multi-head latent attention: keys and values from a low-rank state."""
+
+    cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
+    """With --context-parallel-size: how ranks exchange keys and values (p2p, a2a, all_gather, a2a+p2p), one word for
+    all layers or one for each."""

@@ -1,0 +1,72 @@
+"""Fused kernels. Backends choose kernels when a layer is built; these fields remain where they change numbers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.config_fields import flag, not_a_flag, not_yet
+
+_CHOSEN = "kernels are chosen with their backend when a layer is built"
+
+
+@dataclass(kw_only=True)
+class FusionConfig:
+    """Which operations run as one kernel."""
+
+    transformer_impl: Literal["auto", "local", "transformer_engine", "inference_optimized"] = flag(
+        "auto", supported=["auto", "local", "transformer_engine"]
+    )
+    """Whose layers to use: plain torch (local), Transformer Engine, or auto: what is there and fast. They compute the
+    same function of the same weights."""
+
+    bias_activation_fusion: bool = not_a_flag(False)
+    """Add the bias inside the activation. With gelu this chooses the tanh form; without, the exact one."""
+
+    bias_dropout_fusion: bool = flag(False, off="--no-bias-dropout-fusion", no_effect=_CHOSEN)
+    """Add bias and residual in the dropout kernel."""
+
+    masked_softmax_fusion: bool = flag(False, off="--no-masked-softmax-fusion", no_effect=_CHOSEN)
+    """Scale, mask and softmax of unfused attention in one kernel."""
+
+    persist_layer_norm: bool = flag(False, off="--no-persist-layer-norm", no_effect=_CHOSEN)
+    """Layer norm with a persistent kernel."""
+
+    memory_efficient_layer_norm: bool = not_a_flag(False)
+    """Recompute a norm's input from its output."""
+
+    apply_rope_fusion: bool = flag(False, off="--no-rope-fusion", no_effect=_CHOSEN)
+    """Rotary positions in one kernel."""
+
+    fused_single_qkv_rope: bool = not_a_flag(False)
+    """Rotary positions on the joint QKV tensor."""
+
+    use_fused_weighted_squared_relu: bool = flag(False, only_with="num_moe_experts")
+    """Squared relu of experts together with the router's weights in one kernel."""
+
+    disable_bf16_reduced_precision_matmul: bool = not_yet(False)
+    """No reduced-precision sums in bfloat16 matrix products."""
+
+    clone_scatter_output_in_embedding: bool = flag(
+        True,
+        off="--disable-clone-scatter-output-in-embedding",
+        aliases=["--no-clone-scatter-output-in-embedding"],
+        only_with="tensor_model_parallel_size",
+    )
+    """Copy a rank's part of the embedding's output, so that the whole can be freed."""
+
+    use_kitchen: bool = not_a_flag(False)
+    """Layers of an unpublished extension."""
+
+    use_kitchen_attention: bool = not_yet(False)
+    """Attention of an unpublished extension."""
+
+    kitchen_attention_backend: Literal["sdpa", "fa"] = flag("sdpa", only_with="use_kitchen_attention")
+    """Attention kernel of that extension."""
+
+    batch_invariant_mode: bool = not_yet(False)
+    """Only kernels whose result for a sample does not depend on the batch around it."""
+
+    test_mode: bool = flag(False, no_effect="it only served the published tests")
+    """Of the published tests."""
+
+    config_logger_dir: str = flag("", no_effect="--print-config shows every value and where it comes from")
+    """Folder for dumps of configs."""

@@ -1,0 +1,34 @@
+"""Initial weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.config_fields import flag, not_a_flag
+
+
+@dataclass(kw_only=True)
+class InitializationConfig:
+    """Distributions that initial weights are drawn from."""
+
+    init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    """Fills a weight; Normal(init_method_std) when None."""
+
+    output_layer_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    """Fills the output projections of attention and MLP; Normal(init_method_std / sqrt(2 * layers)) when None."""
+
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights."""
+
+    embedding_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
+    """Fills the embeddings; Normal(embedding_init_method_std) when None."""
+
+    embedding_init_method_std: float | None = None
+    """Standard deviation of initial embeddings; as --init-method-std when not given."""
+
+    init_model_with_meta_device: bool = flag(
+        False, no_effect="initial values are drawn for the part that a rank holds, without the whole tensor"
+    )
+    """Build the model without memory before it is sharded."""

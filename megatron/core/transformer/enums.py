@@ -1,0 +1,45 @@
+"""Enumerations of the transformer's parts."""
+
+import enum
+
+from megatron.core.enums import ModelType
+
+__all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
+
+
+class LayerType(enum.Enum):
+    """What stands at one place of a pipeline layout."""
+
+    embedding = 1
+    loss = 2
+    encoder = 3
+    decoder = 4
+    mtp = 5
+
+
+class AttnType(enum.Enum):
+    """Whose keys and values a layer attends to."""
+
+    self_attn = 1
+    cross_attn = 2
+
+
+class AttnMaskType(enum.Enum):
+    """Which keys a query may see."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+class AttnBackend(enum.Enum):
+    """Which implementation of scaled dot-product attention runs."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5

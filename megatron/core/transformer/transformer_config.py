@@ -1,0 +1,173 @@
+"""Configuration of a transformer: every published field, cut by concern into the mixins of `config/`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config_fields import flag
+from megatron.core.exceptions import UserError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters import Normal
+from megatron.core.transformer.config.architecture import ArchitectureConfig
+from megatron.core.transformer.config.attention import AttentionConfig
+from megatron.core.transformer.config.fusions import FusionConfig
+from megatron.core.transformer.config.inference import InferenceConfig
+from megatron.core.transformer.config.initialization import InitializationConfig
+from megatron.core.transformer.config.low_precision import LowPrecisionConfig
+from megatron.core.transformer.config.memory import MemoryConfig
+from megatron.core.transformer.config.moe import MoEConfig
+from megatron.core.transformer.config.stages import StageConfig
+from megatron.core.transformer.config.token_mixers import TokenMixerConfig
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(
+    ArchitectureConfig,
+    AttentionConfig,
+    InitializationConfig,
+    FusionConfig,
+    MemoryConfig,
+    LowPrecisionConfig,
+    StageConfig,
+    MoEConfig,
+    TokenMixerConfig,
+    InferenceConfig,
+    ModelParallelConfig,
+):
+    """A transformer, completely described: what is left at None is derived when the config is made.
+
+    Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
+    `add_qkv_bias` (with `add_bias_linear`), `params_dtype`, and the three init methods. Output projections start with
+    a standard deviation that is smaller by sqrt(2 * num_layers), num_layers being those of the whole model.
+
+    Raises UserError when a value is impossible or its feature is still to come.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = list(transformer_problems(self))
+        if problems:
+            raise UserError("; ".join(problems))
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.kv_channels is None:
+            self.kv_channels = self.hidden_size // self.num_attention_heads
+        if self.num_query_groups is None:
+            self.num_query_groups = self.num_attention_heads
+        if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
+            self.moe_ffn_hidden_size = self.ffn_hidden_size
+        self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
+        self.attention_softmax_in_fp32 = self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
+        self._derive_init_methods()
+
+    def _derive_init_methods(self) -> None:
+        if self.embedding_init_method is None:
+            if self.embedding_init_method_std is None and self.init_method is not None:
+                self.embedding_init_method = self.init_method
+            else:
+                std = self.embedding_init_method_std
+                self.embedding_init_method = Normal(self.init_method_std if std is None else std)
+        if self.init_method is None:
+            self.init_method = Normal(self.init_method_std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = Normal(self.init_method_std / math.sqrt(2.0 * self.num_layers))
+
+
+def transformer_problems(config: TransformerConfig) -> Iterator[str]:
+    """A sentence for each value, or pair of values, of which no transformer can be made."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(config, name) < 1:
+            yield f"{name} {getattr(config, name)} must be at least 1"
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_num_layers"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            yield f"{name} {value} must be at least 1"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            yield f"{name} {getattr(config, name)} must be at least 0 and less than 1"
+    for name in ("init_method_std", "embedding_init_method_std"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 <= value < math.inf:
+            yield f"{name} {value} must be at least 0"
+    if not config.layernorm_epsilon >= 0:
+        yield f"layernorm_epsilon {config.layernorm_epsilon} must be at least 0"
+    yield from _head_problems(config)
+    yield from _recompute_problems(config)
+
+
+def _head_problems(config: TransformerConfig) -> Iterator[str]:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if heads < 1:
+        return
+    if config.kv_channels is None and config.hidden_size % heads:
+        below = config.hidden_size - config.hidden_size % heads
+        works = " or ".join(str(size) for size in (below, below + heads) if size > 0)
+        yield (
+            f"hidden_size {config.hidden_size} does not divide by num_attention_heads {heads}; {works} works, or set "
+            "kv_channels"
+        )
+    if groups is not None and groups > 0 and heads % groups:
+        divisors = [divisor for divisor in range(1, heads + 1) if heads % divisor == 0]
+        nearest = min(divisors, key=lambda divisor: abs(divisor - groups))
+        yield f"num_query_groups {groups} does not divide num_attention_heads {heads}; the nearest that does: {nearest}"
+
+
+def _recompute_problems(config: TransformerConfig) -> Iterator[str]:
+    if config.recompute_granularity == "full":
+        if config.recompute_method is None:
+            yield "recompute_granularity full needs recompute_method: uniform or block"
+        if config.recompute_num_layers is None:
+            yield "recompute_granularity full needs recompute_num_layers; 1 recomputes each layer by itself"
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig):
+    """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434)."""
+
+    multi_latent_attention: bool = True
+    """Keys and values come from a low-rank state."""
+
+    q_lora_rank: int | None = flag(512, only_with="multi_latent_attention")
+    """Rank of the query projection; None: a plain one."""
+
+    kv_lora_rank: int = flag(512, only_with="multi_latent_attention")
+    """Width of the state that keys and values come from."""
+
+    qk_head_dim: int = flag(128, only_with="multi_latent_attention")
+    """Width of a query or key head, its rotary part aside."""
+
+    qk_pos_emb_head_dim: int = flag(64, only_with="multi_latent_attention")
+    """Width of the rotary part of a query or key head."""
+
+    v_head_dim: int = flag(128, only_with="multi_latent_attention")
+    """Width of a value head."""
+
+    rope_type: str = flag("yarn", only_with="multi_latent_attention")
+    """Rotary positions: rope or yarn."""
+
+    rotary_base: float = 10000
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = 1.0
+    """Part of a head that is turned."""
+
+    rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
+    """YaRN: how many times longer the context is than the model was first trained for."""
+
+    original_max_position_embeddings: int = 4096
+    """YaRN: the context that the model was first trained for."""
+
+    beta_fast: float = 32
+    """YaRN: turns within that context above which frequencies stay."""
+
+    beta_slow: float = 1
+    """YaRN: turns within that context below which frequencies are divided."""
+
+    mscale: float = flag(1.0, only_with="multi_latent_attention")
+    """YaRN: scale of cosine and sine."""
+
+    mscale_all_dim: float = flag(0.0, only_with="multi_latent_attention")
+    """YaRN: scale of the softmax."""
+
+    cache_mla_latents: bool = flag(False, only_with="multi_latent_attention")
+    """Cache the low-rank state when decoding."""
