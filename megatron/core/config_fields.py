@@ -17,11 +17,15 @@ marks what cannot be given on a command line.
 
 import ast
 import dataclasses
+import enum
 import functools
 import inspect
+import string
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from megatron.core.exceptions import UserError
 
 _METADATA_KEY = "flag"
 
@@ -83,19 +87,60 @@ def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
     return field.metadata.get(_METADATA_KEY, FlagDeclaration())
 
 
-def unsupported_values(config: Any) -> list[str]:
-    """A sentence for each field of a dataclass instance that holds a value whose feature is still to come."""
-    return [
-        not_yet_message(field.name, getattr(config, field.name), supported)
-        for field in dataclasses.fields(config)
-        if (supported := declaration_of(field).supported) is not None and getattr(config, field.name) not in supported
-    ]
+# ---------------------------------------------------------------------------------------------------------------------
+# What is wrong with values
+#
+# A problem is one sentence in which `{field}` stands for a field and its value, `{field:name}` for its name alone. The
+# library spells fields as attributes, the command line as flags.
 
 
-def not_yet_message(name: str, value: Any, supported: tuple[Any, ...]) -> str:
-    """What is said about a value whose feature is still to come."""
-    works = " or ".join("leaving it out" if value is None else str(value) for value in supported)
-    return f"{name} {value}: not yet; what works so far is {works}"
+def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] = str) -> str:
+    """The sentence with fields spelled out; `config` has an attribute for each field named in it."""
+    words = []
+    for literal, field, spec, _ in string.Formatter().parse(problem):
+        words.append(literal)
+        if field is not None:
+            value = getattr(config, field)
+            alone = spec == "name" or isinstance(value, bool) or value is None
+            words.append(spelling(field) if alone else f"{spelling(field)} {value_text(value)}")
+    return "".join(words)
+
+
+def fields_of_problem(problem: str) -> set[str]:
+    """The fields that a problem speaks of."""
+    return {field for _, field, _, _ in string.Formatter().parse(problem) if field is not None}
+
+
+def value_text(value: Any) -> str:
+    """A value as it would be written on the command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return " ".join(value_text(item) for item in value)
+    return str(value).removeprefix("torch.")
+
+
+def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
+    """A problem for each field that holds a value whose feature is still to come."""
+    problems = []
+    for field in dataclasses.fields(config) if fields is None else fields:
+        supported = declaration_of(field).supported
+        if supported is not None and getattr(config, field.name) not in supported:
+            works = " or ".join(value_text(value) for value in supported if value is not None and value is not False)
+            hint = f"; what works so far is {works}" if works else ""
+            problems.append(f"{{{field.name}}}: not yet{hint}")
+    return problems
+
+
+def refuse(problems: Iterable[str], config: Any) -> None:
+    """Raise UserError if there are problems, all of them in one message."""
+    sentences = [describe_problem(problem, config) for problem in problems]
+    if sentences:
+        raise UserError("; ".join(sentences))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Help
 
 
 @functools.cache

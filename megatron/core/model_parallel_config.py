@@ -3,15 +3,14 @@
 `ModelParallelConfig` is what every parallel part of the library is configured by; `TransformerConfig` extends it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, unsupported_values
-from megatron.core.exceptions import UserError
+from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
 _OLD_OVERLAP = "these switches went with old Transformer Engine releases"
 
@@ -282,22 +281,30 @@ class ModelParallelConfig:
     """Compute everything in float64: slow, and exact enough to compare layouts with."""
 
     def __post_init__(self) -> None:
-        problems = unsupported_values(self) + self._format_problems()
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+        refuse([*unsupported_values(self), *parallel_problems(self)], self)
+        if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False
-        if problems:
-            raise UserError("; ".join(problems))
         chosen = {self.fp16: torch.float16, self.bf16: torch.bfloat16, self.fp64: torch.float64}.get(True)
         if chosen is not None:
             self.params_dtype = chosen
         if self.pipeline_dtype is None:
             self.pipeline_dtype = self.params_dtype
 
-    def _format_problems(self) -> list[str]:
-        formats = [name for name in ("fp16", "bf16", "fp64") if getattr(self, name)]
-        problems = []
-        if len(formats) > 1:
-            problems.append(f"{' and '.join(formats)} are set together; choose one")
-        if self.seed <= 0:
-            problems.append(f"seed {self.seed} must be larger than 0; 1234 is the default")
-        return problems
+
+def parallel_problems(config: Any) -> Iterator[str]:
+    """A problem for each impossible value; `config` has the fields of ModelParallelConfig."""
+    formats = [f"{{{name}}}" for name in ("fp16", "bf16", "fp64") if getattr(config, name)]
+    if len(formats) > 1:
+        yield f"{' and '.join(formats)} are set together; choose one"
+    if config.seed <= 0:
+        yield "{seed} must be larger than 0"
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ):
+        size = getattr(config, name)
+        if size is not None and size < 1:
+            yield f"{{{name}}} must be at least 1"

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, unsupported_values
-from megatron.core.exceptions import UserError
+from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -103,6 +102,4 @@ class DistributedDataParallelConfig:
     """Weight gradients come later than input gradients."""
 
     def __post_init__(self) -> None:
-        problems = unsupported_values(self)
-        if problems:
-            raise UserError("; ".join(problems))
+        refuse(unsupported_values(self), self)

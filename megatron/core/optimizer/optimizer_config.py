@@ -1,13 +1,12 @@
 """What the optimizer is told: rates, decay, moments, loss scale, clipping."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, unsupported_values
-from megatron.core.exceptions import UserError
+from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -197,22 +196,25 @@ class OptimizerConfig:
     """Folder for a dump of this config, as in TransformerConfig."""
 
     def __post_init__(self) -> None:
-        problems = unsupported_values(self) + list(self._range_problems())
-        if problems:
-            raise UserError("; ".join(problems))
+        refuse([*unsupported_values(self), *optimizer_problems(self)], self)
 
-    def _range_problems(self) -> list[str]:
-        problems = [
-            f"{name} {getattr(self, name)} must be at least 0 and less than 1"
-            for name in ("adam_beta1", "adam_beta2", "sgd_momentum")
-            if not 0.0 <= getattr(self, name) < 1.0
-        ]
-        if not self.adam_eps > 0:
-            problems.append(f"adam_eps {self.adam_eps} must be larger than 0")
-        if not self.clip_grad >= 0:
-            problems.append(f"clip_grad {self.clip_grad} must be at least 0; 0 turns clipping off")
-        if self.loss_scale is not None and not self.loss_scale > 0:
-            problems.append(f"loss_scale {self.loss_scale} must be larger than 0")
-        if self.hysteresis < 1:
-            problems.append(f"hysteresis {self.hysteresis} must be at least 1")
-        return problems
+
+def optimizer_problems(config: Any) -> Iterator[str]:
+    """A problem for each value that no optimizer can work with; `config` has the fields of OptimizerConfig."""
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        if not 0.0 <= getattr(config, name) < 1.0:
+            yield f"{{{name}}} must be at least 0 and less than 1"
+    for name in ("lr", "min_lr", "weight_decay"):
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            yield f"{{{name}}} must be at least 0"
+    if config.lr is not None and config.min_lr is not None and config.min_lr > config.lr:
+        yield "{min_lr} is larger than {lr}"
+    if not config.adam_eps > 0:
+        yield "{adam_eps} must be larger than 0"
+    if not config.clip_grad >= 0:
+        yield "{clip_grad} must be at least 0; 0 turns clipping off"
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            yield f"{{{name}}} must be larger than 0"

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.core.config_fields import flag
-from megatron.core.exceptions import UserError
+from megatron.core.config_fields import flag, refuse
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
 from megatron.core.transformer.config.architecture import ArchitectureConfig
@@ -45,9 +45,7 @@ class TransformerConfig(
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        problems = list(transformer_problems(self))
-        if problems:
-            raise UserError("; ".join(problems))
+        refuse(transformer_problems(self), self)
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.kv_channels is None:
@@ -73,51 +71,50 @@ class TransformerConfig(
             self.output_layer_init_method = Normal(self.init_method_std / math.sqrt(2.0 * self.num_layers))
 
 
-def transformer_problems(config: TransformerConfig) -> Iterator[str]:
-    """A sentence for each value, or pair of values, of which no transformer can be made."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if getattr(config, name) < 1:
-            yield f"{name} {getattr(config, name)} must be at least 1"
-    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_num_layers"):
+def transformer_problems(config: Any) -> Iterator[str]:
+    """A problem for each value, or pair of values, of which no transformer can be made.
+
+    `config` has the fields of TransformerConfig; None in the three sizes that every model needs is left to the caller.
+    """
+    for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_num_layers"):
         value = getattr(config, name)
         if value is not None and value < 1:
-            yield f"{name} {value} must be at least 1"
+            yield f"{{{name}}} must be at least 1"
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0.0 <= getattr(config, name) < 1.0:
-            yield f"{name} {getattr(config, name)} must be at least 0 and less than 1"
-    for name in ("init_method_std", "embedding_init_method_std"):
+            yield f"{{{name}}} must be at least 0 and less than 1"
+    for name in ("init_method_std", "embedding_init_method_std", "layernorm_epsilon"):
         value = getattr(config, name)
         if value is not None and not 0.0 <= value < math.inf:
-            yield f"{name} {value} must be at least 0"
-    if not config.layernorm_epsilon >= 0:
-        yield f"layernorm_epsilon {config.layernorm_epsilon} must be at least 0"
-    yield from _head_problems(config)
+            yield f"{{{name}}} must be at least 0"
+    if all((getattr(config, name) or 0) >= 1 for name in _SIZES):
+        yield from _head_problems(config)
     yield from _recompute_problems(config)
 
 
-def _head_problems(config: TransformerConfig) -> Iterator[str]:
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def _head_problems(config: Any) -> Iterator[str]:
     heads, groups = config.num_attention_heads, config.num_query_groups
-    if heads < 1:
-        return
     if config.kv_channels is None and config.hidden_size % heads:
         below = config.hidden_size - config.hidden_size % heads
         works = " or ".join(str(size) for size in (below, below + heads) if size > 0)
         yield (
-            f"hidden_size {config.hidden_size} does not divide by num_attention_heads {heads}; {works} works, or set "
-            "kv_channels"
+            f"{{hidden_size}} does not divide by {{num_attention_heads}}; {works} works, or set {{kv_channels:name}}"
         )
     if groups is not None and groups > 0 and heads % groups:
         divisors = [divisor for divisor in range(1, heads + 1) if heads % divisor == 0]
         nearest = min(divisors, key=lambda divisor: abs(divisor - groups))
-        yield f"num_query_groups {groups} does not divide num_attention_heads {heads}; the nearest that does: {nearest}"
+        yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; the nearest that does is {nearest}"
 
 
-def _recompute_problems(config: TransformerConfig) -> Iterator[str]:
+def _recompute_problems(config: Any) -> Iterator[str]:
     if config.recompute_granularity == "full":
         if config.recompute_method is None:
-            yield "recompute_granularity full needs recompute_method: uniform or block"
+            yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
         if config.recompute_num_layers is None:
-            yield "recompute_granularity full needs recompute_num_layers; 1 recomputes each layer by itself"
+            yield "{recompute_granularity} needs {recompute_num_layers:name}; 1 recomputes each layer by itself"
 
 
 @dataclass(kw_only=True)
