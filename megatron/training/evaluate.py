@@ -1,0 +1,167 @@
+"""Evaluation: the true mean over the tokens that it says it covered."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.training.logging.metrics import synchronization_allowed
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What an evaluation found.
+
+    On ranks that hold no loss (all but the last pipeline stage) `losses` and `counts` are empty.
+    """
+
+    losses: Mapping[str, float]
+    """Sum over count, both over every micro-batch of every data parallel rank, in float64."""
+    counts: Mapping[str, float]
+    """What each loss is the mean over: unmasked tokens; micro-batches for a loss that is reported as one value."""
+    samples: int
+    """Sequences put through the model by all data parallel ranks, padding included."""
+    iterations: int
+    interrupted: bool
+    """It was asked to stop early; the result covers less than was planned."""
+    seconds: float
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that the first loss is the mean over; None without one."""
+        return round(next(iter(self.counts.values()))) if self.counts else None
+
+
+@torch.no_grad()
+def evaluate(
+    forward_backward_func: Callable[..., Sequence[Mapping[str, Tensor]]],
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: Sequence[nn.Module],
+    *,
+    num_iterations: int,
+    num_microbatches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    data_parallel_size: int = 1,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> EvaluationResult:
+    """Run `num_iterations` global batches forward and take the mean loss. Nothing is read from the device in between.
+
+    Args:
+        forward_backward_func: from get_forward_backward_func; returns the report of each micro-batch.
+        model: chunks; they are in eval mode within and as they were afterwards.
+        group: the ranks (data and context parallel) whose batches differ; None: this rank alone.
+        should_stop: asked after every global batch but the last. Must answer alike on all ranks.
+
+    Raises UserError if there is nothing to evaluate: no iterations, or a data iterator that ends before them.
+    """
+    if num_iterations < 1:
+        raise UserError(
+            f"--eval-iters {num_iterations}: an evaluation needs at least one iteration; "
+            "leave --eval-interval out to train without evaluation"
+        )
+    started = time.perf_counter()
+    modes = [(module, module.training) for chunk in model for module in chunk.modules()]
+    sums: dict[str, Tensor] = {}
+    done = 0
+    try:
+        for chunk in model:
+            chunk.eval()
+        for done in range(1, num_iterations + 1):
+            reports = _forward(
+                forward_backward_func,
+                done,
+                num_iterations,
+                forward_step_func=forward_step_func,
+                data_iterator=data_iterator,
+                model=list(model),
+                num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                forward_only=True,
+            )
+            for report in reports:
+                _add(sums, report, device)
+            if done < num_iterations and should_stop():
+                break
+    finally:
+        for module, training in modes:
+            module.training = training
+    losses, counts = _mean(sums, group)
+    return EvaluationResult(
+        losses=losses,
+        counts=counts,
+        samples=done * num_microbatches * micro_batch_size * data_parallel_size,
+        iterations=done,
+        interrupted=done < num_iterations,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _forward(
+    forward_backward_func: Callable[..., Sequence[Mapping[str, Tensor]]], iteration: int, planned: int, **arguments: Any
+) -> Sequence[Mapping[str, Tensor]]:
+    try:
+        return forward_backward_func(**arguments)
+    except (StopIteration, RuntimeError) as error:
+        # A StopIteration that passes through a generator comes out as a RuntimeError.
+        if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
+            raise UserError(
+                f"the evaluation's data ended in iteration {iteration} of {planned}; "
+                f"lower --eval-iters to {iteration - 1} or give more data"
+            ) from error
+        raise
+
+
+def _add(sums: dict[str, Tensor], report: Mapping[str, Tensor], device: torch.device | str) -> None:
+    """Add one micro-batch's [sum, count], or one value with the count 1, in float64."""
+    for name, value in report.items():
+        pair = value.detach().reshape(-1).to(device, torch.float64, non_blocking=True)
+        assert pair.numel() in (1, 2), f"the report {name!r} has {pair.numel()} values, not 1 or 2"
+        if pair.numel() == 1:
+            pair = torch.cat([pair, torch.ones_like(pair)])
+        sums[name] = sums[name] + pair if name in sums else pair.clone()
+
+
+def _mean(sums: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[dict[str, float], dict[str, float]]:
+    """Losses and counts over all ranks: one all-reduce, one copy to the host."""
+    if not sums:
+        return {}, {}
+    totals = torch.stack(list(sums.values()))  # [names, 2]
+    with synchronization_allowed(totals.device):
+        if group is not None:
+            dist.all_reduce(totals, group=group)
+        pairs = totals.tolist()
+    losses, counts = {}, {}
+    for name, (total, count) in zip(sums, pairs, strict=True):
+        losses[name] = total / count if count else 0.0
+        counts[name] = count
+    return losses, counts
+
+
+@dataclass(frozen=True)
+class FullPass:
+    """How a whole data set is covered by equal global batches (--full-validation)."""
+
+    iterations: int
+    samples: int
+    padded: int
+    """Rows of the last global batch that hold no sample; their loss mask must be zero."""
+
+
+def full_pass(num_samples: int, global_batch_size: int) -> FullPass:
+    """Every sample once. Raises UserError for an empty set."""
+    if num_samples < 1:
+        raise UserError(
+            "--full-validation: the validation set is empty; give it a part in --split, or a --valid-data-path"
+        )
+    iterations = -(-num_samples // global_batch_size)
+    return FullPass(iterations, num_samples, iterations * global_batch_size - num_samples)

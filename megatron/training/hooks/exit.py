@@ -1,0 +1,149 @@
+"""Leaving early, all ranks after the same step.
+
+What makes a run leave: --exit-interval, which every rank knows by itself; and a signal, --exit-duration-in-mins or a
+non-finite loss, which one rank notices first. For the latter each step starts one all-reduce of four integers on a gloo
+group beside the device's groups, and reads the result of the one that the step before started. So nothing waits for the
+device, and the host waits for the other hosts only if one of them is a whole step behind. A reason that shows during
+step k ends the run after step k + 1.
+"""
+
+import enum
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.hooks.signals import SignalWatch
+
+
+class ExitReason(enum.Enum):
+    """Why a run leaves before its last iteration."""
+
+    INTERVAL = "interval"
+    DURATION = "duration"
+    SIGNAL = "signal"
+    NON_FINITE = "non-finite"
+
+
+@dataclass(frozen=True)
+class ExitDecision:
+    """The same on every rank."""
+
+    reason: ExitReason
+    message: str
+    exit_code: int
+    """0 where the user asked for the end, also by a signal: a launcher that counts restarts must not count this one."""
+    save: bool
+    """A checkpoint is wanted; not after a non-finite loss."""
+
+
+class ExitAgreement:
+    """Finds out, once a step, whether it is time to leave.
+
+    Every rank calls `after_step` after each step and `poll` at the same places in between (evaluation); whoever gets a
+    decision gets it on all ranks at the same call.
+
+    Args:
+        group: a gloo group of all ranks (`agreement_group`); None: a single process, which decides at once.
+        rank: of this process, for the message.
+        signals: the watch that remembers signals, or None.
+        exit_interval: leave after an iteration that this divides.
+        exit_duration_in_mins: leave once so many minutes have passed since `started`.
+        started: `time.monotonic()` at the start of the program; None: now.
+        non_finite: tells whether this rank knows of a non-finite loss or gradient that must stop the run.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int = 0,
+        signals: SignalWatch | None = None,
+        exit_interval: int | None = None,
+        exit_duration_in_mins: float | None = None,
+        started: float | None = None,
+        non_finite: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.signals = signals
+        self.exit_interval = exit_interval
+        self.exit_duration_in_mins = exit_duration_in_mins
+        self.started = time.monotonic() if started is None else started
+        self.non_finite = non_finite
+        self.rounds = 0
+        """All-reduces started so far."""
+        self._decision: ExitDecision | None = None
+        self._flags: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def after_step(self, iteration: int) -> ExitDecision | None:
+        """`poll`, and --exit-interval. `iteration` is the number of iterations done."""
+        decision = self.poll()
+        if decision is None and self.exit_interval and iteration % self.exit_interval == 0:
+            self._decision = decision = ExitDecision(
+                ExitReason.INTERVAL, f"exiting program at iteration {iteration}", exit_code=0, save=True
+            )
+        return decision
+
+    def poll(self) -> ExitDecision | None:
+        """The decision of the round before; starts the next round. Once decided, says the same for ever."""
+        if self._decision is None:
+            self._decision = self._decide(self._finish_round() if self.group is not None else self._local_flags())
+            if self._decision is None and self.group is not None:
+                self._start_round()
+        return self._decision
+
+    def close(self) -> None:
+        """Wait for a round that is under way. Every rank calls it once, before the groups are destroyed."""
+        self._finish_round()
+
+    def _local_flags(self) -> torch.Tensor:
+        """[non-finite, signal number, 1 + rank that has the signal, time is up], int32, to be reduced by maximum."""
+        number = (self.signals.received if self.signals is not None else None) or 0
+        limit = self.exit_duration_in_mins
+        late = limit is not None and (time.monotonic() - self.started) / 60.0 > limit
+        return torch.tensor([self.non_finite(), number, self.rank + 1 if number else 0, late], dtype=torch.int32)
+
+    def _start_round(self) -> None:
+        self._flags = self._local_flags()
+        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.rounds += 1
+
+    def _finish_round(self) -> torch.Tensor | None:
+        """None before the first round."""
+        if self._work is None:
+            return None
+        work, self._work = self._work, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.rank}: another rank is gone (seen between two steps): {error}") from error
+        return self._flags
+
+    def _decide(self, flags: torch.Tensor | None) -> ExitDecision | None:
+        if flags is None:
+            return None
+        non_finite, number, holder, late = (int(flag) for flag in flags)
+        if non_finite:
+            return ExitDecision(ExitReason.NON_FINITE, "exiting program after a non-finite loss or gradient", 1, False)
+        if number:
+            name = signal.Signals(number).name
+            return ExitDecision(
+                ExitReason.SIGNAL, f"exiting program after receiving {name} on rank {holder - 1}", 0, True
+            )
+        if late:
+            return ExitDecision(
+                ExitReason.DURATION, f"exiting program after {self.exit_duration_in_mins:g} minutes", 0, True
+            )
+        return None
+
+
+def agreement_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for `ExitAgreement`; collective. None in a single process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo")

@@ -1,0 +1,47 @@
+"""--manual-gc: Python's garbage collector runs at chosen steps, the same on every rank, instead of whenever it likes.
+
+A collection stops the Python of one rank for some milliseconds while the others wait for it in the next collective;
+when all ranks collect at once, one such wait is paid instead of many.
+"""
+
+import gc
+
+from megatron.training.hooks.hook import Hook
+
+
+class ManualGarbageCollection(Hook):
+    """Switches automatic collection off during training.
+
+    Args:
+        interval: collect after every so many iterations; 0: never between steps.
+        evaluation: collect before and after each evaluation too.
+    """
+
+    def __init__(self, interval: int = 0, evaluation: bool = True) -> None:
+        self.interval = interval
+        self.evaluation = evaluation
+        self._was_enabled = False
+
+    def on_start(self, iteration: int) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect()
+
+    def after_step(self, iteration: int) -> None:
+        if self.interval > 0 and iteration % self.interval == 0:
+            gc.collect()
+
+    def before_evaluate(self, iteration: int) -> None:
+        self._collect_around_evaluation()
+
+    def after_evaluate(self, iteration: int) -> None:
+        self._collect_around_evaluation()
+
+    def _collect_around_evaluation(self) -> None:
+        if self.evaluation:
+            # The youngest generation: what evaluation leaves is new, and older objects were looked at already.
+            gc.collect(generation=0)
+
+    def on_exit(self, iteration: int) -> None:
+        if self._was_enabled:
+            gc.enable()

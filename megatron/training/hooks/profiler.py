@@ -1,0 +1,135 @@
+"""--profile: a few steps on chosen ranks under Nsight Systems, or under PyTorch's own profiler."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.training.hooks.hook import Hook
+
+
+class NsightProfiler(Hook):
+    """Tells Nsight Systems when to record: steps with `start` <= iterations done < `end`.
+
+    The run must be started under `nsys profile --capture-range=cudaProfilerApi`. Every operator gets an NVTX range.
+    Raises UserError without CUDA.
+    """
+
+    def __init__(self, start: int, end: int, *, record_shapes: bool = False) -> None:
+        _check_steps(start, end)
+        if not torch.cuda.is_available():
+            raise UserError(
+                "--profile records with Nsight Systems, which needs CUDA; add --use-pytorch-profiler to profile here"
+            )
+        self.start, self.end = start, end
+        self._record_shapes = record_shapes
+        self._ranges: Any = None
+
+    def before_step(self, iteration: int) -> None:
+        if iteration == self.start:
+            torch.cuda.cudart().cudaProfilerStart()
+            self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=self._record_shapes)
+            self._ranges.__enter__()
+
+    def after_step(self, iteration: int) -> None:
+        if iteration == self.end:
+            self._stop()
+
+    def on_exit(self, iteration: int) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._ranges is not None:
+            self._ranges.__exit__(None, None, None)
+            self._ranges = None
+            torch.cuda.cudart().cudaProfilerStop()
+
+
+class TorchProfiler(Hook):
+    """Records with PyTorch's profiler steps with `start` <= iterations done < `end`; one step before warms it up.
+
+    A Chrome trace `rank_00000.steps_10_12.trace.json` is written into `directory` when the last step is recorded, or at
+    the run's end if that comes first.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        end: int,
+        directory: str | Path,
+        rank: int,
+        *,
+        record_shapes: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        _check_steps(start, end)
+        self.start, self.end = start, end
+        self.directory, self.rank = Path(directory), rank
+        self.trace: Path | None = None
+        """The file, once it is written."""
+        self._options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
+        self._profiler: Any = None
+        self._first = 0
+
+    def before_step(self, iteration: int) -> None:
+        if self._profiler is None and self.trace is None and max(self.start - 1, 0) <= iteration < self.end:
+            self._first = max(iteration, self.start)
+            warmup = self._first - iteration
+            self._profiler = torch.profiler.profile(
+                schedule=torch.profiler.schedule(wait=0, warmup=warmup, active=self.end - self._first, repeat=1),
+                on_trace_ready=self._write,
+                **self._options,
+            )
+            self._profiler.start()
+
+    def after_step(self, iteration: int) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+            if iteration >= self.end:
+                self._stop()
+
+    def on_exit(self, iteration: int) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _write(self, profiler: Any) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.trace = self.directory / f"rank_{self.rank:05d}.steps_{self._first}_{self.end}.trace.json"
+        profiler.export_chrome_trace(str(self.trace))
+        print(f"profile of steps {self._first} to {self.end} written to {self.trace}", flush=True)
+
+
+def make_profiler(
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    start: int,
+    end: int,
+    use_pytorch_profiler: bool,
+    directory: str | Path | None,
+    record_shapes: bool = False,
+    with_stack: bool = False,
+) -> Hook | None:
+    """The profiler that the flags ask for; None on a rank that is not in `ranks`.
+
+    Raises UserError where the steps make no sense or there is no `directory` for PyTorch's traces.
+    """
+    _check_steps(start, end)
+    if rank not in ranks:
+        return None
+    if not use_pytorch_profiler:
+        return NsightProfiler(start, end, record_shapes=record_shapes)
+    if directory is None:
+        raise UserError("--use-pytorch-profiler writes into --tensorboard-dir or --save; neither is given")
+    return TorchProfiler(start, end, directory, rank, record_shapes=record_shapes, with_stack=with_stack)
+
+
+def _check_steps(start: int, end: int) -> None:
+    if not 0 <= start < end:
+        raise UserError(f"--profile-step-start {start} --profile-step-end {end}: the end must come after the start")

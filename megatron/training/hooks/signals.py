@@ -1,0 +1,137 @@
+"""Signals that ask a run to end: remembered during training, obeyed at once before it.
+
+A `SignalWatch` has two phases. Until `training` is entered (arguments, data indices, loading) a signal raises
+SystemExit(128 + number) where the program stands, so that half-written files are removed; should the program be stuck
+in a call that lets no Python run, a thread ends the process some seconds later. Within `training` the signal is
+remembered, and `exit.ExitAgreement` makes all ranks stop after the same step.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+SECOND_PRESS_AFTER = 1.0
+"""Seconds before a second SIGINT counts as impatience: a launcher repeats the one that the terminal sent already."""
+
+
+class SignalWatch:
+    """See the module's text. Use it as a context manager around a run, in the main thread.
+
+    Args:
+        signals: which ones to watch.
+        grace: seconds that the program has to react before training, before the process is ended from a thread.
+    """
+
+    def __init__(self, signals: Sequence[int] = DEFAULT_SIGNALS, grace: float = 10.0) -> None:
+        self.signals = tuple(signals)
+        self.grace = grace
+        self.received: int | None = None
+        """Number of the first signal that came."""
+        self._received_at = 0.0
+        self._training = False
+        self._previous: dict[int, Any] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._previous_wakeup = -1
+
+    def __enter__(self) -> "SignalWatch":
+        if threading.current_thread() is not threading.main_thread():
+            print("signals are not watched: training was not started from the main thread", file=sys.stderr)
+            return self
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self._pipe = reader, writer
+        self._previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+        threading.Thread(target=self._enforce, args=(reader,), name="signal-watch", daemon=True).start()
+        _Watching.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _Watching.current = None
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(self._pipe[1])  # ends the thread, which closes the other end
+            self._pipe = None
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Within, signals are remembered. A signal that came just before entering was obeyed already."""
+        self._training = True
+        try:
+            yield
+        finally:
+            self._training = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
+        if first:
+            self.received, self._received_at = number, time.monotonic()
+        if not self._training:
+            print(f"{signal.Signals(number).name} before training: exiting", file=sys.stderr, flush=True)
+            raise SystemExit(128 + number)
+        if number == signal.SIGINT and not first and time.monotonic() - self._received_at > SECOND_PRESS_AFTER:
+            raise KeyboardInterrupt
+        if first:
+            again = "; press again to stop at once" if number == signal.SIGINT else ""
+            print(f"{signal.Signals(number).name}: stopping after this step{again}", file=sys.stderr, flush=True)
+
+    def _enforce(self, reader: int) -> None:
+        """Runs in a thread; the interpreter writes a signal's number into the pipe whatever the main thread does."""
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while numbers := pipe.read(1):
+                if numbers[0] in self.signals and not self._training:
+                    time.sleep(self.grace)
+                    if self._pipe is not None and not self._training:
+                        os.write(2, b"the signal was not obeyed in time: ending the process\n")
+                        os._exit(128 + numbers[0])
+
+    def leave_to_child(self) -> None:
+        """In a forked child: signals mean there what they mean to any process."""
+        signal.set_wakeup_fd(-1)
+        for end in self._pipe or ():
+            os.close(end)
+        for number in self._previous:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class _Watching:
+    """The watch of this process, for its forked children."""
+
+    current: SignalWatch | None = None
+
+
+def _after_fork() -> None:
+    if _Watching.current is not None:
+        _Watching.current.leave_to_child()
+        _Watching.current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def shield_worker(grace: int = 60) -> None:
+    """For a process that loads data: keep serving when a signal goes to the whole process group.
+
+    Launchers and terminals signal the group, and the training process needs its loaders for the steps until all ranks
+    stop. SIGINT and SIGUSR2 are ignored; after SIGTERM the worker lives for `grace` seconds, or until the second one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.alarm(grace)
+
+    signal.signal(signal.SIGTERM, terminate)

@@ -1,0 +1,51 @@
+"""The lines that a run prints, exactly as tools that read Megatron-LM's logs expect them."""
+
+import math
+
+from megatron.training.logging.records import LogRecord, ValidationRecord
+
+
+def format_line(record: LogRecord) -> str:
+    """The log line of an iteration. What the record does not have is left out; so is a loss that is not positive."""
+    parts = [
+        f"iteration {record.iteration:8d}/{record.train_iters:8d}",
+        f"consumed samples: {record.consumed_samples:12d}",
+    ]
+    if record.skipped_samples > 0:
+        parts.append(f"skipped samples: {record.skipped_samples:12d}")
+    parts.append(f"elapsed time per iteration (ms): {record.elapsed_ms_per_iteration:.1f}")
+    if record.throughput_tflops is not None:
+        parts.append(f"throughput per GPU (TFLOP/s/GPU): {record.throughput_tflops:.1f}")
+    if record.energy_joules is not None:
+        parts.append(f"energy per GPU (J/iter/GPU): {record.energy_joules:.1f}")
+    if record.power_watts is not None:
+        parts.append(f"power per GPU (W/GPU): {record.power_watts:.1f}")
+    if record.learning_rate is not None:
+        parts.append(f"learning rate: {record.learning_rate:.6E}")
+    parts.append(f"global batch size: {record.global_batch_size:5d}")
+    parts += [f"{name}: {loss:.6E}" for name, loss in record.losses.items() if loss > 0.0]
+    parts.append(f"loss scale: {record.loss_scale:.1f}")
+    if record.grad_norm is not None:
+        parts.append(f"grad norm: {record.grad_norm:.3f}")
+    if record.num_zeros is not None:
+        parts.append(f"num zeros: {record.num_zeros}")
+    if record.params_norm is not None:
+        parts.append(f"params norm: {record.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {record.skipped_iterations:3d}")
+    parts.append(f"number of nan iterations: {record.nan_iterations:3d}")
+    return f" [{record.time:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
+
+
+def format_validation(record: ValidationRecord) -> str:
+    """The block of three lines that ends an evaluation."""
+    where = record.where or f"iteration {record.iteration}"
+    text = f" validation loss at {where} | "
+    for name, loss in record.losses.items():
+        text += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+    rule = "-" * (len(text) + 1)
+    return f"{rule}\n{text}\n{rule}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), where a loss beyond 20 counts as 20. NaN stays NaN."""
+    return math.exp(20.0 if loss > 20.0 else loss)

@@ -1,0 +1,95 @@
+"""Naming what was not finite: which rank, iteration, micro-batch and samples."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A loss or gradient that is NaN or infinite, as the rank that holds the batch knows it."""
+
+    rank: int
+    iteration: int
+    what: str
+    """`lm loss`, `gradient of the embedding`, `gradient norm`."""
+    value: float | None
+    """None where only a flag is kept."""
+    microbatch: int | None
+    """Place within this rank's part of the global batch, from 0; None: all of it."""
+    sample_ids: tuple[int, ...] = ()
+    """Samples of the micro-batch, or of the whole iteration, on this rank; empty where the batch carries none."""
+
+    def __str__(self) -> str:
+        value = "is not finite" if self.value is None else f"is {self.value}"
+        batch = "in every micro-batch together" if self.microbatch is None else f"in micro-batch {self.microbatch}"
+        samples = f"samples {_shorten(self.sample_ids)}" if self.sample_ids else "samples unknown"
+        return f"rank {self.rank}, iteration {self.iteration}: {self.what} {value} {batch}, {samples}"
+
+
+def name_non_finite(
+    rank: int,
+    iteration: int,
+    losses: Sequence[Mapping[str, float]],
+    gradients_finite: Sequence[bool],
+    grad_norm: float | None,
+    sample_ids: Sequence[Sequence[int]],
+) -> list[NonFinite]:
+    """Everything non-finite that this rank saw in one iteration, the most telling first.
+
+    `losses` has a mapping and `gradients_finite` (where it was probed) a flag for each micro-batch. The gradient norm
+    is a value of the whole global batch: it is named only if nothing narrower was found.
+    """
+    found = []
+    for index in range(max(len(losses), len(gradients_finite))):
+        samples = tuple(sample_ids[index]) if index < len(sample_ids) else ()
+        bad = [(name, value) for name, value in _at(losses, index, {}).items() if not math.isfinite(value)]
+        found += [NonFinite(rank, iteration, name, value, index, samples) for name, value in bad]
+        if not bad and not _at(gradients_finite, index, True):
+            found.append(NonFinite(rank, iteration, "gradient at the embedding", None, index, samples))
+    if not found and grad_norm is not None and not math.isfinite(grad_norm):
+        samples = tuple(sample for batch in sample_ids for sample in batch)
+        found.append(NonFinite(rank, iteration, "gradient norm", grad_norm, None, samples))
+    return found
+
+
+def _at(items: Sequence[Any], index: int, default: Any) -> Any:
+    return items[index] if index < len(items) else default
+
+
+def _shorten(ids: Sequence[int], limit: int = 64) -> str:
+    text = ", ".join(str(number) for number in ids[:limit])
+    return f"[{text}]" if len(ids) <= limit else f"[{text}, ... {len(ids)} in all]"
+
+
+class GradientProbe:
+    """Looks, in each micro-batch's backward, whether the gradient that reaches a module's output is finite.
+
+    Put on the embedding, whose output gradient has passed every layer, it tells which micro-batch made the gradients
+    non-finite, at the price of reading [t, h] values once. Nothing is read back to the host here.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._finite: list[Tensor] = []
+        self._handle: RemovableHandle = module.register_forward_hook(self._watch_output)
+
+    def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(self._look)
+
+    def _look(self, gradient: Tensor) -> None:
+        self._finite.append(torch.isfinite(gradient.detach()).all())
+
+    def take(self) -> list[Tensor]:
+        """A bool scalar on the device for each backward since the last call, in order."""
+        taken, self._finite = self._finite, []
+        return taken
+
+    def remove(self) -> None:
+        """Take the probe off the module."""
+        self._handle.remove()

@@ -1,0 +1,267 @@
+"""metrics.jsonl: one JSON object a line, for programs to read.
+
+Kinds of lines, told apart by their keys:
+
+    {"iteration": 7, "consumed samples": 56, "tokens": 57344, "lm loss": 4.1, "grad norm": 0.9, "learning rate": 0.001,
+     "loss scale": 1.0, "global batch size": 8, "ms per iteration": 81.2, "tokens per second": 100912.3, ...}
+    {"iteration": 10, "split": "validation", "lm loss": 4.0, "lm loss PPL": 54.6, "evaluated tokens": 8192, ...}
+    {"iteration": 10, "event": "save", ...}
+
+A training line exists for every iteration; its values are that iteration's own, only the speed is the mean over the
+interval between two log lines. `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a
+value that is not finite is null, and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
+
+A run that resumes at iteration N continues the file: lines beyond N, which the resumed run will make again, and a last
+line torn by a kill are moved to `<name>.superseded.jsonl` beside it, so that the file itself never holds two lines for
+one iteration.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.training.logging.console_line import perplexity
+from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+
+
+class JsonlLog(LogSink):
+    """Appends records to a metrics.jsonl; open it after the checkpoint was loaded.
+
+    Args:
+        path: the file; its folder is made.
+        resumed_iteration: iterations already done by the run (0: from the start); what the file holds beyond is
+            superseded, see the module's text.
+
+    Raises UserError where the file cannot be written. Once open, a failed write (a full disk) does not stop the run:
+    the lines are dropped, counted, and the first failure is printed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resumed_iteration: int = 0) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.superseded = supersede(self.path, resumed_iteration)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._torn = not _ends_in_a_line(self.path)
+        except OSError as error:
+            raise UserError(f"--metrics-path {self.path} cannot be written: {error.strerror or error}") from error
+
+    def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        self._write([step_line(step, speed) for step in steps])
+
+    def line(self, record: LogRecord) -> None:
+        """Every iteration is written by `steps`; the log line adds nothing."""
+
+    def validation(self, record: ValidationRecord) -> None:
+        self._write([validation_line(record)])
+
+    def event(self, event: Event) -> None:
+        self._write([{"iteration": event.iteration, "event": event.name, **event.facts}])
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        if not lines:
+            return
+        assert self._file >= 0, f"{self.path} is closed"
+        content = "".join(to_json(line) + "\n" for line in lines).encode()
+        if self._torn:  # the rest of an unfinished line must not swallow this one
+            content = b"\n" + content
+        try:
+            written = 0
+            while written < len(content):
+                written += os.write(self._file, content[written:])
+            self._torn = False
+        except OSError as error:
+            self._torn = self._torn or written > 0
+            if not self.dropped:
+                print(
+                    f"warning: {self.path}: {error.strerror}; metrics are dropped until it can be written", flush=True
+                )
+            self.dropped += len(lines)
+
+
+def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
+    """The training line of an iteration."""
+    line: dict[str, Any] = {
+        "iteration": step.iteration,
+        "consumed samples": step.consumed_samples,
+        "tokens": step.tokens,
+        **step.losses,
+        "grad norm": step.grad_norm,
+        "learning rate": step.learning_rate,
+        "loss scale": step.loss_scale,
+        "global batch size": step.global_batch_size,
+        "params norm": step.params_norm,
+        "num zeros": step.num_zeros,
+        "ms per iteration": speed.seconds_per_iteration * 1000.0,
+        "tokens per second": speed.tokens_per_second,
+        "throughput (TFLOP/s/GPU)": speed.tflops_per_device,
+        "mfu": speed.mfu,
+    }
+    line = {key: value for key, value in line.items() if value is not None}
+    if not step.applied:
+        line["skipped"] = True
+    return line
+
+
+def validation_line(record: ValidationRecord) -> dict[str, Any]:
+    """The line of an evaluation."""
+    line: dict[str, Any] = {"iteration": record.iteration, "split": record.split}
+    for name, loss in record.losses.items():
+        line[name] = loss
+        line[f"{name} PPL"] = perplexity(loss)
+    line |= {"consumed samples": record.consumed_samples, "seconds": record.seconds}
+    line |= {"evaluated tokens": record.tokens, "evaluated samples": record.samples}
+    return {key: value for key, value in line.items() if value is not None}
+
+
+def to_json(line: Mapping[str, Any]) -> str:
+    """One line of JSON; a float that is not finite becomes null and is told under "non_finite"."""
+    bad = {key: str(value) for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
+    finite = {key: None if key in bad else value for key, value in line.items()}
+    if bad:
+        finite["non_finite"] = bad
+    return json.dumps(finite, allow_nan=False, ensure_ascii=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Continuing a file
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """What `supersede` moved out of a file."""
+
+    lines: int = 0
+    torn: bool = False
+    """A last line was incomplete."""
+    path: Path | None = None
+    """Where the lines are now; None if there were none."""
+
+
+def supersede(path: Path, resumed_iteration: int) -> Superseded:
+    """Cut a metrics file at the first line beyond `resumed_iteration` and keep what was cut in a file beside it.
+
+    Lines stand in the order of their iterations, so what follows that line belongs to the superseded part too. A kill
+    between the two writes leaves the file as it was, and the cut lines twice in the file beside it.
+    """
+    if not path.exists():
+        return Superseded()
+    cut, lines, torn = _first_superseded(path, resumed_iteration)
+    if cut == path.stat().st_size:
+        return Superseded()
+    aside = path.with_suffix(f".superseded{path.suffix}")
+    with open(path, "r+b") as file:
+        file.seek(cut)
+        with open(aside, "ab") as kept:
+            while piece := file.read(1 << 20):
+                kept.write(piece)
+            if torn:
+                kept.write(b"\n")
+            kept.flush()
+            os.fsync(kept.fileno())
+        file.truncate(cut)
+        os.fsync(file.fileno())
+    return Superseded(lines, torn, aside)
+
+
+def _first_superseded(path: Path, resumed_iteration: int) -> tuple[int, int, bool]:
+    """Offset where to cut, how many lines are beyond it, and whether the last one is torn."""
+    offset = lines = 0
+    cut: int | None = None
+    torn = False
+    with open(path, "rb") as file:
+        for raw in file:
+            line = _parse(raw)
+            torn = line is None and not raw.endswith(b"\n")
+            if cut is None and (torn or _iteration_of(line) > resumed_iteration):
+                cut = offset
+            lines += cut is not None
+            offset += len(raw)
+    return (offset if cut is None else cut), lines, torn
+
+
+def _iteration_of(line: Mapping[str, Any] | None) -> int:
+    iteration = None if line is None else line.get("iteration")
+    return iteration if isinstance(iteration, int) else 0
+
+
+def _ends_in_a_line(path: Path) -> bool:
+    """Whether what is appended starts a line of its own."""
+    with open(path, "rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass
+class MetricsHistory:
+    """A metrics file, read."""
+
+    training: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    """Evaluations of every split."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    unreadable: int = 0
+    """Lines that are no JSON object: torn by a kill or a full disk."""
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of the training lines that have a finite value under `key`."""
+        return _series(self.training, key)
+
+    def validation_series(self, key: str, split: str = "validation") -> tuple[list[int], list[float]]:
+        """The same over the evaluations of one split."""
+        return _series([line for line in self.validation if line["split"] == split], key)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
+    """Read a metrics.jsonl. Raises UserError where there is none."""
+    history = MetricsHistory()
+    try:
+        for line in _read_lines(path):
+            if line is None:
+                history.unreadable += 1
+            elif "event" in line:
+                history.events.append(line)
+            elif "split" in line:
+                history.validation.append(line)
+            else:
+                history.training.append(line)
+    except OSError as error:
+        raise UserError(f"{os.fspath(path)}: cannot read the metrics: {error.strerror or error}") from error
+    return history
+
+
+def _read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any] | None]:
+    with open(path, "rb") as file:
+        for raw in file:
+            if raw.strip():
+                yield _parse(raw)
+
+
+def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    found = [(line["iteration"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    return [iteration for iteration, _ in found], [value for _, value in found]

@@ -1,0 +1,60 @@
+"""How much memory a process holds, on its device and on the host."""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes. The device's parts are None on a CPU, where tensors are part of the host's."""
+
+    host_resident: int
+    host_peak: int
+    device_allocated: int | None = None
+    device_reserved: int | None = None
+    device_peak_allocated: int | None = None
+    device_peak_reserved: int | None = None
+    device_allocations: int | None = None
+    """Tensors alive on the device."""
+
+    def __str__(self) -> str:
+        text = f"memory (MB) | host: {_mb(self.host_resident)} | host peak: {_mb(self.host_peak)}"
+        if self.device_allocated is not None:
+            text += f" | allocated: {_mb(self.device_allocated)} | max allocated: {_mb(self.device_peak_allocated)}"
+            text += f" | reserved: {_mb(self.device_reserved)} | max reserved: {_mb(self.device_peak_reserved)}"
+        return text
+
+
+def memory_report(device: torch.device) -> MemoryReport:
+    """What this process holds now and held at most. Reads the allocator's counters; does not wait for the device."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    resident = _resident_bytes() or peak
+    if device.type != "cuda":
+        return MemoryReport(resident, peak)
+    stats = torch.cuda.memory_stats(device)
+    return MemoryReport(
+        host_resident=resident,
+        host_peak=peak,
+        device_allocated=stats.get("allocated_bytes.all.current", 0),
+        device_reserved=stats.get("reserved_bytes.all.current", 0),
+        device_peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+        device_peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+        device_allocations=stats.get("allocation.all.current", 0),
+    )
+
+
+def _resident_bytes() -> int | None:
+    """None where the system does not tell (it is Linux that does)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * resource.getpagesize()
+
+
+def _mb(count: int | None) -> str:
+    return f"{(count or 0) / 2**20:.1f}"

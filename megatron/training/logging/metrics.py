@@ -1,0 +1,300 @@
+"""Metrics stay on the device until the log line needs them; then one copy brings them to the host.
+
+`StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect`, at the log line (and before a
+save), sums the losses over the data parallel ranks with one all-reduce, copies everything since the last call with
+one copy, and names what was not finite.
+
+What comes out, as Megatron-LM has it: the loss of an iteration is its sum over its count, both taken over micro-batches
+and data parallel ranks; the loss of a log line is the plain mean over the iterations since the last line whose update
+was applied. A report of one value is averaged over micro-batches and ranks.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.training.logging.finite import NonFinite, name_non_finite
+from megatron.training.logging.records import StepRecord
+
+Scalar = Tensor | float | int | bool | None
+"""A value of a step: on the device, known to the host already, or not measured."""
+
+_MEASURED = ("grad_norm", "update_applied", "params_norm", "num_zeros", "learning_rate", "loss_scale")
+
+
+@dataclass(frozen=True)
+class MetricsInterval:
+    """What `StepMetrics.collect` read."""
+
+    steps: tuple[StepRecord, ...]
+    """The iterations since the last call."""
+    last: StepRecord | None
+    """The newest iteration of all, also where `steps` is empty."""
+    losses: Mapping[str, float]
+    """Mean over the applied and finite iterations since the last reset; empty if there is none."""
+    iterations: int
+    """Since the last reset; so are the next two."""
+    skipped: int
+    nan: int
+    """Iterations with a non-finite loss."""
+    non_finite: tuple[NonFinite, ...]
+    """On this rank, since the last call."""
+
+
+@dataclass
+class _Pending:
+    """One recorded iteration whose values are still on the device."""
+
+    record: StepRecord
+    """With host-side facts only."""
+    names: tuple[str, ...]
+    values: Tensor
+    """[micro-batches, names, 2] float64: sums and counts of this rank."""
+    on_device: dict[str, Tensor]
+    on_host: dict[str, float]
+    gradients_finite: tuple[Tensor, ...]
+    sample_ids: Sequence[Sequence[int] | Tensor]
+
+
+@dataclass
+class _Averages:
+    """Since the last reset."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    iterations: int = 0
+    skipped: int = 0
+    nan: int = 0
+
+    def add(self, step: StepRecord) -> None:
+        self.iterations += 1
+        self.skipped += not step.applied
+        self.nan += not all(math.isfinite(loss) for loss in step.losses.values())
+        if step.applied:
+            for name, loss in step.losses.items():
+                if math.isfinite(loss):
+                    self.sums[name] = self.sums.get(name, 0.0) + loss
+                    self.counts[name] = self.counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        return {name: total / self.counts[name] for name, total in self.sums.items()}
+
+
+class StepMetrics:
+    """Gathers the values of training iterations; see the module's text.
+
+    Args:
+        device: where losses and norms live.
+        group: ranks over which losses are summed (data and context parallel); None: this rank alone.
+        rank: global rank, for naming.
+        expect_overflow: a skipped update with finite losses is part of life (fp16 with a dynamic loss scale) and is
+            not named; it is counted all the same.
+        watch: bring one flag a step to the host, without waiting for it, so that `trouble_seen` can answer.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        group: dist.ProcessGroup | None = None,
+        rank: int = 0,
+        expect_overflow: bool = False,
+        watch: bool = True,
+    ) -> None:
+        self.device = torch.device(device)
+        self.group = group
+        self.rank = rank
+        self.expect_overflow = expect_overflow
+        self._pending: list[_Pending] = []
+        self._averages = _Averages()
+        self._last: StepRecord | None = None
+        self._trouble = torch.zeros((), dtype=torch.bool, device=self.device) if watch else None
+        pinned = self.device.type == "cuda"
+        self._trouble_on_host = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
+        # The MPS backend has no float64.
+        self._dtype = torch.float32 if self.device.type == "mps" else torch.float64
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # During the step: nothing here waits for the device
+
+    def record(
+        self,
+        iteration: int,
+        reports: Sequence[Mapping[str, Tensor]],
+        *,
+        grad_norm: Scalar = None,
+        update_applied: Scalar = True,
+        params_norm: Scalar = None,
+        num_zeros: Scalar = None,
+        learning_rate: Scalar = None,
+        loss_scale: Scalar = None,
+        consumed_samples: int = 0,
+        tokens: int = 0,
+        global_batch_size: int = 0,
+        sample_ids: Sequence[Sequence[int] | Tensor] = (),
+        gradients_finite: Sequence[Tensor] = (),
+    ) -> None:
+        """Take the values of one iteration. Device tensors are copied on the device at once and may be reused.
+
+        `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
+        `sample_ids` has the ids of each micro-batch's samples, on the host; `gradients_finite` a flag each, if probed.
+        """
+        names = tuple(reports[0]) if reports else ()
+        measured = dict(
+            zip(_MEASURED, (grad_norm, update_applied, params_norm, num_zeros, learning_rate, loss_scale), strict=True)
+        )
+        on_device = {name: self._scalar(value) for name, value in measured.items() if isinstance(value, Tensor)}
+        pending = _Pending(
+            record=StepRecord(iteration, {}, True, consumed_samples, tokens, global_batch_size),
+            names=names,
+            values=self._stack(reports, names),
+            on_device=on_device,
+            on_host={n: float(v) for n, v in measured.items() if v is not None and not isinstance(v, Tensor)},
+            gradients_finite=tuple(self._scalar(flag) for flag in gradients_finite),
+            sample_ids=sample_ids,
+        )
+        self._pending.append(pending)
+        if self._trouble is not None:
+            self._look_for_trouble(pending, self._trouble)
+
+    def trouble_seen(self) -> bool:
+        """Something non-finite is known to have happened on this rank.
+
+        Never waits; on a GPU it may answer a step or two late. Needs `watch`.
+        """
+        return bool(self._trouble_on_host)
+
+    def _scalar(self, value: Tensor) -> Tensor:
+        return value.detach().reshape(()).to(self.device, self._dtype, non_blocking=True, copy=True)
+
+    def _stack(self, reports: Sequence[Mapping[str, Tensor]], names: tuple[str, ...]) -> Tensor:
+        """[micro-batches, names, 2] of sums and counts."""
+        if not names:
+            return torch.empty(0, 0, 2, dtype=self._dtype, device=self.device)
+        columns = []
+        for name in names:
+            values = [report[name].detach().reshape(-1) for report in reports]
+            assert values[0].numel() in (1, 2), f"the report {name!r} has {values[0].numel()} values, not 1 or 2"
+            column = torch.stack(values).to(self.device, self._dtype, non_blocking=True)
+            if column.size(1) == 1:
+                column = torch.cat([column, torch.ones_like(column)], dim=1)
+            columns.append(column)
+        return torch.stack(columns, dim=1)
+
+    def _look_for_trouble(self, pending: _Pending, trouble: Tensor) -> None:
+        trouble |= ~torch.isfinite(pending.values).all()
+        if not self.expect_overflow:
+            flags = list(pending.gradients_finite)
+            if "update_applied" in pending.on_device:
+                flags.append(pending.on_device["update_applied"])
+            if flags:
+                trouble |= ~torch.stack(flags).bool().all()
+            if not pending.on_host.get("update_applied", True):
+                trouble.fill_(True)
+        self._trouble_on_host.copy_(trouble, non_blocking=True)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # At the log line
+
+    def collect(self, *, reset: bool) -> MetricsInterval:
+        """Read everything recorded so far: one all-reduce, one copy. Every rank of `group` must call it.
+
+        `reset` starts new averages; without it the next line averages over these iterations too.
+        """
+        with synchronization_allowed(self.device):
+            host, reduced = self._to_host()
+        steps, non_finite = [], []
+        for pending in self._pending:
+            step, named = self._finish(pending, host, reduced)
+            steps.append(step)
+            non_finite += named
+            self._averages.add(step)
+        self._pending = []
+        self._last = steps[-1] if steps else self._last
+        averages = self._averages
+        if reset:
+            self._averages = _Averages()
+        return MetricsInterval(
+            steps=tuple(steps),
+            last=self._last,
+            losses=averages.means(),
+            iterations=averages.iterations,
+            skipped=averages.skipped,
+            nan=averages.nan,
+            non_finite=tuple(non_finite),
+        )
+
+    def _to_host(self) -> tuple[Iterator[float], Iterator[float]]:
+        """The values of this rank and the sums over all ranks, in the order in which `_finish` takes them."""
+        if not self._pending:
+            return iter(()), iter(())
+        local = []
+        for pending in self._pending:
+            local += [pending.values.reshape(-1), *(scalar.view(1) for scalar in pending.gradients_finite)]
+            local += [scalar.view(1) for scalar in pending.on_device.values()]
+        totals = torch.cat([pending.values.sum(dim=0).view(-1) for pending in self._pending])
+        if self.group is not None:
+            dist.all_reduce(totals, group=self.group)
+        values = torch.cat([*local, totals]).cpu()
+        split = values.numel() - totals.numel()
+        return iter(values[:split].tolist()), iter(values[split:].tolist())
+
+    def _finish(
+        self, pending: _Pending, host: Iterator[float], reduced: Iterator[float]
+    ) -> tuple[StepRecord, list[NonFinite]]:
+        microbatches = [
+            {name: _ratio(next(host), next(host)) for name in pending.names} for _ in range(len(pending.values))
+        ]
+        finite = [bool(next(host)) for _ in pending.gradients_finite]
+        measured = dict(pending.on_host)
+        for name in pending.on_device:
+            measured[name] = next(host)
+        applied = bool(measured.pop("update_applied", True))
+        num_zeros = measured.pop("num_zeros", None)
+        step = StepRecord(
+            iteration=pending.record.iteration,
+            losses={name: _ratio(next(reduced), next(reduced)) for name in pending.names},
+            applied=applied,
+            consumed_samples=pending.record.consumed_samples,
+            tokens=pending.record.tokens,
+            global_batch_size=pending.record.global_batch_size,
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            **measured,
+        )
+        named = name_non_finite(
+            self.rank,
+            step.iteration,
+            microbatches,
+            [] if self.expect_overflow else finite,
+            None if self.expect_overflow else step.grad_norm,
+            [_as_ids(ids) for ids in pending.sample_ids],
+        )
+        return step, named
+
+
+def _ratio(total: float, count: float) -> float:
+    """Sum over count; nothing counted is a loss of zero."""
+    return total / count if count else total
+
+
+def _as_ids(ids: Sequence[int] | Tensor) -> list[int]:
+    return [int(number) for number in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+
+
+@contextlib.contextmanager
+def synchronization_allowed(device: torch.device) -> Iterator[None]:
+    """The one kind of place where the host may wait for the device while torch's sync debug mode forbids it."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,116 @@
+"""What the logs of a run are told: plain records, and the interface of everything that writes them down."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training iteration, as it was: nothing here is averaged over iterations."""
+
+    iteration: int
+    losses: Mapping[str, float]
+    """Mean over the global batch, by the name in the report of the loss function. Empty off the last pipeline stage."""
+    applied: bool = True
+    """False: the update was skipped."""
+    consumed_samples: int = 0
+    """Samples consumed by the run after this iteration."""
+    tokens: int = 0
+    """Tokens consumed by the run after this iteration."""
+    global_batch_size: int = 0
+    learning_rate: float | None = None
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    params_norm: float | None = None
+    num_zeros: int | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast the steps of an interval went, evaluation and saving apart."""
+
+    seconds_per_iteration: float
+    tokens_per_second: float | None = None
+    """All ranks together."""
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    """Model FLOP utilisation, 0 to 1. None: the peak of this device is not known."""
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """What the log line of an iteration says (see `console_line.format_line`)."""
+
+    time: datetime
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    global_batch_size: int
+    elapsed_ms_per_iteration: float
+    learning_rate: float | None
+    losses: Mapping[str, float]
+    """Averages over the iterations since the last line whose update was applied."""
+    loss_scale: float = 1.0
+    grad_norm: float | None = None
+    skipped_samples: int = 0
+    throughput_tflops: float | None = None
+    energy_joules: float | None = None
+    power_watts: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    tokens: int = 0
+    """Tokens consumed so far; not part of the published line."""
+    speed: Speed | None = None
+    """Not part of the published line."""
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """The outcome of one evaluation."""
+
+    iteration: int
+    losses: Mapping[str, float]
+    split: str = "validation"
+    where: str | None = None
+    """What the printed line calls this place; None: `iteration N`."""
+    consumed_samples: int = 0
+    tokens: int | None = None
+    """Tokens that the losses are the mean over."""
+    samples: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened once: a save, a resume, an exit, a non-finite loss."""
+
+    name: str
+    iteration: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further values, as JSON knows them."""
+
+
+class LogSink:
+    """Writes records somewhere. Every method is optional; only the rank that logs has sinks."""
+
+    def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        """Iterations since the last call, in order; every iteration comes exactly once."""
+
+    def line(self, record: LogRecord) -> None:
+        """It is time for a log line."""
+
+    def validation(self, record: ValidationRecord) -> None:
+        """An evaluation ended."""
+
+    def event(self, event: Event) -> None:
+        """Something happened."""
+
+    def progress(self, iteration: int) -> None:
+        """Called after every iteration, without any value from the device; must be cheap."""
+
+    def close(self) -> None:
+        """Write out what is still held."""

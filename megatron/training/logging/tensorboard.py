@@ -1,0 +1,166 @@
+"""TensorBoard under the published tag names, and Weights & Biases under the same ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.training.logging.console_line import perplexity
+from megatron.training.logging.memory import memory_report
+from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagChoices:
+    """Which of the optional tags are written; the fields are named as their flags."""
+
+    tensorboard_log_interval: int = 1
+    log_timers_to_tensorboard: bool = False
+    log_loss_scale_to_tensorboard: bool = True
+    log_validation_ppl_to_tensorboard: bool = False
+    log_memory_to_tensorboard: bool = False
+    log_world_size_to_tensorboard: bool = False
+
+
+class ScalarLog(LogSink):
+    """Turns records into scalars under published tags and gives them to `write(tag, value, step)`.
+
+    Tags with "vs samples" count consumed samples instead of iterations. Memory is what this rank holds.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str, float, int], None],
+        choices: TagChoices,
+        *,
+        world_size: int = 1,
+        device: torch.device | None = None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._write = write
+        self._choices = choices
+        self._world_size = world_size
+        self._device = device or torch.device("cpu")
+        self._close = close
+
+    def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        for step in steps:
+            if step.iteration % self._choices.tensorboard_log_interval == 0:
+                self._step(step)
+        if steps:
+            self._interval(steps[-1], speed)
+
+    def validation(self, record: ValidationRecord) -> None:
+        for name, loss in record.losses.items():
+            tag = f"{name} {record.split}"
+            self._both(tag, loss, record.iteration, record.consumed_samples)
+            if self._choices.log_validation_ppl_to_tensorboard:
+                self._both(f"{tag} ppl", perplexity(loss), record.iteration, record.consumed_samples)
+
+    def line(self, record: LogRecord) -> None:
+        """Averages are not written: `steps` has every iteration."""
+
+    def event(self, event: Event) -> None:
+        """Events are no scalars."""
+
+    def close(self) -> None:
+        self._close()
+
+    def _step(self, step: StepRecord) -> None:
+        scalars: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.global_batch_size}
+        scalars |= step.losses
+        if self._choices.log_loss_scale_to_tensorboard:
+            scalars["loss-scale"] = step.loss_scale
+        scalars |= {"grad-norm": step.grad_norm, "num-zeros": step.num_zeros, "params-norm": step.params_norm}
+        for tag, value in scalars.items():
+            if value is not None:
+                self._both(tag, value, step.iteration, step.consumed_samples)
+
+    def _interval(self, last: StepRecord, speed: Speed) -> None:
+        iteration = last.iteration
+        if self._choices.log_timers_to_tensorboard:
+            self._both("iteration-time", speed.seconds_per_iteration, iteration, last.consumed_samples)
+        if speed.tflops_per_device is not None:
+            self._both("throughput", speed.tflops_per_device, iteration, last.consumed_samples)
+        if speed.mfu is not None:
+            self._both("mfu", speed.mfu, iteration, last.consumed_samples)
+        if self._choices.log_world_size_to_tensorboard:
+            self._both("world-size", self._world_size, iteration, last.consumed_samples)
+        if self._choices.log_memory_to_tensorboard:
+            self._memory(iteration)
+
+    def _memory(self, iteration: int) -> None:
+        report = memory_report(self._device)
+        tags = {
+            "mem-reserved-bytes": report.device_reserved,
+            "mem-allocated-bytes": report.device_allocated,
+            "mem-max-allocated-bytes": report.device_peak_allocated,
+            "mem-allocated-count": report.device_allocations,
+            "mem-host-resident-bytes": report.host_resident,
+        }
+        for tag, value in tags.items():
+            if value is not None:
+                self._write(tag, value, iteration)
+
+    def _both(self, tag: str, value: float, iteration: int, samples: int) -> None:
+        self._write(tag, value, iteration)
+        self._write(f"{tag} vs samples", value, samples)
+
+
+def tensorboard_log(
+    directory: str | Path,
+    choices: TagChoices,
+    *,
+    queue_size: int = 1000,
+    world_size: int = 1,
+    device: torch.device | None = None,
+) -> ScalarLog:
+    """A sink that writes event files. Raises UserError without the tensorboard package or a folder to write in.
+
+    Points that a run made beyond the checkpoint from which it resumes stay in the folder: TensorBoard can only hide
+    them by step, and steps of the tags "vs samples" are samples. metrics.jsonl is the record without repetition.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"--tensorboard-dir {directory} needs the package tensorboard: pip install tensorboard, or drop the flag"
+        ) from error
+    try:
+        writer: Any = SummaryWriter(log_dir=str(directory), max_queue=queue_size)
+    except OSError as error:
+        raise UserError(f"--tensorboard-dir {directory} cannot be written: {error.strerror or error}") from error
+    return ScalarLog(writer.add_scalar, choices, world_size=world_size, device=device, close=writer.close)
+
+
+def wandb_log(
+    project: str,
+    choices: TagChoices,
+    *,
+    name: str,
+    entity: str | None = None,
+    save_dir: str | None = None,
+    config: dict[str, Any] | None = None,
+    world_size: int = 1,
+    device: torch.device | None = None,
+) -> ScalarLog:
+    """A sink that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
+
+    Its steps must grow, so the tags "vs samples" are left out: the samples are logged beside every iteration.
+    """
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise UserError(
+            f"--wandb-project {project} needs the package wandb : pip install wandb, or drop the flag"
+        ) from error
+    run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config)
+
+    def write(tag: str, value: float, step: int) -> None:
+        if not tag.endswith(" vs samples"):
+            run.log({tag: value}, step)
+
+    return ScalarLog(write, choices, world_size=world_size, device=device, close=run.finish)

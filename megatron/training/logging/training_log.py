@@ -1,0 +1,186 @@
+"""The log of a training run: the one object that the loop talks to.
+
+    log = TrainingLog(metrics, sinks, train_iters=1000, log_interval=10)
+    log.start(state.iteration)
+    while ...:
+        ...                                          # the step
+        log.step(iteration, reports, grad_norm=..., consumed_samples=..., ...)
+        with log.paused():                           # evaluation, saving
+            ...
+            log.event("save", iteration)
+    log.close()
+
+Every rank has one and calls the same methods; only the rank that logs gives it sinks.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from torch import Tensor
+
+from megatron.training.logging.finite import NonFinite
+from megatron.training.logging.metrics import MetricsInterval, StepMetrics
+from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, ValidationRecord
+from megatron.training.logging.throughput import StepClock, speed
+
+
+class TrainingLog:
+    """Decides when values are read and hands them to the sinks.
+
+    Args:
+        metrics: this rank's accumulator.
+        sinks: where records go; empty on ranks that do not log.
+        train_iters: for the log line.
+        log_interval: a line is due after every iteration that it divides, and after the first one of this run.
+        world_size: for rates a device.
+        tokens_per_sample: the sequence length.
+        flops_per_sample: of forward and backward; None: no throughput.
+        peak_tflops: of one device; None: no utilisation.
+        log_throughput: put the throughput into the log line.
+        now: wall time for the line's stamp.
+    """
+
+    def __init__(
+        self,
+        metrics: StepMetrics,
+        sinks: Sequence[LogSink],
+        *,
+        train_iters: int,
+        log_interval: int,
+        world_size: int = 1,
+        tokens_per_sample: int | None = None,
+        flops_per_sample: float | None = None,
+        peak_tflops: float | None = None,
+        log_throughput: bool = False,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.metrics = metrics
+        self.sinks = tuple(sinks)
+        self.train_iters = train_iters
+        self.log_interval = log_interval
+        self.world_size = world_size
+        self.tokens_per_sample = tokens_per_sample
+        self.flops_per_sample = flops_per_sample
+        self.peak_tflops = peak_tflops
+        self.log_throughput = log_throughput
+        self._now = now
+        self._since_line = StepClock()
+        self._since_flush = StepClock()
+        self._first: int | None = None
+        self._line_samples = 0
+
+    def start(self, iteration: int) -> None:
+        """Training begins; `iteration` are done already."""
+        self._first = iteration + 1
+        self._since_line.restart()
+        self._since_flush.restart()
+
+    def step(
+        self, iteration: int, reports: Sequence[Mapping[str, Tensor]], *, skipped_samples: int = 0, **values: Any
+    ) -> tuple[NonFinite, ...]:
+        """Take the values of one iteration and write a log line when one is due.
+
+        `values` are those of `StepMetrics.record`; `skipped_samples` are those that the run jumped over so far.
+        Returns what this rank is now known to have had that was not finite; it was printed and logged already.
+        """
+        assert self._first is not None, "start() comes first"
+        self.metrics.record(iteration, reports, **values)
+        for sink in self.sinks:
+            sink.progress(iteration)
+        if iteration % self.log_interval == 0:
+            return self._line(reset=True, skipped_samples=skipped_samples)
+        if iteration == self._first:
+            return self._line(reset=False, skipped_samples=skipped_samples)
+        return ()
+
+    def flush(self) -> tuple[NonFinite, ...]:
+        """Write what is recorded so far without a line. Waits for the device; every rank must call it."""
+        return self._read(reset=False).non_finite
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For evaluation and saving: everything recorded is written first, and time within is no training time."""
+        self.flush()
+        with self._since_line.paused(), self._since_flush.paused():
+            yield
+
+    def validation(self, record: ValidationRecord) -> None:
+        """An evaluation ended."""
+        for sink in self.sinks:
+            sink.validation(record)
+
+    def event(self, name: str, iteration: int, **facts: Any) -> None:
+        """Something happened; `facts` are values that JSON knows."""
+        for sink in self.sinks:
+            sink.event(Event(name, iteration, facts))
+
+    def close(self) -> None:
+        """Write what is left and close the sinks. Every rank must call it; after a failure, `abandon` instead."""
+        self.flush()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the sinks without reading from the device or talking to other ranks."""
+        for sink in self.sinks:
+            sink.close()
+
+    def _read(self, *, reset: bool) -> MetricsInterval:
+        interval = self.metrics.collect(reset=reset)
+        seconds = self._since_flush.seconds()
+        if interval.steps:
+            self._since_flush.restart()
+            samples = sum(step.global_batch_size for step in interval.steps)
+            self._line_samples += samples
+            rates = self._speed(seconds, len(interval.steps), samples)
+            for sink in self.sinks:
+                sink.steps(interval.steps, rates)
+        for found in interval.non_finite:
+            print(f"non-finite: {found}", file=sys.stderr, flush=True)
+            self.event("non-finite", found.iteration, what=str(found))
+        return interval
+
+    def _line(self, *, reset: bool, skipped_samples: int) -> tuple[NonFinite, ...]:
+        interval = self._read(reset=reset)
+        last = interval.last
+        assert last is not None
+        rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)
+        record = LogRecord(
+            time=self._now(),
+            iteration=last.iteration,
+            train_iters=self.train_iters,
+            consumed_samples=last.consumed_samples,
+            global_batch_size=last.global_batch_size,
+            elapsed_ms_per_iteration=rates.seconds_per_iteration * 1000.0,
+            learning_rate=last.learning_rate,
+            losses=interval.losses,
+            loss_scale=1.0 if last.loss_scale is None else last.loss_scale,
+            grad_norm=last.grad_norm,
+            skipped_samples=skipped_samples,
+            throughput_tflops=rates.tflops_per_device if self.log_throughput else None,
+            num_zeros=last.num_zeros,
+            params_norm=last.params_norm,
+            skipped_iterations=interval.skipped,
+            nan_iterations=interval.nan,
+            tokens=last.tokens,
+            speed=rates,
+        )
+        for sink in self.sinks:
+            sink.line(record)
+        if reset:
+            self._since_line.restart()
+            self._line_samples = 0
+        return interval.non_finite
+
+    def _speed(self, seconds: float, iterations: int, samples: int) -> Speed:
+        """Of steps over `samples` in all."""
+        return speed(
+            seconds,
+            iterations,
+            tokens=None if self.tokens_per_sample is None else self.tokens_per_sample * samples,
+            flops=None if self.flops_per_sample is None else self.flops_per_sample * samples,
+            world_size=self.world_size,
+            peak_tflops=self.peak_tflops,
+        )
