@@ -1,0 +1,165 @@
+"""From a data configuration to the run's three datasets."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_format import get_bin_path, get_idx_path
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.utils import Blend, Split, normalize, split_bounds, warn_on_first_rank
+from megatron.core.exceptions import UserError
+
+TopLevelDataset = MegatronDataset | BlendedDataset
+
+_WHOLE = (0.0, 1.0)
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds train, valid and test datasets.
+
+    Args:
+        cls: the dataset class, such as GPTDataset.
+        sizes: samples asked of each split; None: one pass over the data.
+        is_built_on_rank: whether this process builds; where it says no, `build` returns three times None.
+        config: which data. No process waits for another: see index_cache.py.
+    """
+
+    def __init__(
+        self,
+        cls: type[MegatronDataset],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        if len(sizes) != len(Split):
+            raise UserError(f"sizes: expected one for each of train, valid and test, got {len(sizes)}")
+        self.cls = cls
+        self.sizes = list(sizes)
+        self.is_built_on_rank = is_built_on_rank
+        self.config = config
+        if config.full_validation:
+            self.sizes[Split.valid.value] = None
+        self._open = functools.cache(self._open_low_level)
+
+    def build(self) -> list[Any]:
+        """[train, valid, test]: each a dataset, None for a split without data, or, for valid with
+        multiple_validation_sets, a list of datasets.
+
+        Raises UserError when samples are asked of a split that has data but holds no token of it.
+        """
+        if not self.is_built_on_rank():
+            return [None] * len(Split)
+        return [self._build_split(split) for split in Split]
+
+    def _build_split(self, split: Split) -> Any:
+        config, size = self.config, self.sizes[split.value]
+        if config.mock:
+            return self._build_one(None, self._share(split), size, split)
+        blend = config.blend_per_split[split.value] if config.blend_per_split is not None else config.blend
+        share = self._share(split)
+        if blend is None or share is None:
+            return None
+        prefixes, weights = blend
+        if split is Split.valid and config.multiple_validation_sets:
+            return self._build_each(prefixes, share, [size] * len(prefixes), split)
+        if len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
+            return self._build_one(prefixes[0], share, size, split)
+        return self._build_blend(blend, share, size, split)
+
+    def _build_blend(
+        self, blend: Blend, share: tuple[float, float], size: int | None, split: Split
+    ) -> TopLevelDataset | None:
+        prefixes, weights = blend
+        if weights is not None and size is not None:
+            return self._build_weighted(prefixes, weights, share, size, split)
+        if weights is not None:
+            warn_on_first_rank(f"{split.name} split: every sample is used once, so the blend's weights are not used")
+        parts = self._build_each(prefixes, share, [None] * len(prefixes), split)
+        datasets = [dataset for dataset in parts if dataset is not None]
+        if not datasets:
+            self._refuse_or_leave_out(f"the {len(prefixes)} datasets", size, split)
+            return None
+        if size is None:
+            return BlendedDataset(datasets, None, None, self.config)
+        lengths = [len(dataset) for dataset in datasets]
+        if sum(lengths) < size:
+            warn_on_first_rank(
+                f"{split.name} split: {size} samples asked, but one pass over the datasets has {sum(lengths)}; "
+                "give weights to repeat them"
+            )
+        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self.config)
+
+    def _build_weighted(
+        self, prefixes: list[str], weights: list[float], share: tuple[float, float], size: int, split: Split
+    ) -> BlendedDataset | None:
+        pairs = [(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True) if weight > 0]
+        if len(pairs) < len(prefixes):
+            unused = [prefix for prefix, weight in zip(prefixes, weights, strict=True) if weight == 0]
+            warn_on_first_rank(f"datasets of weight 0 are left out of the blend: {', '.join(unused)}")
+        prefixes = [prefix for prefix, _ in pairs]
+        shares = normalize([weight for _, weight in pairs])
+        wanted = [math.ceil(size * part) for part in shares]
+        surplus = 1 + self.config.mid_level_dataset_surplus
+        datasets = self._build_each(prefixes, share, [math.ceil(count * surplus) for count in wanted], split)
+        kept = [(dataset, part) for dataset, part in zip(datasets, shares, strict=True) if dataset is not None]
+        if not kept:
+            return None
+        return BlendedDataset([dataset for dataset, _ in kept], [part for _, part in kept], sum(wanted), self.config)
+
+    def _build_each(
+        self, prefixes: list[str], share: tuple[float, float], sizes: Sequence[int | None], split: Split
+    ) -> list[MegatronDataset | None]:
+        def build(prefix: str, size: int | None) -> MegatronDataset | None:
+            return self._build_one(prefix, share, size, split)
+
+        with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
+            return list(pool.map(build, prefixes, sizes))
+
+    def _build_one(
+        self, prefix: str | None, share: tuple[float, float] | None, size: int | None, split: Split
+    ) -> MegatronDataset | None:
+        if share is None:
+            return None
+        low_level = self._open(prefix)
+        indices = range(*split_bounds(share, self.cls.numel_low_level_dataset(low_level)))
+        if not self.cls.is_empty(low_level, indices, self.config, split):
+            dataset = self.cls(low_level, prefix, indices, size, split, self.config)
+            if len(dataset):
+                return dataset
+        self._refuse_or_leave_out(prefix or "mock data", size, split)
+        return None
+
+    def _refuse_or_leave_out(self, what: str, size: int | None, split: Split) -> None:
+        """For a split that should have data but is too small for any: an error if it is to give samples."""
+        if size:
+            raise UserError(
+                f"{split.name} split of {what}: {size} samples are asked of it, but it holds none; give it a larger "
+                f"share (--split {self.config.split}), other data, or ask no samples of it"
+            )
+        warn_on_first_rank(f"{split.name} split of {what}: holds no samples and is left out")
+
+    def _share(self, split: Split) -> tuple[float, float] | None:
+        if self.config.blend_per_split is not None:
+            return _WHOLE
+        assert self.config.split_matrix is not None
+        return self.config.split_matrix[split.value]
+
+    def _open_low_level(self, prefix: str | None) -> Any:
+        if prefix is not None:
+            for path in (get_idx_path(prefix), get_bin_path(prefix)):
+                if not Path(path).is_file():
+                    raise UserError(f"--data-path {prefix}: no file {path}{_weight_hint(prefix)}")
+        return self.cls.build_low_level_dataset(prefix, self.config)
+
+
+def _weight_hint(prefix: str) -> str:
+    try:
+        float(prefix)
+    except ValueError:
+        return ""
+    return " (a weight? An odd number of words is a list of prefixes without weights)"

@@ -1,0 +1,122 @@
+"""What all datasets of a run have in common: which files, how they are split, and where indices are kept."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.datasets.utils import (
+    DEFAULT_SPLIT,
+    Blend,
+    Split,
+    SplitMatrix,
+    check_weights,
+    parse_split,
+    split_matrix,
+    warn_on_first_rank,
+)
+from megatron.core.exceptions import UserError
+
+
+@dataclass
+class BlendedMegatronDatasetConfig:
+    """Data of a run. Give `blend` with `split`, or `blend_per_split`, or neither for mock data."""
+
+    random_seed: int
+    """Seed of every shuffle; the same for all datasets and splits."""
+
+    sequence_length: int
+    """Tokens of a sample."""
+
+    blend: Blend | None = None
+    """Prefixes, and a weight for each or None. Every dataset is divided by `split`."""
+
+    blend_per_split: list[Blend | None] | None = None
+    """A blend for each of train, valid and test, whose datasets are used whole. None for a split: no data."""
+
+    multiple_validation_sets: bool | None = None
+    """Build the datasets of the validation blend (which has no weights) apart from each other, as a list."""
+
+    full_validation: bool | None = None
+    """The validation split is one pass over its data, whatever number of samples is asked for."""
+
+    split: str | None = None
+    """Shares of train, valid and test, such as "969,30,1", which is also taken (and said) when none is given."""
+
+    split_matrix: SplitMatrix | None = field(init=False, default=None)
+    """Begin and end of each split's share in [0, 1], None for an empty one. Follows from `split`."""
+
+    num_dataset_builder_threads: int = 1
+    """Datasets of a blend that are built at a time."""
+
+    path_to_cache: str | None = None
+    """Folder for index caches. None: beside each dataset, in `<prefix>/cache`; blends then keep none."""
+
+    mmap_bin_files: bool = True
+    """Map .bin files into memory rather than reading from them."""
+
+    mock: bool = False
+    """Made-up data; set when no blend is given."""
+
+    tokenizer: Any = None
+    """Source of the special ids `eod` and `pad`."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Part by which each dataset of a weighted blend is built larger than its share, against rounding."""
+
+    allow_ambiguous_pad_tokens: bool | None = False
+    """Take the tokenizer's pad id for padding even if it is another special token's id too."""
+
+    fast_cache_load: bool = False
+    """Accepted; changes nothing here: opening a dataset is fast, and what is on disk is always checked."""
+
+    defer_npy_index_mmap: bool = False
+    """Accepted; changes nothing here: index arrays are mapped, and their pages read at the first access, always."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise UserError(f"sequence_length {self.sequence_length}: expected 1 or more")
+        if not 0 <= self.random_seed < 2**32:
+            raise UserError(f"--seed {self.random_seed}: data is shuffled with a seed between 0 and 2^32 - 1")
+        if self.num_dataset_builder_threads < 1:
+            raise UserError(f"--num-dataset-builder-threads {self.num_dataset_builder_threads}: expected 1 or more")
+        if self.blend is not None and self.blend_per_split is not None:
+            raise UserError("give --data-path or data for each split (--train-data-path ...), not both")
+        for blend in [self.blend, *(self.blend_per_split or [])]:
+            _check_blend(blend)
+        if self.blend_per_split is not None:
+            self._take_blend_per_split()
+        else:
+            self._take_split()
+
+    def _take_blend_per_split(self) -> None:
+        assert self.blend_per_split is not None
+        if self.split is not None:
+            raise UserError(f"--split {self.split}: data given for each split is used whole; leave --split out")
+        if len(self.blend_per_split) != len(Split):
+            raise UserError(f"blend_per_split: expected {len(Split)} entries, got {len(self.blend_per_split)}")
+        if self.multiple_validation_sets:
+            valid = self.blend_per_split[Split.valid.value]
+            if valid is not None and valid[1] is not None:
+                raise UserError("--multiple-validation-sets: leave the weights out of the validation data")
+
+    def _take_split(self) -> None:
+        if self.multiple_validation_sets and (self.blend is None or self.blend[1] is not None):
+            raise UserError("--multiple-validation-sets: needs data without weights (--valid-data-path or --data-path)")
+        if self.blend is None:
+            self.mock = True
+            self.split = "1,1,1"
+        elif self.split is None:
+            self.split = DEFAULT_SPLIT
+            warn_on_first_rank(f"no --split given: training, validation and test data are divided {DEFAULT_SPLIT}")
+        self.split_matrix = split_matrix(parse_split(self.split))
+
+
+def _check_blend(blend: Blend | None) -> None:
+    if blend is None:
+        return
+    prefixes, weights = blend
+    if not prefixes:
+        raise UserError("--data-path: expected at least one prefix")
+    if weights is not None:
+        if len(weights) != len(prefixes):
+            raise UserError(f"--data-path: {len(weights)} weights for {len(prefixes)} prefixes")
+        check_weights(weights)

@@ -1,0 +1,363 @@
+"""Sequences of tokens in a .bin file, found through its .idx file (layout: index_format.py)."""
+
+import errno
+import hashlib
+import mmap
+import os
+import shutil
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.index_format import (
+    DType,
+    get_bin_path,
+    get_idx_path,
+    read_header,
+    write_index,
+)
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import sync_directory
+
+__all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
+
+_DIGEST_BLOCKS = 64
+_DIGEST_BLOCK_BYTES = 4096
+
+
+class IndexedDataset(torch.utils.data.Dataset):
+    """Random access to the sequences of `<path_prefix>.bin` and `.idx`.
+
+    Args:
+        path_prefix: the two files' common path without suffix.
+        multimodal: the .idx ends with a mode for every sequence (nothing in the file says so); items are then
+            (tokens, mode).
+        mmap: map the .bin into memory; False reads each item from the file.
+        dtype_code, sequences_per_dataset: what the caller believes about the file (its token type; its numbers of
+            sequences and of document indices). Checked against the file, which is always read.
+
+    Files are opened in the process that uses them: copies made by fork or pickle open their own.
+
+    Raises UserError, naming the file, when one is absent, cut short, inconsistent, or when the sizes of .bin and .idx
+    do not match.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: Any = None,
+        s3_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+    ) -> None:
+        super().__init__()
+        if object_storage_config is not None or s3_config is not None:
+            raise UserError(f"{path_prefix}: object storage is not supported; copy or mount the files")
+        self.initialize(path_prefix, multimodal, mmap, None, fast_cache_load, sequences_per_dataset, dtype_code)
+
+    def initialize(
+        self,
+        path_prefix: str,
+        multimodal: bool,
+        mmap: bool,
+        object_storage_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+    ) -> None:
+        """Open the files and check them; called by the constructor."""
+        self.path_prefix = path_prefix
+        self.multimodal = multimodal
+        self.mmap = mmap
+        self._header = read_header(get_idx_path(path_prefix))
+        self._check_beliefs(sequences_per_dataset, dtype_code)
+        self._replaced_documents: np.ndarray | None = None
+        self._open()
+        self._check_sizes()
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether both files are there."""
+        return Path(get_idx_path(path_prefix)).exists() and Path(get_bin_path(path_prefix)).exists()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the tokens in the .bin."""
+        return np.dtype(self._header.dtype)
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int32 [sequences]: tokens in each sequence."""
+        return self._lengths
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """int64 [documents + 1]: 0, then for each document the number of sequences up to its end."""
+        return self._document_indices
+
+    def get_document_indices(self) -> np.ndarray:
+        """As `document_indices`."""
+        return self._document_indices
+
+    def set_document_indices(self, document_indices: np.ndarray) -> None:
+        """Regard other runs of sequences as documents; the files stay as they are."""
+        self._document_indices = self._replaced_documents = document_indices
+
+    @property
+    def sequence_modes(self) -> np.ndarray | None:
+        """int8 [sequences] in a multimodal dataset, else None."""
+        return self._modes
+
+    def __len__(self) -> int:
+        return self._header.num_sequences
+
+    @overload
+    def __getitem__(self, idx: int) -> Any: ...
+    @overload
+    def __getitem__(self, idx: slice) -> list[np.ndarray] | tuple[list[np.ndarray], np.ndarray]: ...
+    def __getitem__(self, idx: int | slice) -> Any:
+        """The whole sequence `idx` (with its mode if multimodal); for a slice the list of them (and their modes)."""
+        if isinstance(idx, slice):
+            sequences = [self._read(i, 0, None) for i in range(*idx.indices(len(self)))]
+            return sequences if self._modes is None else (sequences, self._modes[idx])
+        return self.get(int(idx))
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """`length` tokens of sequence `idx` from token `offset` on (None: to its end); with its mode if multimodal.
+
+        Raises IndexError when these tokens do not lie within the sequence.
+        """
+        tokens = self._read(idx, offset, length)
+        return tokens if self._modes is None else (tokens, self._modes[idx])
+
+    def content_digest(self, with_documents: bool = False) -> str:
+        """Hex digest that tells this content from another in the same place, without reading all of it.
+
+        Covers the token type, every sequence length, the size of the .bin and 64 of its 4 KiB blocks, spread evenly;
+        `with_documents` adds the document indices.
+        """
+        size = self._bin_size()
+        digest = hashlib.sha256(f"{self.dtype.name} {len(self)} {size}".encode())
+        digest.update(self._lengths.data)
+        if with_documents:
+            digest.update(np.ascontiguousarray(self._document_indices).data)
+        with open(get_bin_path(self.path_prefix), "rb") as file:
+            for start in np.linspace(0, max(size - _DIGEST_BLOCK_BYTES, 0), _DIGEST_BLOCKS, dtype=np.int64).tolist():
+                digest.update(os.pread(file.fileno(), _DIGEST_BLOCK_BYTES, start))
+        return digest.hexdigest()
+
+    def _read(self, idx: int, offset: int, length: int | None) -> np.ndarray:
+        if not -len(self) <= idx < len(self):
+            raise IndexError(f"{self.path_prefix}: sequence {idx} asked of {len(self)}")
+        available = int(self._lengths[idx]) - offset
+        count = available if length is None else length
+        if offset < 0 or not 0 <= count <= available:
+            raise IndexError(
+                f"{self.path_prefix}: tokens [{offset}, {offset + count}) asked of sequence {idx}, "
+                f"which has {self._lengths[idx]}"
+            )
+        start = int(self._pointers[idx]) + offset * self.dtype.itemsize
+        if not 0 <= start <= self._bin_size() - count * self.dtype.itemsize:
+            raise UserError(f"{get_idx_path(self.path_prefix)}: corrupt: sequence {idx} lies outside the .bin")
+        return self._tokens.read(start, count, self.dtype)
+
+    def _open(self) -> None:
+        header, idx_path = self._header, get_idx_path(self.path_prefix)
+        data = _map_or_read(idx_path)
+        self._lengths = np.frombuffer(data, np.int32, header.num_sequences, header.lengths_offset)
+        self._pointers = np.frombuffer(data, np.int64, header.num_sequences, header.pointers_offset)
+        self._document_indices = np.frombuffer(
+            data, np.int64, header.num_document_indices, header.document_indices_offset
+        )
+        self._modes: np.ndarray | None = None
+        if self.multimodal:
+            if len(data) < header.modes_offset + header.num_sequences:
+                raise UserError(f"{idx_path}: holds no modes; it was not written as multimodal")
+            self._modes = np.frombuffer(data, np.int8, header.num_sequences, header.modes_offset)
+        bin_path = get_bin_path(self.path_prefix)
+        self._tokens: _MappedBin | _ReadBin = _MappedBin(bin_path) if self.mmap else _ReadBin(bin_path)
+
+    def _check_sizes(self) -> None:
+        idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
+        documents = self._document_indices
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
+            raise UserError(f"{idx_path}: corrupt: its documents do not cover its {len(self)} sequences")
+        if len(self) and int(self._lengths.min()) < 0:
+            raise UserError(f"{idx_path}: corrupt: sequence {int(self._lengths.argmin())} has a negative length")
+        expected = int(self._lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if self._bin_size() != expected:
+            raise UserError(f"{bin_path}: {self._bin_size()} bytes where {idx_path} tells of {expected}")
+
+    def _check_beliefs(self, sequences_per_dataset: tuple[int, int] | None, dtype_code: int | None) -> None:
+        header = self._header
+        found = (header.num_sequences, header.num_document_indices)
+        if sequences_per_dataset is not None and tuple(sequences_per_dataset) != found:
+            raise UserError(
+                f"{self.path_prefix}: has {found} sequences and document indices, not {tuple(sequences_per_dataset)}"
+            )
+        if dtype_code is not None and DType.code_from_dtype(self.dtype) != dtype_code:
+            raise UserError(f"{self.path_prefix}: holds {self.dtype.name}, not token type code {dtype_code}")
+
+    def _bin_size(self) -> int:
+        return self._tokens.size
+
+    def __getstate__(self) -> dict[str, Any]:
+        arguments = {"path_prefix": self.path_prefix, "multimodal": self.multimodal, "mmap": self.mmap}
+        return {"arguments": arguments, "replaced_documents": self._replaced_documents}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.initialize(**state["arguments"])
+        if state["replaced_documents"] is not None:
+            self.set_document_indices(state["replaced_documents"])
+
+
+class _MappedBin:
+    """Bytes of a file through the page cache; mapped at the first read."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._bytes: np.ndarray | None = None
+        self.size = _size_of(path)
+
+    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        if self._bytes is None:
+            self._bytes = np.frombuffer(_map(self._path), np.uint8) if self.size else np.empty(0, np.uint8)
+        return np.frombuffer(self._bytes, dtype, count, start) if count else np.empty(0, dtype)
+
+
+class _ReadBin:
+    """Bytes of a file by positioned reads, which neither threads nor forked processes disturb for each other."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self.size = _size_of(path)
+
+    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        if self._file is None:
+            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
+        data = bytearray()
+        while len(data) < count * dtype.itemsize:
+            piece = os.pread(self._file.fileno(), count * dtype.itemsize - len(data), start + len(data))
+            if not piece:
+                raise UserError(f"{self._path}: became shorter while it was read")
+            data += piece
+        return np.frombuffer(data, dtype)
+
+
+def _size_of(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; its .idx alone is of no use") from None
+
+
+def _map(path: str) -> mmap.mmap:
+    try:
+        with open(path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise UserError(f"{path}: too many open files in this process; raise the limit (ulimit -n)") from None
+        raise
+
+
+def _map_or_read(path: str, limit: int = 1 << 20) -> mmap.mmap | bytes:
+    """A small file in memory, a large one mapped: a map holds a descriptor, and a blend may have thousands of files."""
+    return Path(path).read_bytes() if _size_of(path) <= limit else _map(path)
+
+
+class IndexedDatasetBuilder:
+    """Writes a .bin file as items arrive and its .idx in `finalize`.
+
+    The .bin appears under its name only in `finalize`; until then, and after a failure, a former one is untouched. Use
+    as a context manager to have the unfinished file removed when an exception passes through.
+    """
+
+    def __init__(self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False) -> None:
+        self.dtype = dtype
+        self.multimodal = multimodal
+        self._bin_path = Path(bin_path)
+        self._aside = self._bin_path.with_name(f".{self._bin_path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+        self._file: BinaryIO = open(self._aside, "xb")  # noqa: SIM115 (closed in finalize or abort)
+        self._lengths = array("i")
+        self._modes = array("b")
+        self._document_indices = array("q", [0])
+
+    def add_item(self, tensor: Tensor | np.ndarray | Sequence[int], mode: int = 0) -> None:
+        """Append one sequence; `end_document` closes the document it belongs to."""
+        self._add_sequences(tensor, [len(tensor)], [mode])
+
+    def add_document(
+        self, tensor: Tensor | np.ndarray | Sequence[int], lengths: list[int], modes: list[int] | None = None
+    ) -> None:
+        """Append a document: the tokens of its sequences end to end, and the length of each.
+
+        Raises ValueError when the lengths do not add up, or a token does not fit the dtype.
+        """
+        self._add_sequences(tensor, lengths, modes if modes is not None else [0] * len(lengths))
+        self.end_document()
+
+    def end_document(self) -> None:
+        """Close a document: all sequences added since the last one closed. It may have none."""
+        self._document_indices.append(len(self._lengths))
+
+    def add_index(self, path_prefix: str) -> None:
+        """Append all documents of another dataset of the same dtype."""
+        other = IndexedDataset(path_prefix, multimodal=self.multimodal)
+        if other.dtype != np.dtype(self.dtype):
+            raise UserError(
+                f"{path_prefix}: holds {other.dtype.name}, but {np.dtype(self.dtype).name} is being written"
+            )
+        self._document_indices.frombytes((other.document_indices[1:] + len(self._lengths)).tobytes())
+        self._lengths.frombytes(other.sequence_lengths.tobytes())
+        if other.sequence_modes is not None:
+            self._modes.frombytes(other.sequence_modes.tobytes())
+        with open(get_bin_path(path_prefix), "rb") as file:
+            shutil.copyfileobj(file, self._file, 1 << 24)
+
+    def finalize(self, idx_path: str) -> None:
+        """Put the .bin in place, then write the .idx beside it; both are synced to disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._aside, self._bin_path)
+        sync_directory(self._bin_path.parent)
+        lengths = np.frombuffer(self._lengths, np.int32)
+        document_indices = np.frombuffer(self._document_indices, np.int64)
+        modes = np.frombuffer(self._modes, np.int8) if self.multimodal else None
+        write_index(idx_path, self.dtype, lengths, document_indices, modes)
+
+    def abort(self) -> None:
+        """Remove what was written so far."""
+        self._file.close()
+        self._aside.unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abort()
+
+    def _add_sequences(
+        self, tensor: Tensor | np.ndarray | Sequence[int], lengths: Sequence[int], modes: Sequence[int]
+    ) -> None:
+        tokens = tensor.numpy() if isinstance(tensor, Tensor) else np.asarray(tensor)
+        if sum(lengths) != tokens.size or len(modes) != len(lengths):
+            raise ValueError(f"{tokens.size} tokens for lengths {list(lengths)} and {len(modes)} modes")
+        stored = tokens.astype(self.dtype)
+        if not np.array_equal(stored, tokens):
+            raise ValueError(f"token {tokens[stored != tokens][0]} does not fit {np.dtype(self.dtype).name}")
+        self._file.write(stored.tobytes(order="C"))
+        self._lengths.extend(lengths)
+        if self.multimodal:
+            self._modes.extend(modes)

@@ -1,0 +1,92 @@
+"""What the builder and a blend expect of a dataset over one low-level dataset and one split."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.utils import Split
+
+
+class MegatronDataset(ABC, torch.utils.data.Dataset):
+    """Samples made of some elements (sequences, documents) of a low-level dataset.
+
+    Args:
+        dataset: the low-level dataset.
+        dataset_path: its prefix; None for made-up data.
+        indices: the elements that belong to the split.
+        num_samples: samples asked for; None: one pass over the elements.
+        index_split: which split this is.
+        config: the run's data configuration.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: Sequence[int] | np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.dataset_path = dataset_path
+        self.indices = indices
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+
+    @property
+    def unique_identifiers(self) -> "OrderedDict[str, Any]":
+        """What tells this dataset's order of samples from any other's, as JSON values."""
+        tokenizer = self.config.tokenizer
+        return OrderedDict(
+            {
+                "class": type(self).__name__,
+                "dataset_path": self.dataset_path,
+                "num_samples": self.num_samples,
+                "index_split": self.index_split.name,
+                "random_seed": self.config.random_seed,
+                "sequence_length": self.config.sequence_length,
+                "split": self.config.split,
+                "split_matrix": self.config.split_matrix,
+                "tokenizer": getattr(tokenizer, "unique_identifiers", type(tokenizer).__name__),
+            }
+        )
+
+    @property
+    def unique_description(self) -> str:
+        """The identifiers as text."""
+        return json.dumps(self.unique_identifiers, indent=4, default=str)
+
+    @property
+    def unique_description_hash(self) -> str:
+        """A short name for the description."""
+        return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
+
+    @staticmethod
+    @abstractmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        """Number of elements that a split divides."""
+
+    @staticmethod
+    @abstractmethod
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
+        """Open the low-level dataset of a prefix."""
+
+    @classmethod
+    def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:
+        """Whether a split of these elements holds no sample at all, however often it is repeated."""
+        return len(indices) == 0
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
