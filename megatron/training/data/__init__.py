@@ -1,0 +1,1 @@
+"""From datasets to the micro-batches of a run."""
