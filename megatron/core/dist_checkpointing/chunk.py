@@ -57,7 +57,8 @@ class Chunk:
     @property
     def flat(self) -> Tensor:
         """The chunk's elements as a one-dimensional view of the live memory."""
-        return self.tensor.detach().view(-1)
+        # Not view(-1): one element may have any stride, which a later change of type would stumble over.
+        return self.tensor.detach().as_strided((self.tensor.numel(),), (1,))
 
     def part(self, begin: int, end: int) -> "Chunk":
         """The elements [begin, end), counted from the chunk's own first element."""

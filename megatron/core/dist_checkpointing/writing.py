@@ -1,0 +1,216 @@
+"""Saving: every rank writes its share aside, rank 0 ties the files together and gives the whole its name.
+
+The order that makes a kill at any point harmless: data and indexes, synced; the manifest, synced; the folder, synced;
+its final name, synced; the tracker file. Nothing is removed before the new checkpoint is whole and has its name.
+"""
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing import folders
+from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.data_file import Entry, aligned_order, write_data_file
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.folders import Step
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST,
+    BrokenCheckpoint,
+    FileDigest,
+    Manifest,
+    RankIndex,
+    StoredChunk,
+    data_name,
+    index_name,
+    read_bytes,
+)
+from megatron.core.dist_checkpointing.planning import check_complete, make_catalogue, share_out
+from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.exceptions import UserError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a save did. The same on every rank."""
+
+    folder: Path
+    nbytes: int
+    """Size of the data files of all ranks."""
+    seconds: float
+    notes: Sequence[str]
+    """What was cleaned up or deleted, one sentence each."""
+
+
+def save(
+    root: Path,
+    chunks: Iterable[Chunk],
+    *,
+    step: Step,
+    common: Mapping[str, Any],
+    config: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    keep_last: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    disk: Disk | None = None,
+) -> Saved:
+    """Write a checkpoint `root/iter_NNNNNNN` (or `root/release`); every rank of the group calls it with its chunks.
+
+    `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. With `keep_last`, older
+    checkpoints than that many whole ones (this one included) are deleted afterwards. Returns on every rank once the
+    checkpoint is whole on disk and the tracker names it. Raises UserError on every rank when any rank fails (disk
+    full, no permission): what was there before is then untouched, and nothing half-written stays.
+    """
+    ranks, disk, started = Ranks(group), disk or Disk(), time.monotonic()
+    _check_agreement(ranks, step, common)
+    begun = ranks.from_first(lambda: _begin(disk, root, step))
+    aside = root / begun["aside"]
+    try:
+        mine = share_out(chunks, ranks.rank)
+        ranks.together(lambda: _write_rank(disk, aside, ranks.rank, mine))
+        done = ranks.from_first(
+            lambda: _publish(disk, aside, step, _Contents(ranks.size, common, config, layout), keep_last)
+        )
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    notes = [*begun["notes"], *done["notes"]]
+    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
+
+
+def _check_agreement(ranks: Ranks, step: Step, common: Mapping[str, Any]) -> None:
+    text = ranks.together(lambda: json.dumps([step, common], sort_keys=True))
+    digests = ranks.gather(hashlib.sha256(text.encode()).hexdigest())
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if differing:
+        raise UserError(f"the state to be saved at iteration {step} differs between rank 0 and ranks {differing}")
+
+
+def _begin(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
+    """Clean up after killed saves and make the folder to write into."""
+    try:
+        disk.make_directory(root)
+        touched = folders.clean(disk, root)
+        aside = folders.beside(root / folders.folder_name(step), "tmp")
+        disk.make_directory(aside)
+    except OSError as error:
+        raise _cannot_write(root, error) from error
+    notes = [f"removed or put back what an interrupted save left: {', '.join(touched)}"] if touched else []
+    return {"aside": aside.name, "notes": notes}
+
+
+def _write_rank(disk: Disk, aside: Path, rank: int, chunks: Sequence[Chunk]) -> None:
+    """This rank's data file and index, on disk when it returns."""
+    entries = {_key(chunk): chunk for chunk in chunks}
+    assert len(entries) == len(chunks), "a chunk is listed twice"
+    ordered = aligned_order([Entry(key, _shape(chunk), chunk.flat) for key, chunk in entries.items()])
+    try:
+        written = write_data_file(disk, aside / data_name(rank), ordered)
+        stored = [
+            _stored(entries[entry.key], entry.key, offset, checksums)
+            for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
+        ]
+        index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
+        disk.write_file(aside / index_name(rank), index.to_bytes())
+    except OSError as error:
+        raise _cannot_write(aside / data_name(rank), error) from error
+
+
+def _key(chunk: Chunk) -> str:
+    """Name of a chunk in its data file: the canonical name when it is the whole tensor, else with its place."""
+    if chunk.box.shape == chunk.global_shape and chunk.range == (0, chunk.box.numel):
+        return chunk.name
+    spans = ",".join(f"{a}:{a + n}" for a, n in zip(chunk.box.start, chunk.box.shape, strict=True))
+    return f"{chunk.name}[{spans}]" if _is_box(chunk) else "{}[{}]({}:{})".format(chunk.name, spans, *chunk.range)
+
+
+def _shape(chunk: Chunk) -> tuple[int, ...]:
+    return chunk.box.shape if _is_box(chunk) else (chunk.tensor.numel(),)
+
+
+def _is_box(chunk: Chunk) -> bool:
+    return chunk.range == (0, chunk.box.numel)
+
+
+def _stored(chunk: Chunk, key: str, offset: int, checksums: Sequence[int]) -> StoredChunk:
+    shape, dtype = tuple(chunk.global_shape), chunk.tensor.dtype
+    return StoredChunk(chunk.name, shape, chunk.box, chunk.range, dtype, key, offset, tuple(checksums))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What the manifest says beside the files."""
+
+    world_size: int
+    common: Mapping[str, Any]
+    config: Mapping[str, Any]
+    layout: Mapping[str, Any]
+
+
+def _publish(disk: Disk, aside: Path, step: Step, contents: _Contents, keep_last: int | None) -> dict[str, Any]:
+    """Tie the ranks' files together, check that they are complete, and give the folder its name."""
+    root, folder = aside.parent, aside.parent / folders.folder_name(step)
+    indexes, digests = [], {}
+    for rank in range(contents.world_size):
+        path = aside / index_name(rank)
+        try:
+            content = read_bytes(path)
+        except BrokenCheckpoint as error:
+            raise UserError(f"{error}: rank {rank} wrote it, rank 0 cannot see it; is {root} shared storage?") from None
+        indexes.append(RankIndex.from_bytes(content, path))
+        digests[path.name] = FileDigest.of(content)
+    check_complete(make_catalogue(indexes))
+    iteration = step if isinstance(step, int) else 0
+    layout = {"world_size": contents.world_size, **contents.layout}
+    manifest = Manifest(iteration, digests, contents.common, contents.config, layout)
+    try:
+        disk.write_file(aside / MANIFEST, manifest.to_bytes())
+        disk.sync_directory(aside)
+        folders.put_in_place(disk, aside, folder)
+        folders.write_tracker(disk, root, step)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
+    return {"nbytes": sum(index.data_size for index in indexes), "notes": notes}
+
+
+def keep_newest(disk: Disk, root: Path, current: Path, count: int) -> list[str]:
+    """Delete checkpoints of `root` that are older than the `count` newest whole ones up to `current`.
+
+    `current` is the checkpoint that was just saved and is the first to be kept. Folders of later iterations (of a run
+    that was rolled back), `release`, and folders without a manifest of this format are left alone.
+    Returns what was done.
+    """
+    ours = [f.path for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
+    whole, notes = 1, []
+    for path in ours[ours.index(current) + 1 :] if current in ours else ():
+        if whole < count:
+            whole += _is_whole(path)
+            continue
+        try:
+            folders.delete(disk, path)
+            notes.append(f"deleted {path.name} (--keep-last {count})")
+        except OSError as error:
+            notes.append(f"could not delete {path} (--keep-last {count}): {error.strerror}")
+    return notes
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_files(open_checkpoint(folder))
+    except UserError:
+        return False
+    return True
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or error
+    return UserError(f"{error.filename or path}: {reason}; this checkpoint is not written, earlier ones are untouched")

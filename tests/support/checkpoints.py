@@ -1,0 +1,67 @@
+"""Checkpoints for tests: small tensors under any layout, saved by as many pretended ranks as it has."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.core.dist_checkpointing import writing
+from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.planning import match, share_out
+from megatron.core.dist_checkpointing.reading import fill_tensors
+from megatron.core.parameters import Box
+
+
+def whole_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values that are a function of the name, every element its own."""
+    seed = sum(map(ord, name))
+    return (torch.arange(math.prod(shape), dtype=torch.float64) + 1000.0 * seed).view(shape).to(dtype)
+
+
+def slice_of(whole: torch.Tensor, box: Box, flat_range: tuple[int, int] | None) -> torch.Tensor:
+    inside = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))].reshape(-1)
+    return (inside if flat_range is None else inside[slice(*flat_range)]).clone()
+
+
+def filled(chunk: Chunk) -> torch.Tensor:
+    """What the chunk's tensor should hold."""
+    whole = whole_tensor(chunk.name, chunk.global_shape, chunk.tensor.dtype)
+    return slice_of(whole, chunk.box, chunk.flat_range)
+
+
+def make_chunk(
+    name: str,
+    shape: tuple[int, ...],
+    box: Box | None = None,
+    flat_range: tuple[int, int] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    holders: tuple[int, ...] = (),
+    empty: bool = False,
+) -> Chunk:
+    """A chunk that holds its part of `whole_tensor(name)`, or zeros."""
+    box = box or Box.whole(shape)
+    values = slice_of(whole_tensor(name, shape, dtype), box, flat_range)
+    return Chunk(name, shape, box, flat_range, torch.zeros_like(values) if empty else values, holders)
+
+
+def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 10, disk: Disk | None = None) -> Path:
+    """Save as that many ranks would, one after the other in this process; the folder."""
+    disk = disk or Disk()
+    aside = root / writing._begin(disk, root, step)["aside"]
+    for rank, chunks in enumerate(chunks_by_rank):
+        writing._write_rank(disk, aside, rank, share_out(chunks, rank))
+    contents = writing._Contents(len(chunks_by_rank), {"train_state": {"iteration": step}}, {}, {})
+    writing._publish(disk, aside, step, contents, None)
+    return root / f"iter_{step:07d}"
+
+
+def load_as(folder: Path, chunks: Sequence[Chunk]) -> None:
+    """Load what one rank wants, into its tensors."""
+    checkpoint = open_checkpoint(folder)
+    matching = match(chunks, checkpoint.catalogue)
+    assert not matching.missing, matching.missing
+    fill_tensors(checkpoint, matching)
