@@ -43,7 +43,7 @@ class Box:
 class Initializer(Protocol):
     """Fills a whole tensor in place. The kinds below can also give any box of it without making the rest."""
 
-    def __call__(self, tensor: Tensor) -> object: ...
+    def __call__(self, tensor: Tensor, /) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,9 @@ class GradientSink(Protocol):
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate a gradient shaped as the stored parameter."""
+
+    def add_rows(self, index: Tensor, gradient: Tensor) -> None:
+        """Accumulate rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""
 
 
 def gradient_sink(parameter: Tensor) -> GradientSink | None:

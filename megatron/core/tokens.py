@@ -6,6 +6,7 @@ at i * b + j. `Tokens` travels with them and says what those t tokens are.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -42,3 +43,14 @@ class Tokens:
     @property
     def count(self) -> int:
         return self.seq_length * self.batch_size
+
+
+def position_ids(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
+    """Position of every token in its document, int64 [b, s]; [1, s] where all rows are alike."""
+    if tokens.positions is not None:
+        return tokens.positions
+    index = torch.arange(tokens.seq_length, device=device) + tokens.first_position  # [s]
+    if tokens.cu_seqlens is None:
+        return index[None]
+    document = torch.bucketize(index, tokens.cu_seqlens[1:], right=True)
+    return (index - tokens.cu_seqlens[document])[None]

@@ -1,0 +1,1 @@
+"""Whole models: embedding, stack of layers, head."""

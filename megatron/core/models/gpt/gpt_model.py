@@ -1,0 +1,222 @@
+"""GPT: embedding, a stack of transformer layers, a head over the vocabulary (Radford et al. 2019)."""
+
+import dataclasses
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megatron.core.backends import choose_backend
+from megatron.core.exceptions import UserError
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.ops.dropout import dropout_tokens
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters import initialize_parameters, name_parameters
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tokens import Tokens, position_ids
+from megatron.core.transformer.layer_inputs import KeyValueCache, LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GPTModel(MegatronModule):
+    """A decoder-only language model, or the part of one that a pipeline stage holds.
+
+    `vocab_size` may be the true vocabulary or one that was rounded up; the stored rows are rounded up to a multiple of
+    `vocab_padding_multiple` (our own keyword; default: the tensor parallel size) with rows that stay zero and take no
+    part in any softmax. `fp16_lm_cross_entropy` and `parallel_output` change nothing: the loss is computed in float32
+    at least, and without a gathered copy of the logits.
+
+    Raises UserError for what is still to come.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "mrope", "yarn", "none"] = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: ModuleSpec | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        vocab_padding_multiple: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+            raise UserError(
+                f"not yet: position_embedding_type {position_embedding_type}; learned_absolute, rope, none work"
+            )
+        if mtp_block_spec is not None:
+            raise UserError("not yet: mtp_block_spec")
+        self.pg_collection = pg_collection or default_collection()
+        self.backend = choose_backend(config)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                vocab_size,
+                max_sequence_length,
+                position_embedding_type,
+                scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+                tp_group=self.pg_collection.tp,
+                vocab_padding_multiple=vocab_padding_multiple,
+            )
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if position_embedding_type == "rope":
+            assert config.kv_channels is not None
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                rotary_percent,
+                config.rotary_interleaved,
+                seq_len_interpolation_factor,
+                rotary_base,
+                rope_scaling,
+                rope_scaling_factor,
+            )
+        self.decoder = TransformerBlock(
+            config,
+            transformer_layer_spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            assert config.init_method is not None
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
+                tp_group=self.pg_collection.tp,
+                vocab_padding_multiple=vocab_padding_multiple or 1,
+            )
+        name_parameters(self)
+        if config.perform_initialization:
+            initialize_parameters(self, config.seed)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: KeyValueCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        inference_params: KeyValueCache | None = None,
+        loss_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        tokens: Tokens | None = None,
+    ) -> Tensor:
+        """Logits [b, s, vocab_size]; with `labels` [b, s] the loss of each token [b, s], in float32 at least.
+
+        `input_ids` [b, s]. `position_ids` [b, s]: None counts from 0 in each row or packed document. `attention_mask`
+        (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
+        `decoder_input` [s, b, h] takes the embedding's place. `tokens` says what the tokens are and where they stand in
+        the run; without it (or `packed_seq_params`) they are whole rows. A stage that is not the last gives hidden
+        states [s, b, h].
+        """
+        if extra_block_kwargs:
+            raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
+        tokens = self._describe(tokens, input_ids, position_ids, decoder_input, packed_seq_params)
+        hidden, inputs = self._embed(
+            input_ids, decoder_input, tokens, attention_mask, inference_context or inference_params
+        )
+        hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
+        if not self.post_process:
+            return hidden
+        return self._head(hidden, labels)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Hidden states [s, b, h] from the stage before, for the next forward."""
+        self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The weight of the head where embedding and head share it; None where this stage has neither."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def _head(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
+        s, b, h = hidden.shape
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        if labels is None:
+            logits = self.backend.linear(hidden, weight)  # [s, b, stored rows]
+            return logits[..., : self.vocab_size].transpose(0, 1).contiguous()
+        flat = labels.t().reshape(-1)  # [t]
+        loss = self.backend.head_loss(hidden.view(s * b, h), weight, None, flat, self.vocab_size)
+        return loss.view(s, b).t().contiguous()
+
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        decoder_input: Tensor | None,
+        tokens: Tokens,
+        attention_mask: Tensor | None,
+        cache: KeyValueCache | None,
+    ) -> tuple[Tensor, LayerInputs]:
+        """The hidden states that enter the stack, and what goes through it beside them."""
+        given = decoder_input if decoder_input is not None else self.decoder.input_tensor
+        source = given if given is not None else input_ids
+        assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
+        positions = position_ids(tokens, source.device)
+        inputs = LayerInputs(
+            tokens,
+            rotation=self.rotary_pos_emb(positions) if self.rotary_pos_emb is not None else None,
+            attention_mask=attention_mask,
+            dropout=dropout_tokens(tokens, source.device) if self.training and drops(self.config) else None,
+            cache=cache,
+        )
+        if given is None:
+            given = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
+        return given, inputs
+
+    def _describe(
+        self,
+        tokens: Tokens | None,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        decoder_input: Tensor | None,
+        packed: PackedSeqParams | None,
+    ) -> Tokens:
+        """What the tokens are, in one record."""
+        if tokens is None:
+            given = decoder_input if decoder_input is not None else self.decoder.input_tensor
+            if given is not None:
+                s, b = given.shape[:2]
+            else:
+                assert input_ids is not None
+                b, s = input_ids.shape
+            tokens = Tokens(s, b)
+        if packed is not None:
+            tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
+        if position_ids is not None:
+            tokens = dataclasses.replace(tokens, positions=position_ids)
+        return tokens

@@ -1,0 +1,78 @@
+"""Activations of an MLP: of one product, or of a gate that multiplies a second product.
+
+Each takes the product without its bias and the bias apart, so that one kernel may add it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pointwise = Callable[[Tensor], Tensor]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    """x Phi(x), exactly."""
+    return F.gelu(x)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)^2 (So et al. 2021)."""
+    return torch.square(F.relu(x))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What stands between the two products of an MLP: [t, f * ffn] -> [t, ffn], with f = 2 where it is gated.
+
+    Gated: function(gate) * up, the gate being the first half (Shazeer 2020).
+    """
+
+    function: Pointwise
+    gated: bool = False
+    clamp: float | None = None
+    """Gated only: gate <= clamp, |up| <= clamp."""
+    up_offset: float = 0.0
+    """Gated only: added to the up half."""
+
+    def __call__(self, product: Tensor, bias: Tensor | None = None) -> Tensor:
+        x = product if bias is None else product + bias
+        if not self.gated:
+            return self.function(x)
+        gate, up = x.chunk(2, dim=-1)
+        if self.clamp is not None:
+            gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+        return self.function(gate) * (up + self.up_offset if self.up_offset else up)
+
+
+def choose_activation(
+    function: Pointwise,
+    *,
+    gated: bool = False,
+    bias_fused: bool = False,
+    clamp: float | None = None,
+    up_offset: float = 0.0,
+) -> Activation:
+    """The activation that a config names.
+
+    As published, `F.gelu` is the tanh form where the bias is fused into it (`bias_fused`, with or without a gate), and
+    the exact one otherwise.
+    """
+    if function is F.gelu and bias_fused:
+        function = gelu_tanh
+    if not gated:
+        return Activation(function)
+    return Activation(function, True, clamp if clamp is None or math.isfinite(clamp) else None, up_offset)

@@ -1,0 +1,155 @@
+"""Scaled dot-product attention, unfused: every feature, any device, any type. The reference of the faster ones.
+
+Queries are taken a block at a time, so that no [b, heads, s, s] tensor is kept whole; where there is more than one
+block, its probabilities are computed again in backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.ops.dropout import DropoutPlace, keep_attention
+from megatron.core.ops.precision import widened
+
+_SCORES_AT_ONCE = 1 << 25
+"""Attention scores that one block of queries may have."""
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """What an attention layer computes: what does not change from call to call."""
+
+    scale: float
+    """Factor of the scores."""
+    causal: bool
+    """Query i sees keys up to i + (sk - sq)."""
+    window: tuple[int, int] | None = None
+    """Query i sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no limit."""
+    dropout: float = 0.0
+    """Probability that a softmax probability is dropped while training."""
+    sink: bool = False
+    """One more logit a head stands in the softmax's denominator."""
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys a query sees to its left and right, causality included; None: all."""
+        left, right = (None if edge < 0 else edge for edge in self.window or (-1, -1))
+        return left, 0 if self.causal else right
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What changes from call to call."""
+
+    mask: Tensor | None = None
+    """bool, broadcasts to [b, heads, sq, sk]; True hides the key, in addition to what the variant hides."""
+    cu_seqlens: Tensor | None = None
+    """Boundaries of packed documents (b = 1): queries see keys of their own document only."""
+    max_seqlen: int | None = None
+    """Longest packed document."""
+    sink: Tensor | None = None
+    """The sink's logit of each head."""
+    dropout: DropoutPlace | None = None
+    """None: nothing is dropped."""
+    first_head: int = 0
+    """Number of the first head held here, counted over the whole model: a dropout mask depends on it."""
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
+    """softmax(scale q k^T) v. query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv] -> [sq, b, a, dv].
+
+    Each of the g key heads serves a/g consecutive query heads. The softmax is computed in the wider of float32 and the
+    type given. A query that sees no key averages over all of them.
+    """
+    sq, b, a, _ = query.shape
+    rows = max(1, _SCORES_AT_ONCE // (b * a * key.shape[0]))
+    if rows >= sq:
+        return _block(query, key, value, variant, call, 0, sq)
+    blocks = [
+        checkpoint(
+            _block,
+            query[first : first + rows],
+            key,
+            value,
+            variant,
+            call,
+            first,
+            sq,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the masks are functions of their place
+        )
+        for first in range(0, sq, rows)
+    ]
+    return torch.cat(blocks)
+
+
+def _block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    variant: AttentionVariant,
+    call: AttentionCall,
+    first: int,
+    sq: int,
+) -> Tensor:
+    """Attention of a block of queries, the first of which is number `first`."""
+    rows, b, a, d = query.shape
+    sk, _, g, dv = value.shape
+    query = (query * variant.scale).permute(1, 2, 0, 3).reshape(b, g, -1, d)  # [b, g, a/g * rows, d]
+    scores = (query @ key.permute(1, 2, 3, 0)).view(b, a, rows, sk)
+    hidden = hidden_keys(variant, call, first, rows, sq, sk, query.device)
+    probabilities = _softmax(widened(scores), hidden, call.sink)
+    if call.dropout is not None and variant.dropout:
+        kept = _kept(call, variant.dropout, first, rows, sq, sk, b, a)
+        probabilities = probabilities * kept / (1.0 - variant.dropout)
+    probabilities = probabilities.to(value.dtype).view(b, g, -1, sk)  # [b, g, a/g * rows, sk]
+    context = probabilities @ value.transpose(0, 1).transpose(1, 2)  # [b, g, a/g * rows, dv]
+    return context.view(b, a, rows, dv).permute(2, 0, 1, 3)
+
+
+def _softmax(scores: Tensor, hidden: Tensor | None, sink: Tensor | None) -> Tensor:
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sink is None:
+        return scores.softmax(-1)
+    extra = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, extra], -1).softmax(-1)[..., :-1]
+
+
+def hidden_keys(
+    variant: AttentionVariant, call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device
+) -> Tensor | None:
+    """Which keys the queries `first` .. `first + rows` do not see: bool that broadcasts to [b, a, rows, sk]; None: all
+    are seen."""
+    query = torch.arange(first, first + rows, device=device)[:, None]  # [rows, 1]
+    key = torch.arange(sk, device=device)  # [sk]
+    distance = key - (query + (sk - sq))  # [rows, sk]
+    hidden = None
+    left, right = variant.reach
+    for rule in (
+        None if right is None else distance > right,
+        None if left is None else distance < -left,
+        None if call.cu_seqlens is None else document_of(query, call.cu_seqlens) != document_of(key, call.cu_seqlens),
+        None if call.mask is None else _rows_of(call.mask, first, rows),
+    ):
+        if rule is not None:
+            hidden = rule if hidden is None else hidden | rule
+    return hidden
+
+
+def document_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Number of the packed document that a token is in."""
+    return torch.bucketize(index, cu_seqlens[1:], right=True)
+
+
+def _rows_of(mask: Tensor, first: int, rows: int) -> Tensor:
+    return mask if mask.shape[-2] == 1 else mask[..., first : first + rows, :]
+
+
+def _kept(call: AttentionCall, probability: float, first: int, rows: int, sq: int, sk: int, b: int, a: int) -> Tensor:
+    assert call.dropout is not None and sq == sk
+    index = call.dropout.tokens.index.view(sq, b).t()  # [b, s]
+    heads = torch.arange(call.first_head, call.first_head + a, device=index.device)
+    return keep_attention(call.dropout, index[:, first : first + rows], index, heads, probability)

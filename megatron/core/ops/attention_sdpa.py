@@ -1,0 +1,83 @@
+"""Scaled dot-product attention by torch's fused kernels, on a GPU cuDNN's first."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron.core.ops.attention import AttentionCall, AttentionVariant, hidden_keys
+
+KERNEL_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""The order in which torch is to try its kernels on a GPU: cuDNN's is the fastest there."""
+
+
+def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
+    """As `attention.attention`, on a CPU, without dropout and sink. Packed documents are computed one by one."""
+    if query.dtype is torch.float16:  # see ops/linear.py
+        return sdpa_attention(query.float(), key.float(), value.float(), variant, call).half()
+    if call.cu_seqlens is not None:
+        return _documents(query, key, value, variant, call.cu_seqlens)
+    return _whole(query, key, value, variant, call)
+
+
+def sdpa_attention_cuda(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+) -> Tensor:
+    """As `attention.attention`, on a GPU, without dropout, sink and packed documents."""
+    with sdpa_kernel(KERNEL_ORDER, set_priority=True):
+        return _whole(query, key, value, variant, call)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+) -> Tensor:
+    """As `attention.attention`, on a GPU in half precision, for packed documents without dropout, sink and mask: the
+    flash kernel for sequences of various lengths (Dao 2023)."""
+    assert call.cu_seqlens is not None and call.max_seqlen is not None and call.mask is None
+    left, right = variant.reach
+    context = varlen_attn(
+        query.squeeze(1),  # [t, a, d]
+        key.squeeze(1),
+        value.squeeze(1),
+        call.cu_seqlens,
+        call.cu_seqlens,
+        call.max_seqlen,
+        call.max_seqlen,
+        scale=variant.scale,
+        window_size=(-1 if left is None else left, -1 if right is None else right),
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    assert isinstance(context, Tensor)
+    return context.unsqueeze(1)
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
+    sq, sk = query.shape[0], key.shape[0]
+    plain = call.mask is None and variant.window is None and (sq == sk or not variant.causal)
+    hidden = None if plain else hidden_keys(variant, call, 0, sq, sq, sk, query.device)
+    context = F.scaled_dot_product_attention(
+        query.permute(1, 2, 0, 3),  # [b, a, sq, d], a view
+        key.permute(1, 2, 0, 3),
+        value.permute(1, 2, 0, 3),
+        attn_mask=None if hidden is None else ~hidden,
+        is_causal=plain and variant.causal,
+        scale=variant.scale,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return context.permute(2, 0, 1, 3)  # [sq, b, a, dv]
+
+
+def _documents(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, cu_seqlens: Tensor) -> Tensor:
+    """Each document by itself: on a CPU the boundaries are at hand, and no score between documents is computed."""
+    alone = AttentionCall()
+    edges = cu_seqlens.tolist()
+    documents = [slice(first, end) for first, end in itertools.pairwise(edges) if end > first]
+    return torch.cat([_whole(query[part], key[part], value[part], variant, alone) for part in documents])

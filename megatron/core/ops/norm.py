@@ -1,0 +1,68 @@
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension.
+
+Statistics and the affine part are computed in the wider of float32 and the types given; the result has the weight's
+type, so that a float32 residual stream leaves the norm in the type that the products want.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.precision import at_least_float32, widened
+
+
+def layer_norm(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias; with `zero_centered` the factor is 1 + weight."""
+    if zero_centered:
+        weight_type, weight = weight.dtype, widened(weight) + 1.0
+        bias = None if bias is None else widened(bias)
+        return F.layer_norm(widened(inputs), weight.shape, weight, bias, epsilon).to(weight_type)
+    if inputs.dtype is not weight.dtype:
+        inputs, output_type = widened(inputs), weight.dtype
+        bias = None if bias is None else bias.to(inputs.dtype)
+        return F.layer_norm(inputs, weight.shape, weight.to(inputs.dtype), bias, epsilon).to(output_type)
+    return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # torch accumulates half types in float32
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool = False) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight; with `zero_centered` the factor is 1 + weight."""
+    return _RMSNorm.apply(inputs, weight, epsilon, zero_centered)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps the input and one number a row; with r = 1/sqrt(mean(x^2) + eps), n = x r and g = dy w:
+    dx = r (g - n mean(g n)), dw = sum over rows of dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
+        x = widened(inputs)
+        inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+        ctx.save_for_backward(inputs, inverse_rms)
+        # The parameter, not a saved tensor: see ops/linear.py.
+        ctx.weight, ctx.zero_centered = weight, zero_centered
+        return (x * inverse_rms * _factor(weight, zero_centered)).to(weight.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (inputs, inverse_rms), weight = ctx.saved_tensors, ctx.weight.detach()
+        dy = output_gradient.to(inverse_rms.dtype)
+        normalized = inputs.to(inverse_rms.dtype) * inverse_rms
+        inputs_gradient = weight_gradient = None
+        if ctx.needs_input_grad[1]:
+            weight_gradient = (dy * normalized).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            dy = dy * _factor(weight, ctx.zero_centered)
+            projection = (dy * normalized).mean(-1, keepdim=True)
+            inputs_gradient = ((dy - normalized * projection) * inverse_rms).to(inputs.dtype)
+        return inputs_gradient, weight_gradient, None, None
+
+
+def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
+    factor = weight.to(at_least_float32(weight.dtype))
+    return factor + 1.0 if zero_centered else factor

@@ -1,0 +1,62 @@
+"""Where and how a layer's parameters are stored on this rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.exceptions import UserError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters import Box, declare
+
+
+def parameter_device(config: ModelParallelConfig) -> torch.device | None:
+    """Where parameters are made: on the current GPU, or where torch makes tensors by default if there is none or
+    `use_cpu_initialization` says so."""
+    if config.use_cpu_initialization or not torch.cuda.is_available():
+        return None
+    if torch.get_default_device().type == "meta":
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def new_parameter(
+    config: ModelParallelConfig,
+    shape: tuple[int, ...],
+    init: Callable[[torch.Tensor], Any],
+    *,
+    global_shape: tuple[int, ...] | None = None,
+    box: Box | None = None,
+    **facts: Any,
+) -> nn.Parameter:
+    """A declared parameter (see `megatron.core.parameters.declare`) in the config's type and place.
+
+    With `perform_initialization` its values are drawn by `init` from torch's default generator, so that a lone layer is
+    ready for use; a model that owns the layer draws them again, as functions of their place.
+    """
+    parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config)))
+    declare(parameter, init, global_shape=global_shape, box=box, **facts)
+    if config.perform_initialization and parameter.device.type != "meta":
+        with torch.no_grad():
+            init(parameter.data)
+            parameter.data.view(-1)[parameter.info.box.numel :].zero_()  # type: ignore[attr-defined]
+    return parameter
+
+
+def split_box(shape: tuple[int, ...], dim: int, group: Group) -> Box:
+    """This rank's part of a tensor that is cut evenly along one dimension."""
+    size, rank = group_size(group), group_rank(group)
+    extent = shape[dim] // size
+    return Box(
+        tuple(rank * extent if axis == dim else 0 for axis in range(len(shape))),
+        tuple(extent if axis == dim else count for axis, count in enumerate(shape)),
+    )
+
+
+def check_group(group: Group) -> Group:
+    """The group itself, as long as it has one rank."""
+    if group_size(group) > 1:
+        raise UserError(f"not yet: tensor parallel layers over {group_size(group)} ranks; use 1")
+    return group

@@ -1,0 +1,121 @@
+"""Self-attention: projections, norms of queries and keys, rotary positions, attention, output projection."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """Specs of self-attention's parts."""
+
+    linear_qkv: Spec
+    core_attention: Spec
+    linear_proj: Spec
+    q_layernorm: Spec | None = None
+    k_layernorm: Spec | None = None
+
+
+class SelfAttention(MegatronModule):
+    """Multi-head attention of tokens to their own sequence; grouped (Ainslie et al. 2023) with `num_query_groups`.
+
+    The rows of `linear_qkv` are, for each group: its query heads, one key head, one value head. With `qk_layernorm`
+    queries and keys are normed a head at a time, before rotary positions.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.backend = backend or choose_backend(config, layer_number)
+        groups = pg_collection or default_collection()
+        assert config.num_query_groups is not None and config.kv_channels is not None
+        heads_of_group = config.num_attention_heads // config.num_query_groups
+        tp_size = group_size(groups.tp)
+        self.head_size = config.kv_channels
+        self.num_heads = config.num_attention_heads // tp_size
+        self.num_groups = config.num_query_groups // tp_size
+        offer = {"tp_group": groups.tp, "backend": self.backend}
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            config.num_query_groups * (heads_of_group + 2) * config.kv_channels,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_comm_buffer_name="qkv",
+            offer={**offer, "canonical_shape": (config.num_query_groups, heads_of_group + 2, config.kv_channels)},
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            cp_comm_type=cp_comm_type,
+            pg_collection=groups,
+            offer={"backend": self.backend},
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            config.num_attention_heads * config.kv_channels,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="proj",
+            offer=offer,
+        )
+        norm = {"config": config, "hidden_size": config.kv_channels, "eps": config.layernorm_epsilon}
+        q_norm, k_norm = submodules.q_layernorm, submodules.k_layernorm
+        self.q_layernorm = None if q_norm in (None, IdentityOp) else build_module(q_norm, **norm, offer=offer)
+        self.k_layernorm = None if k_norm in (None, IdentityOp) else build_module(k_norm, **norm, offer=offer)
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """[t, h] -> ([t, h], bias of the output projection that is still to be added)."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states, inputs)
+        if inputs.rotation is not None:
+            query = self.backend.apply_rope(query, inputs.rotation)
+            key = self.backend.apply_rope(key, inputs.rotation)
+        mask = inputs.attention_mask
+        if inputs.cache is not None:
+            key, value, mask = inputs.cache.extend(self.layer_number, key, value)
+        context = self.core_attention(query, key, value, mask, inputs=inputs)  # [s, b, a * d]
+        return self.linear_proj(context.flatten(0, 1))
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """[t, h] -> query [s, b, a, d], key and value [s, b, g, d], with this rank's heads and groups."""
+        qkv, _ = self.linear_qkv(hidden_states)
+        a, g, d = self.num_heads, self.num_groups, self.head_size
+        qkv = as_heads(qkv, inputs.tokens, g).unflatten(-1, (a // g + 2, d))  # [s, b, g, a/g + 2, d]
+        query, key, value = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value

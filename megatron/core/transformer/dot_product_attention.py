@@ -1,0 +1,122 @@
+"""Attention proper: what is between the QKV projection and the output projection."""
+
+import math
+
+from torch import Tensor
+
+from megatron.core.backends import Backend, choose_backend, plan_attention
+from megatron.core.collectives import group_rank, group_size
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attention import AttentionCall, AttentionVariant
+from megatron.core.ops.attention_kernels import Situation
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import new_parameter, split_box
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class DotProductAttention(MegatronModule):
+    """softmax(scale Q K^T) V (Vaswani et al. 2017), by the first kernel that can do it.
+
+    Scores are scaled by `softmax_scale`, or 1/sqrt(kv_channels). `apply_query_key_layer_scaling` is accepted and
+    changes nothing: the layer number that it divides by is multiplied back inside a softmax that is computed in float32
+    at least. With `softmax_type` other than vanilla, one more logit a head stands in the denominator: 0, or learnt.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = max(1, layer_number)
+        self.attn_mask_type = attn_mask_type
+        self.backend = backend or choose_backend(config, self.layer_number)
+        tp_group = (pg_collection or default_collection()).tp
+        heads = config.num_attention_heads
+        self.first_head = heads // group_size(tp_group) * group_rank(tp_group)
+        scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.variant = AttentionVariant(
+            scale=scale if scale is not None else 1.0 / math.sqrt(config.kv_channels or 1),
+            causal=attn_mask_type in _CAUSAL,
+            window=config.window_size if is_windowed(config, self.layer_number) else None,
+            dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
+            sink=config.softmax_type != "vanilla",
+        )
+        self.plan = plan_attention(self.backend, self.variant, config)
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            assert config.init_method is not None
+            box = split_box((heads,), 0, tp_group)
+            self.softmax_offset = new_parameter(
+                config, box.shape, config.init_method, global_shape=(heads,), box=box, sharded_axes=frozenset({"tp"})
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        *,
+        inputs: LayerInputs | None = None,
+    ) -> Tensor:
+        """query [s, b, a, d], key and value [sk, b, g, d] -> [s, b, a * d].
+
+        `attention_mask` (bool, True hides) comes beside this layer's own rule. Without `inputs` nothing is dropped.
+        """
+        if attn_mask_type not in (None, self.attn_mask_type):
+            raise UserError(
+                f"attn_mask_type {attn_mask_type} differs from {self.attn_mask_type}, which the layer was built with"
+            )
+        if attention_bias is not None:
+            raise UserError("not yet: attention_bias")
+        tokens = inputs.tokens if inputs is not None else None
+        cu_seqlens = tokens.cu_seqlens if tokens is not None else None
+        max_seqlen = tokens.max_seqlen if tokens is not None else None
+        if packed_seq_params is not None:
+            cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        dropout = inputs.dropout_place(self.layer_number, "attention") if inputs is not None and self.training else None
+        call = AttentionCall(
+            mask=attention_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            sink=self._sink(query),
+            dropout=dropout,
+            first_head=self.first_head,
+        )
+        situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
+        context = self.plan.kernels[situation].compute(query, key, value, self.variant, call)
+        return context.flatten(2)  # [s, b, a * d]
+
+    def _sink(self, query: Tensor) -> Tensor | None:
+        if not self.variant.sink:
+            return None
+        return self.softmax_offset if self.softmax_offset is not None else query.new_zeros(query.shape[2])
+
+
+def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether `window_size` holds in a layer (counted from 1): in all, or as `window_attn_skip_freq` says: not in every
+    N-th, or where a list has a 1."""
+    if config.window_size is None:
+        return False
+    pattern = config.window_attn_skip_freq
+    if pattern is None:
+        return True
+    return layer_number % pattern != 0 if isinstance(pattern, int) else bool(pattern[layer_number - 1])

@@ -1,0 +1,91 @@
+"""The MLP of a layer: two products and an activation between them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.backends import Backend
+from megatron.core.collectives import Group
+from megatron.core.ops.activation import choose_activation
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """Specs of an MLP's parts."""
+
+    linear_fc1: Spec | None = None
+    activation_func: Spec | None = None
+    linear_fc2: Spec | None = None
+
+
+class MLP(MegatronModule):
+    """fc2(activation(fc1(x))); a gated activation takes the halves of a twice as wide fc1."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tp_group: Group = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert submodules.linear_fc1 is not None and submodules.linear_fc2 is not None
+        ffn = ffn_hidden_size or config.ffn_hidden_size
+        assert ffn is not None
+        input_size = input_size or config.hidden_size
+        offer: dict[str, Any] = {"tp_group": tp_group, "backend": backend}
+        if config.gated_linear_unit:  # canonical: gate, then up; a rank has a part of each
+            offer |= {"canonical_shape": (2, ffn), "split_dim": 1}
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            input_size,
+            ffn * 2 if config.gated_linear_unit else ffn,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=config.add_bias_linear,
+            skip_bias_add=True,
+            is_expert=is_expert,
+            tp_comm_buffer_name="fc1",
+            offer=offer,
+        )
+        if submodules.activation_func is not None:
+            self.activation_func = build_module(submodules.activation_func, config=config)
+        else:
+            self.activation_func = choose_activation(
+                config.activation_func,
+                gated=config.gated_linear_unit,
+                bias_fused=config.bias_activation_fusion,
+                clamp=config.activation_func_clamp_value,
+                up_offset=config.glu_linear_offset,
+            )
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            ffn,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=is_expert,
+            tp_comm_buffer_name="fc2",
+            offer={"tp_group": tp_group, "backend": backend},
+        )
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[..., h] -> ([..., h], bias that is still to be added). `per_token_scale` [...] multiplies the activation."""
+        activated = self.activation_func(*self.linear_fc1(hidden_states))
+        if per_token_scale is not None:
+            activated = (activated * per_token_scale.unsqueeze(-1)).to(hidden_states.dtype)
+        return self.linear_fc2(activated)

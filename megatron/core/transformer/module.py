@@ -1,0 +1,63 @@
+"""Base of the library's modules, and the wrapper that runs a model in half precision."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MegatronModule(nn.Module):
+    """A module that knows its config."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """What a checkpoint holds of this module: its state dict."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+class Float16Module(MegatronModule):
+    """Holds a model in float16 or bfloat16 (as `config` says), casts floating inputs to that and outputs to float32.
+
+    Its state dict is that of the model, without a prefix.
+    """
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        super().__init__(config)
+        assert config.fp16 or config.bf16, "Float16Module needs config.fp16 or config.bf16"
+        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
+        self.module = module.to(self.dtype)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """See the model's own."""
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """The model's output; with `fp32_output` in float32 at least, if it is the last stage's."""
+        inputs = convert(inputs, lambda tensor: tensor.to(self.dtype))
+        output = self.module(*inputs, **kwargs)
+        if fp32_output and getattr(self.module, "post_process", True):
+            output = convert(output, lambda tensor: tensor.float() if tensor.dtype is self.dtype else tensor)
+        return output
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The model's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Into the model."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def convert(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every floating tensor of a nest of tuples and lists."""
+    if isinstance(value, tuple | list):
+        return type(value)(convert(item, function) for item in value)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return function(value)
+    return value

@@ -1,0 +1,60 @@
+"""Specs: which class stands at a place of a model, never how large it is."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.exceptions import UserError
+
+
+@dataclass
+class ModuleSpec:
+    """A class (or its import path), keywords for its constructor, and the specs of its parts."""
+
+    module: tuple[str, ...] | Callable[..., Any]
+    """A class, a function, or (module path, name)."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Keywords that are passed to the constructor beside those of the builder."""
+    submodules: Any = None
+    """Specs of the parts, in the form that the class wants."""
+    metainfo: dict[str, Any] = field(default_factory=dict)
+
+
+Spec = ModuleSpec | Callable[..., Any]
+"""What may stand at a place: a spec, a class, or a function that is used as it is."""
+
+
+def import_module(module_path: tuple[str, ...]) -> Any:
+    """The object `name` of (module path, name). Raises UserError if there is none."""
+    path, name = module_path
+    try:
+        return getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"spec ({path}, {name}) names nothing that can be imported: {error}") from error
+
+
+def get_module(spec_or_module: Spec, **additional_kwargs: Any) -> Any:
+    """The class or function that a spec names, itself not built."""
+    module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
+    return import_module(module) if isinstance(module, tuple) else module
+
+
+def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Build what a spec names. A function is not called: it is what stands at that place.
+
+    `offer` holds keywords that are passed only if the constructor names them, so that a user's class need not know what
+    ours take beyond the published parameters.
+    """
+    module = get_module(spec_or_module)
+    if not isinstance(module, type):
+        return module
+    if isinstance(spec_or_module, ModuleSpec):
+        if spec_or_module.submodules is not None:
+            kwargs["submodules"] = spec_or_module.submodules
+        kwargs |= spec_or_module.params
+    if offer:
+        known = inspect.signature(module).parameters
+        kwargs |= {name: value for name, value in offer.items() if name in known and name not in kwargs}
+    return module(*args, **kwargs)

@@ -1,0 +1,45 @@
+"""The norm of the local spec."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.parameters import Constant
+from megatron.core.tensor_parallel.storage import new_parameter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class WrappedTorchNorm(nn.Module):
+    """LayerNorm or RMSNorm of the last dimension, as `config.normalization` says.
+
+    With `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight`, and `bias` for LayerNorm.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__()
+        self.backend = backend or choose_backend(config)
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        # Under sequence parallelism every rank sees its own tokens only.
+        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
+        one = Constant(0.0 if self.zero_centered else 1.0)
+        self.weight = new_parameter(config, (hidden_size,), one, **facts)
+        self.register_parameter("bias", None)
+        if config.normalization == "LayerNorm":
+            self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape, in the weight's type."""
+        if self.bias is None:
+            return self.backend.rms_norm(x, self.weight, self.eps, self.zero_centered)
+        return self.backend.layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)

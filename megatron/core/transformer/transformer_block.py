@@ -1,0 +1,137 @@
+"""The stack of layers of one pipeline stage."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import group_size
+from megatron.core.exceptions import UserError
+from megatron.core.ops.dropout import dropout_tokens
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """Specs of the layers of a stage, one each, and of the norm after the last."""
+
+    layer_specs: list[ModuleSpec] | None = None
+    layer_norm: Spec | None = None
+
+
+class TransformerBlock(MegatronModule):
+    """Layers one after the other, then a norm in the last stage. Numbers of layers count over the whole model, from 1.
+
+    `spec`: the layers' specs, or the spec of one layer that all are built from.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
+        self.pg_collection = pg_collection or default_collection()
+        self.vp_stage = vp_stage
+        self.input_tensor: Tensor | None = None
+        submodules = block_submodules(spec, config)
+        numbers = layers_of_stage(config, self.pg_collection, vp_stage)
+        assert submodules.layer_specs is not None
+        if len(submodules.layer_specs) != len(numbers):
+            raise UserError(f"{len(submodules.layer_specs)} layer specs for {len(numbers)} layers of this stage")
+        self.layers = nn.ModuleList(
+            build_module(
+                layer_spec, config=config, layer_number=number, pg_collection=self.pg_collection, vp_stage=vp_stage
+            )
+            for number, layer_spec in zip(numbers, submodules.layer_specs, strict=True)
+        )
+        self.final_layernorm: nn.Module | None = None
+        if self.has_final_layernorm_in_this_stage():
+            self.final_layernorm = build_module(
+                submodules.layer_norm or WrappedTorchNorm,
+                config=config,
+                hidden_size=config.hidden_size,
+                eps=config.layernorm_epsilon,
+            )
+
+    def has_final_layernorm_in_this_stage(self) -> bool:
+        """The norm after the last layer stands in the last stage."""
+        return self.post_layer_norm and self.post_process
+
+    def set_input_tensor(self, input_tensor: Tensor | None) -> None:
+        """Hidden states [s, b, h] from the stage before; the next forward takes them in place of its argument."""
+        self.input_tensor = input_tensor
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: Tensor | None = None,
+        *,
+        inputs: LayerInputs | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]. Without `inputs`: no rotary positions, and dropout masks with a seed of their own."""
+        if self.input_tensor is not None:
+            hidden_states, self.input_tensor = self.input_tensor, None
+        assert hidden_states is not None
+        s, b, h = hidden_states.shape
+        if inputs is None:
+            inputs = self.lone_inputs(s, b, attention_mask, packed_seq_params, hidden_states.device)
+        hidden = hidden_states.reshape(s * b, h)  # [t, h]
+        for layer in self.layers:
+            hidden = layer(hidden, inputs)
+        if self.final_layernorm is not None:
+            hidden = self.final_layernorm(hidden)
+        return hidden.view(s, b, h)
+
+    def lone_inputs(
+        self,
+        seq_length: int,
+        batch_size: int,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None,
+        device: torch.device,
+    ) -> LayerInputs:
+        """What the layers need, where no model made it."""
+        tokens = Tokens(seq_length, batch_size)
+        if packed_seq_params is not None:
+            cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            tokens = Tokens(seq_length, batch_size, cu_seqlens=cu_seqlens, max_seqlen=longest)
+        dropout = dropout_tokens(tokens, device) if self.training and drops(self.config) else None
+        return LayerInputs(tokens, attention_mask=attention_mask, dropout=dropout)
+
+
+def drops(config: TransformerConfig) -> bool:
+    """Whether anything is dropped while training."""
+    return config.hidden_dropout > 0 or config.attention_dropout > 0
+
+
+def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> range:
+    """Numbers, from 1, of the layers that this rank's (virtual) pipeline stage holds."""
+    if group_size(groups.pp) > 1 or vp_stage:
+        raise UserError(f"not yet: {group_size(groups.pp)} pipeline stages; use 1")
+    return range(1, config.num_layers + 1)
+
+
+def block_submodules(
+    spec: TransformerBlockSubmodules | ModuleSpec, config: TransformerConfig
+) -> TransformerBlockSubmodules:
+    """The specs of a stage's layers, from a spec for all of them, for a block, or from themselves."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        return spec
+    if isinstance(spec.submodules, TransformerBlockSubmodules):
+        return spec.submodules
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers)
