@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron.core.exceptions import UserError
 from megatron.training.logging.plot import plot_metrics
 

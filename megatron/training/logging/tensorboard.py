@@ -149,7 +149,7 @@ def wandb_log(
 ) -> ScalarLog:
     """A sink that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
 
-    Its steps must grow, so the tags "vs samples" are left out: the samples are logged beside every iteration.
+    Its steps must grow, so the tags "vs samples" are left out.
     """
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]

@@ -1,0 +1,30 @@
+"""tools/plot_metrics.py as a command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "tools/plot_metrics.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_draws_beside_the_metrics(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "lm loss": 2.0}\n{"iteration": 2, "lm loss": 1.0}\n')
+    result = run(tmp_path / "metrics.jsonl")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_file_is_an_error_of_one_line(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(tmp_path / "none.jsonl")
+    assert result.returncode == 2
+    assert result.stderr == f"error: {tmp_path}/none.jsonl: cannot read the metrics: No such file or directory\n"

@@ -1,0 +1,85 @@
+"""The printed lines, character by character."""
+
+import math
+import re
+from dataclasses import replace
+from datetime import datetime
+
+from megatron.training.logging.console_line import format_line, format_validation, perplexity
+from megatron.training.logging.records import LogRecord, ValidationRecord
+
+RECORD = LogRecord(
+    time=datetime(2026, 1, 2, 3, 4, 5, 678),
+    iteration=100,
+    train_iters=500000,
+    consumed_samples=1600,
+    global_batch_size=16,
+    elapsed_ms_per_iteration=123.456,
+    learning_rate=1.5e-4,
+    losses={"lm loss": 9.8765432},
+    loss_scale=1.0,
+    grad_norm=2.34567,
+)
+
+
+def test_plain_line():
+    assert format_line(RECORD) == (
+        " [2026-01-02 03:04:05.000678] iteration      100/  500000 | consumed samples:         1600 | "
+        "elapsed time per iteration (ms): 123.5 | learning rate: 1.500000E-04 | global batch size:    16 | "
+        "lm loss: 9.876543E+00 | loss scale: 1.0 | grad norm: 2.346 | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 |"
+    )
+
+
+def test_line_with_every_part():
+    record = replace(
+        RECORD,
+        skipped_samples=32,
+        throughput_tflops=401.23,
+        energy_joules=512.34,
+        power_watts=700.0,
+        losses={"lm loss": 1.0, "sop loss": 0.5},
+        loss_scale=65536.0,
+        num_zeros=17,
+        params_norm=88.8888,
+        skipped_iterations=3,
+        nan_iterations=12,
+    )
+    assert format_line(record) == (
+        " [2026-01-02 03:04:05.000678] iteration      100/  500000 | consumed samples:         1600 | "
+        "skipped samples:           32 | elapsed time per iteration (ms): 123.5 | "
+        "throughput per GPU (TFLOP/s/GPU): 401.2 | energy per GPU (J/iter/GPU): 512.3 | power per GPU (W/GPU): 700.0 | "
+        "learning rate: 1.500000E-04 | global batch size:    16 | lm loss: 1.000000E+00 | sop loss: 5.000000E-01 | "
+        "loss scale: 65536.0 | grad norm: 2.346 | num zeros: 17 | params norm: 88.889 | "
+        "number of skipped iterations:   3 | number of nan iterations:  12 |"
+    )
+
+
+def test_a_loss_that_is_not_positive_is_left_out():
+    for loss in (0.0, -1.0, math.nan):
+        line = format_line(replace(RECORD, losses={"lm loss": loss}))
+        assert "lm loss" not in line
+        assert " | global batch size:    16 | loss scale: 1.0 | " in line
+
+
+def test_common_scripts_find_the_values():
+    found = re.search(r"iteration\s+(\d+)/\s*(\d+) \|.*lm loss: ([\d.E+-]+) \|", format_line(RECORD))
+    assert found is not None
+    assert found.groups() == ("100", "500000", "9.876543E+00")
+
+
+def test_validation_block():
+    block = format_validation(ValidationRecord(iteration=10, losses={"lm loss": 2.0}))
+    text = " validation loss at iteration 10 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert block.split("\n") == ["-" * (len(text) + 1), text, "-" * (len(text) + 1)]
+
+
+def test_validation_block_at_the_end_of_a_run():
+    record = ValidationRecord(iteration=10, losses={"lm loss": 30.0}, where="iteration 10 on test set")
+    assert " validation loss at iteration 10 on test set | lm loss value: 3.000000E+01 | " in format_validation(record)
+    assert f"lm loss PPL: {math.exp(20):.6E} | " in format_validation(record)
+
+
+def test_perplexity_of_nan_is_nan():
+    assert math.isnan(perplexity(math.nan))
+    assert perplexity(math.inf) == math.exp(20)

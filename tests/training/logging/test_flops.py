@@ -1,0 +1,73 @@
+"""The published FLOP count, by hand and against torch's counter over a real forward and backward."""
+
+import pytest
+import torch
+
+from megatron.training.logging.flops import (
+    LatentAttention,
+    MixtureOfExperts,
+    ModelShape,
+    flops_per_token,
+    peak_of_device_name,
+    peak_tflops,
+    training_flops,
+)
+
+GPT = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "ffn_hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "kv_channels": 2,
+    "padded_vocab_size": 128,
+    "seq_length": 16,
+}
+
+
+def test_dense_by_hand():
+    mlp = 6 * 8 * 32 * 2 * 2
+    attention = 6 * (8 * 24 + 8 * 16 + 8 * 8) * 2
+    assert flops_per_token(ModelShape(**GPT)) == mlp + attention + 6 * 8 * 128
+    assert training_flops(ModelShape(**GPT), 5) == 5 * 16 * (mlp + attention + 6 * 8 * 128)
+
+
+def test_gated_grouped_and_output_gate_by_hand():
+    shape = ModelShape(**{**GPT, "num_query_groups": 2}, gated_linear_unit=True, attention_output_gate=True)
+    mlp = 6 * 8 * 32 * 3 * 2
+    attention = 6 * (8 * (8 + 4 + 4 + 8) + 8 * 16 + 8 * 8) * 2
+    assert flops_per_token(shape) == mlp + attention + 6 * 8 * 128
+
+
+def test_experts_and_mtp_by_hand():
+    moe = MixtureOfExperts(num_layers=2, ffn_hidden_size=16, router_topk=3, shared_expert_size=20)
+    shape = ModelShape(**GPT, mtp_num_layers=1, moe=moe)
+    mlp = 6 * 8 * (32 * 2 * 1 + (16 * 3 * 2 + 20 * 2) * 2)
+    attention = 6 * (8 * 24 + 8 * 16 + 8 * 8) * 3
+    mtp = 6 * (3 * 8 + 2 * 64)
+    assert flops_per_token(shape) == mlp + attention + mtp + 6 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(("q_lora_rank", "queries"), [(None, 8 * 4 * 6), (3, 3 * (8 + 4 * 6 + 1))])
+def test_latent_attention_by_hand(q_lora_rank, queries):
+    mla = LatentAttention(q_lora_rank=q_lora_rank, kv_lora_rank=5, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3)
+    attention = 6 * (queries + 5 * (8 + 4 * 7 + 1) + 8 * 2 + 4 * 3 * 8 + 16 * 4 * 6 / 2 + 16 * 4 * 3 / 2)
+    shape = ModelShape(**GPT, latent_attention=mla)
+    assert flops_per_token(shape) == 6 * 8 * 32 * 2 * 2 + 2 * attention + 6 * 8 * 128
+
+
+def test_peaks_are_dense_and_unknown_devices_have_none():
+    bf16 = torch.bfloat16
+    assert peak_of_device_name("NVIDIA H200", bf16) == 989.4
+    assert peak_of_device_name("NVIDIA H100 80GB HBM3", torch.float16) == 989.4
+    assert peak_of_device_name("NVIDIA H100 PCIe", bf16) == 756.5
+    assert peak_of_device_name("NVIDIA H100 NVL", bf16) == 835.5
+    assert peak_of_device_name("NVIDIA A100-SXM4-80GB", bf16) == 312.0
+    assert peak_of_device_name("NVIDIA GB200", bf16) == 2500.0
+    assert peak_of_device_name("NVIDIA H200", bf16, fp8=True) == 1978.9
+    assert peak_of_device_name("NVIDIA A100-SXM4-80GB", bf16, fp8=True) is None
+    assert peak_of_device_name("NVIDIA H200", torch.float32) is None
+    assert peak_of_device_name("NVIDIA H100 80GB HBM3 MIG 1g.10gb", bf16) is None
+    assert peak_of_device_name("NVIDIA RTX A3000", bf16) is None
+    assert peak_of_device_name("NVIDIA A100X Prototype", bf16) is None
+    assert peak_tflops(torch.device("cpu"), bf16) is None

@@ -1,0 +1,261 @@
+"""Device metrics against a plain computation on the host."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.training.logging.finite import GradientProbe
+from megatron.training.logging.metrics import StepMetrics
+
+ROOT = Path(__file__).parents[3]
+
+
+def report(total, count, name="lm loss"):
+    return {name: torch.tensor([total, count], dtype=torch.float32)}
+
+
+def test_loss_is_weighted_by_tokens_within_and_plain_over_iterations():
+    metrics = StepMetrics("cpu")
+    metrics.record(1, [report(10.0, 5), report(2.0, 1)])  # 12 / 6 = 2
+    metrics.record(2, [report(8.0, 2), report(0.0, 0)])  # 8 / 2 = 4
+    metrics.record(3, [report(100.0, 1)], update_applied=torch.tensor(False))  # skipped: not averaged
+    interval = metrics.collect(reset=True)
+    assert [step.losses["lm loss"] for step in interval.steps] == [2.0, 4.0, 100.0]
+    assert interval.losses == {"lm loss": 3.0}
+    assert (interval.iterations, interval.skipped, interval.nan) == (3, 1, 0)
+
+
+def test_one_value_is_averaged_over_microbatches():
+    metrics = StepMetrics("cpu")
+    metrics.record(
+        1,
+        [
+            {"sop loss": torch.tensor(1.0), "lm loss": torch.tensor([2.0])},
+            {"sop loss": torch.tensor(2.0), "lm loss": torch.tensor([4.0])},
+        ],
+    )
+    assert metrics.collect(reset=True).losses == {"sop loss": 1.5, "lm loss": 3.0}
+
+
+def test_every_value_arrives_as_it_was_when_recorded():
+    metrics = StepMetrics("cpu")
+    lr, norm = torch.tensor(1e-3, dtype=torch.float64), torch.tensor(0.25)
+    for iteration in (1, 2):
+        metrics.record(
+            iteration,
+            [report(1.0, 1)],
+            learning_rate=lr,
+            grad_norm=norm,
+            loss_scale=1024.0,
+            num_zeros=torch.tensor(7),
+            params_norm=None,
+            consumed_samples=8 * iteration,
+            tokens=80 * iteration,
+            global_batch_size=8,
+        )
+        lr += 1e-3
+        norm *= 2
+    first, second = metrics.collect(reset=True).steps
+    assert (first.learning_rate, second.learning_rate) == (1e-3, 2e-3)
+    assert (first.grad_norm, second.grad_norm) == (0.25, 0.5)
+    assert (second.loss_scale, second.num_zeros, second.params_norm) == (1024.0, 7, None)
+    assert (second.iteration, second.consumed_samples, second.tokens, second.global_batch_size) == (2, 16, 160, 8)
+    assert isinstance(second.num_zeros, int)
+
+
+def test_a_line_without_reset_leaves_the_averages():
+    metrics = StepMetrics("cpu")
+    metrics.record(1, [report(6.0, 1)])
+    first = metrics.collect(reset=False)
+    assert first.losses == {"lm loss": 6.0}
+    metrics.record(2, [report(2.0, 1)])
+    second = metrics.collect(reset=True)
+    assert [step.iteration for step in second.steps] == [2]  # every iteration comes once
+    assert second.losses == {"lm loss": 4.0}
+    assert second.iterations == 2
+    empty = metrics.collect(reset=True)
+    assert (empty.steps, empty.losses, empty.iterations) == ((), {}, 0)
+    assert empty.last is not None
+    assert empty.last.iteration == 2
+
+
+def test_nothing_counted_is_zero_not_nan():
+    metrics = StepMetrics("cpu")
+    metrics.record(1, [report(0.0, 0)])
+    interval = metrics.collect(reset=True)
+    assert interval.losses == {"lm loss": 0.0}
+    assert interval.nan == 0
+
+
+def test_a_non_finite_loss_is_named_with_its_samples():
+    metrics = StepMetrics("cpu", rank=3)
+    assert not metrics.trouble_seen()
+    metrics.record(6, [report(1.0, 1)], sample_ids=[[0]])
+    assert not metrics.trouble_seen()
+    metrics.record(
+        7,
+        [report(1.0, 1), report(math.nan, 4), report(1.0, 1)],
+        update_applied=torch.tensor(False),
+        grad_norm=torch.tensor(math.nan),
+        sample_ids=[torch.tensor([40, 41]), torch.tensor([42, 43]), torch.tensor([44, 45])],
+    )
+    assert metrics.trouble_seen()
+    interval = metrics.collect(reset=True)
+    assert (interval.nan, interval.skipped) == (1, 1)
+    assert interval.losses == {"lm loss": 1.0}
+    (found,) = interval.non_finite
+    assert (found.rank, found.iteration, found.microbatch, found.sample_ids) == (3, 7, 1, (42, 43))
+    assert str(found) == "rank 3, iteration 7: lm loss is nan in micro-batch 1, samples [42, 43]"
+    assert metrics.trouble_seen()  # until the run stops: a rank must not forget before all have agreed
+
+
+def test_a_non_finite_gradient_is_named_by_the_probe():
+    torch.manual_seed(0)
+    embedding, head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 1)
+    probe = GradientProbe(embedding)
+    for scale in (1.0, math.inf):
+        (head(embedding(torch.arange(3))).sum() * scale).backward()
+    metrics = StepMetrics("cpu", rank=1)
+    metrics.record(
+        5,
+        [report(1.0, 1), report(1.0, 1)],
+        update_applied=torch.tensor(False),
+        grad_norm=torch.tensor(math.inf),
+        gradients_finite=probe.take(),
+        sample_ids=[[8], [9]],
+    )
+    assert metrics.trouble_seen()
+    (found,) = metrics.collect(reset=True).non_finite
+    assert (found.what, found.microbatch, found.sample_ids) == ("gradient at the embedding", 1, (9,))
+    probe.remove()
+    embedding(torch.arange(3)).sum().backward()
+    assert probe.take() == []
+
+
+def test_a_non_finite_norm_alone_names_all_samples():
+    metrics = StepMetrics("cpu")
+    metrics.record(5, [report(1.0, 1)] * 2, update_applied=False, grad_norm=math.inf, sample_ids=[[8], [9]])
+    assert metrics.trouble_seen()
+    (found,) = metrics.collect(reset=True).non_finite
+    assert (found.what, found.microbatch, found.sample_ids) == ("gradient norm", None, (8, 9))
+
+
+def test_an_overflow_that_the_loss_scale_will_mend_is_counted_only():
+    metrics = StepMetrics("cpu", expect_overflow=True)
+    flags = [torch.tensor(False)]
+    metrics.record(
+        1,
+        [report(1.0, 1)],
+        update_applied=torch.tensor(False),
+        grad_norm=torch.tensor(math.inf),
+        gradients_finite=flags,
+    )
+    assert not metrics.trouble_seen()
+    interval = metrics.collect(reset=True)
+    assert (interval.non_finite, interval.skipped) == ((), 1)
+    metrics.record(2, [report(math.inf, 1)], update_applied=torch.tensor(False))
+    assert metrics.trouble_seen()
+    assert len(metrics.collect(reset=True).non_finite) == 1
+
+
+class ReadsToHost(TorchDispatchMode):
+    """Remembers the operators that make a host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.name() in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero"):
+            self.seen.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def test_recording_reads_nothing():
+    metrics = StepMetrics("cpu")
+    with ReadsToHost() as reads:
+        for iteration in range(1, 5):
+            metrics.record(
+                iteration,
+                [report(1.0, 1), report(2.0, 1)],
+                update_applied=torch.tensor(True),
+                grad_norm=torch.tensor(1.0),
+                gradients_finite=[torch.tensor(True)],
+                sample_ids=[[1], [2]],
+            )
+        assert reads.seen == []
+        metrics.collect(reset=True)
+        assert reads.seen == []  # one copy of everything, no value by value
+        torch.ones(()).item()
+        assert reads.seen == ["aten::_local_scalar_dense"]
+
+
+@pytest.mark.gpu
+def test_nothing_synchronizes_between_two_lines():
+    device = torch.device("cuda")
+    metrics = StepMetrics(device)
+    total = torch.tensor([6.0, 3.0], device=device)
+    flag, norm = torch.tensor(True, device=device), torch.tensor(1.5, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for iteration in range(1, 4):
+            metrics.record(
+                iteration,
+                [{"lm loss": total}] * 4,
+                update_applied=flag,
+                grad_norm=norm,
+                learning_rate=norm,
+                gradients_finite=[flag] * 4,
+                sample_ids=[[0]] * 4,
+            )
+            metrics.trouble_seen()
+        interval = metrics.collect(reset=True)
+        assert torch.cuda.get_sync_debug_mode() == 2
+        with pytest.raises(RuntimeError):
+            norm.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert interval.losses == {"lm loss": 2.0}
+    metrics.record(4, [{"lm loss": total * math.nan}], update_applied=flag)
+    torch.cuda.synchronize()
+    assert metrics.trouble_seen()
+
+
+TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+from megatron.training.logging.metrics import StepMetrics
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+metrics = StepMetrics("cpu", group=dist.group.WORLD, rank=rank)
+pairs = [[(10.0, 4), (2.0, 1)], [(3.0, 5), (9.0, 2)]][rank]
+metrics.record(1, [{"lm loss": torch.tensor(pair)} for pair in pairs], sample_ids=[[rank], [rank + 2]])
+bad = float("nan") if rank == 1 else 1.0
+reports = [{"lm loss": torch.tensor([1.0, 1.0])}, {"lm loss": torch.tensor([bad, 1.0])}]
+metrics.record(2, reports, sample_ids=[[4 + rank], [6 + rank]])
+interval = metrics.collect(reset=True)
+first = interval.steps[0].losses["lm loss"]
+print(first == 24.0 / 12.0, interval.losses["lm loss"], interval.nan, *interval.non_finite, sep=";")
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_sum_their_losses_and_each_names_its_own(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "rendezvous")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+    assert outputs[0] == "True;2.0;1"
+    assert outputs[1] == "True;2.0;1;rank 1, iteration 2: lm loss is nan in micro-batch 1, samples [7]"

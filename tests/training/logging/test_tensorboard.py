@@ -1,0 +1,114 @@
+"""Tags and values that reach TensorBoard, read back from its files."""
+
+import sys
+
+import pytest
+
+from megatron.core.exceptions import UserError
+from megatron.training.logging.records import Speed, StepRecord, ValidationRecord
+from megatron.training.logging.tensorboard import ScalarLog, TagChoices, tensorboard_log, wandb_log
+
+
+def record(log):
+    speed = Speed(0.5, 100.0, 12.0, 0.4)
+    steps = [
+        StepRecord(
+            iteration,
+            {"lm loss": float(iteration)},
+            consumed_samples=4 * iteration,
+            global_batch_size=4,
+            learning_rate=0.1,
+            loss_scale=2.0,
+            grad_norm=0.5,
+            num_zeros=3,
+            params_norm=7.0,
+        )
+        for iteration in (1, 2, 3, 4)
+    ]
+    log.steps(steps, speed)
+    log.validation(ValidationRecord(4, {"lm loss": 0.0}, consumed_samples=16))
+    log.close()
+
+
+def scalars(choices):
+    found = {}
+    record(ScalarLog(lambda tag, value, at: found.setdefault(tag, []).append((at, value)), choices, world_size=8))
+    return found
+
+
+def test_published_tags_and_values():
+    found = scalars(TagChoices())
+    steps = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size", "num-zeros", "params-norm"}
+    assert {tag for tag in found if not tag.endswith(" vs samples")} == steps | {
+        "lm loss validation",
+        "throughput",
+        "mfu",
+    }
+    assert found["lm loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert found["lm loss vs samples"] == [(4, 1.0), (8, 2.0), (12, 3.0), (16, 4.0)]
+    assert found["lm loss validation"] == [(4, 0.0)]
+    assert found["lm loss validation vs samples"] == [(16, 0.0)]
+
+
+def test_optional_tags():
+    everything = TagChoices(
+        tensorboard_log_interval=2,
+        log_timers_to_tensorboard=True,
+        log_loss_scale_to_tensorboard=False,
+        log_validation_ppl_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+        log_world_size_to_tensorboard=True,
+    )
+    found = scalars(everything)
+    assert [at for at, _ in found["lm loss"]] == [2, 4]
+    assert "loss-scale" not in found
+    assert found["iteration-time"] == [(4, 0.5)]
+    assert found["world-size"] == [(4, 8)]
+    assert found["lm loss validation ppl"] == [(4, 1.0)]
+    assert found["mem-host-resident-bytes"][0][1] > 1 << 20
+
+
+def test_event_files_can_be_read(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    record(tensorboard_log(tmp_path, TagChoices()))
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+        (4, 4.0),
+    ]
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UserError, match=r"--tensorboard-dir .* package tensorboard"):
+        tensorboard_log(tmp_path, TagChoices())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"--wandb-project mine .* package wandb"):
+        wandb_log("mine", TagChoices(), name="run")
+
+
+def test_wandb_gets_growing_steps(monkeypatch):
+    logged = []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            logged.append("finished")
+
+    class FakeWandb:
+        @staticmethod
+        def init(**arguments):
+            assert arguments["project"] == "mine"
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb)
+    record(wandb_log("mine", TagChoices(), name="run"))
+    assert logged[-1] == "finished"
+    steps = [step for step, _ in logged[:-1]]
+    assert steps == sorted(steps)
+    assert (2, {"lm loss": 2.0}) in logged

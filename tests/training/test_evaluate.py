@@ -1,0 +1,208 @@
+"""Evaluation against a plain mean over all tokens, with batches whose token counts differ wildly."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.exceptions import UserError
+from megatron.training.evaluate import evaluate, full_pass
+
+ROOT = Path(__file__).parents[2]
+SEQ, MICRO, NMB = 6, 2, 3
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.frozen = nn.Dropout(0.5).eval()
+
+    def forward(self, tokens):
+        return self.frozen(self.dropout(tokens))
+
+
+def batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        losses = torch.rand(MICRO, SEQ, generator=generator)
+        mask = torch.rand(MICRO, SEQ, generator=generator) < torch.rand((), generator=generator) ** 2
+        yield losses, mask.float()
+
+
+def forward_step(iterator, model):
+    losses, mask = next(iterator)
+    output = model(losses)
+    assert not torch.is_grad_enabled()
+
+    def loss_function(output):
+        total, count = (output * mask).sum(), mask.sum()
+        return total, count.int(), {"lm loss": torch.stack([total, count])}
+
+    return output, loss_function
+
+
+def forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, forward_only, **sizes):
+    """What get_forward_backward_func gives, cut down to one stage."""
+    assert forward_only
+    assert sizes == {"seq_length": SEQ, "micro_batch_size": MICRO}
+    reports = []
+    for _ in range(num_microbatches):
+        output, loss_function = forward_step_func(data_iterator, model[0])
+        reports.append(loss_function(output)[2])
+    return reports
+
+
+def run(iterator, model, num_iterations, **arguments):
+    return evaluate(
+        forward_backward,
+        forward_step,
+        iterator,
+        [model],
+        num_iterations=num_iterations,
+        num_microbatches=NMB,
+        micro_batch_size=MICRO,
+        seq_length=SEQ,
+        **arguments,
+    )
+
+
+def expected(pairs):
+    pairs = list(pairs)
+    total = sum((losses.double() * mask.double()).sum().item() for losses, mask in pairs)
+    return total, sum(mask.sum().item() for _, mask in pairs)
+
+
+def test_mean_over_every_token():
+    total, count = expected(batches(4 * NMB))
+    means = [(losses * mask).sum() / mask.sum().clamp(min=1) for losses, mask in batches(4 * NMB)]
+    result = run(batches(4 * NMB), Model(), 4, data_parallel_size=5)
+    assert result.losses["lm loss"] == pytest.approx(total / count, rel=1e-6)
+    assert abs(result.losses["lm loss"] - sum(means).item() / len(means)) > 1e-2  # a mean of means is another number
+    assert result.tokens == count
+    assert result.counts == {"lm loss": count}
+    assert (result.samples, result.iterations, result.interrupted) == (4 * NMB * MICRO * 5, 4, False)
+
+
+def test_sums_are_float64():
+    def one_large_many_small(*, num_microbatches, **_):
+        return [{"lm loss": torch.tensor([2.0**24 if i == 0 else 1.0, 1.0])} for i in range(num_microbatches)]
+
+    result = evaluate(
+        one_large_many_small, forward_step, None, [Model()],
+        num_iterations=1, num_microbatches=1001, micro_batch_size=1, seq_length=1,
+    )  # fmt: skip
+    assert result.losses["lm loss"] == (2.0**24 + 1000) / 1001
+
+
+def test_dropout_is_off_within_and_modes_come_back():
+    model = Model()
+    with torch.enable_grad():
+        run(batches(NMB), model, 1)
+        assert torch.is_grad_enabled()
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
+
+
+def test_modes_come_back_after_an_error():
+    model = Model()
+    with pytest.raises(UserError, match="ended in iteration 3 of 4; lower --eval-iters to 2"):
+        run(batches(2 * NMB), model, 4)
+    assert model.dropout.training
+
+
+def test_one_value_reports_are_averaged():
+    def reports(*, num_microbatches, **_):
+        return [{"sop loss": torch.tensor(float(i))} for i in range(num_microbatches)]
+
+    result = evaluate(
+        reports, forward_step, None, [Model()], num_iterations=2, num_microbatches=3, micro_batch_size=1, seq_length=1
+    )
+    assert result.losses == {"sop loss": 1.0}
+    assert result.counts == {"sop loss": 6.0}
+
+
+def test_a_stage_without_loss_has_none():
+    result = evaluate(
+        lambda **_: [],
+        forward_step,
+        None,
+        [Model()],
+        num_iterations=2,
+        num_microbatches=1,
+        micro_batch_size=1,
+        seq_length=1,
+    )
+    assert (result.losses, result.tokens) == ({}, None)
+
+
+def test_all_masked_is_zero_of_no_tokens():
+    def masked(**_):
+        return [{"lm loss": torch.tensor([0.0, 0.0])}]
+
+    result = evaluate(
+        masked, forward_step, None, [Model()], num_iterations=1, num_microbatches=1, micro_batch_size=1, seq_length=1
+    )
+    assert (result.losses, result.tokens) == ({"lm loss": 0.0}, 0)
+
+
+def test_stopping_early_is_said():
+    asked = []
+
+    def should_stop():
+        asked.append(None)
+        return len(asked) == 2
+
+    result = run(batches(10 * NMB), Model(), 10, should_stop=should_stop)
+    total, count = expected(batches(2 * NMB))
+    assert (result.iterations, result.interrupted, result.tokens) == (2, True, count)
+    assert result.losses["lm loss"] == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_nothing_to_evaluate_is_an_error(number):
+    with pytest.raises(UserError, match=f"--eval-iters {number}: an evaluation needs at least one iteration"):
+        run(batches(1), Model(), number)
+
+
+def test_full_pass():
+    plan = full_pass(17, 8)
+    assert (plan.iterations, plan.samples, plan.padded) == (3, 17, 7)
+    assert full_pass(16, 8).padded == 0
+    with pytest.raises(UserError, match="--full-validation"):
+        full_pass(0, 8)
+
+
+TWO_RANKS = """
+import sys, torch.distributed as dist
+sys.path.insert(0, sys.argv[3])
+import test_evaluate as t
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+result = t.run(t.batches(2 * t.NMB, seed=rank), t.Model(), 2, group=dist.group.WORLD, data_parallel_size=2)
+print(result.losses["lm loss"], result.tokens, result.samples)
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_with_different_token_counts(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "rendezvous"), str(Path(__file__).parent)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert outputs[0] == outputs[1]
+    total, count = expected([*batches(2 * NMB, seed=0), *batches(2 * NMB, seed=1)])
+    loss, tokens, samples = outputs[0]
+    assert float(loss) == pytest.approx(total / count, rel=1e-6)
+    assert int(tokens) == count
+    assert int(samples) == 2 * 2 * NMB * MICRO
