@@ -1,0 +1,80 @@
+"""Where backward puts the gradient of a parameter: into its slice of the unit's gradient buffer, at once.
+
+The contract of a sink: a layer's backward hands it a contribution, adds nothing to `.grad`, and forgets it. The sink
+accumulates in the buffer's type (float32 at least), then tells its listener that one contribution has landed. It is
+told when the numbers are in the buffer, not when a layer is done: a product that is put off counts when it is run. A
+layer that replays as a CUDA graph captures the accumulation; whoever replays it does the telling.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.core.parameters import gradient_sink
+
+_DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
+"""Types whose products a GPU accumulates straight into a float32 buffer."""
+
+
+class BufferSink:
+    """Accumulates one parameter's gradient into `gradient`, a view of a unit's buffer shaped as the parameter."""
+
+    def __init__(self, parameter: nn.Parameter, gradient: Tensor, landed: Callable[[nn.Parameter], None]) -> None:
+        self.parameter = parameter
+        self.gradient = gradient
+        self.landed = landed
+        # Parameters that no sink-aware operation uses (norms, biases) get an ordinary gradient, which is moved.
+        self._hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_gradient)
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """gradient += output_gradient^T @ inputs ([t, out], [t, in])."""
+        accumulate_product(self.gradient, output_gradient.detach(), inputs.detach())
+        self.landed(self.parameter)
+
+    def add_rows(self, index: Tensor, gradient: Tensor) -> None:
+        """Row index[i] += gradient[i], repeated indices summed (int64 [t], [t, h])."""
+        rows = gradient.detach().to(self.gradient.dtype)
+        if self.gradient.is_cuda:
+            # Sorts first, so that the order of the sum, and its last bit, is the same at every run.
+            self.gradient.index_put_((index,), rows, accumulate=True)
+        else:
+            self.gradient.index_add_(0, index, rows)
+        self.landed(self.parameter)
+
+    def add(self, gradient: Tensor) -> None:
+        """gradient += a gradient shaped as the parameter."""
+        self.gradient.add_(gradient.detach())
+        self.landed(self.parameter)
+
+    def detach(self) -> None:
+        """Stop taking the parameter's gradients."""
+        self._hook.remove()
+
+
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T @ right, accumulated in the type of `total` ([t, out], [t, in] into [out, in])."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda and left.dtype in _DIRECT_PRODUCTS and total.dtype is torch.float32:
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.t().to(total.dtype), right.to(total.dtype))
+
+
+def attach_sink(parameter: nn.Parameter, gradient: Tensor, landed: Callable[[nn.Parameter], None]) -> None:
+    """Give a parameter a sink, in place of one from an earlier wrapping, and the published view `main_grad`."""
+    earlier = gradient_sink(parameter)
+    if isinstance(earlier, BufferSink):
+        earlier.detach()
+    parameter.gradient_sink = BufferSink(parameter, gradient, landed)  # type: ignore[attr-defined]
+    parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+
+def _move_gradient(parameter: Tensor) -> None:
+    # Also called, without a gradient, for a parameter whose operation fed the sink itself.
+    sink = gradient_sink(parameter)
+    if parameter.grad is not None and sink is not None:
+        sink.add(parameter.grad)
+        parameter.grad = None

@@ -1,0 +1,60 @@
+"""Optimizers over the flat buffers of wrapped models."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+__all__ = [
+    "ConstantGradScaler",
+    "DynamicGradScaler",
+    "FlatOptimizer",
+    "MegatronOptimizer",
+    "OptimizerConfig",
+    "ParamGroupOverride",
+    "ParamKey",
+    "StepUpdate",
+    "get_megatron_optimizer",
+]
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    config_overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+    dump_param_to_param_group_map: str | None = None,
+    *,
+    stop_on_nonfinite: bool = False,
+) -> MegatronOptimizer:
+    """The optimizer of a config over model chunks that are wrapped in DistributedDataParallel.
+
+    `config_overrides` gives picked parameters other settings (`ParamKey`). `stop_on_nonfinite`: see `FlatOptimizer`.
+    `use_gloo_process_groups` chooses nothing here. Raises UserError for a chunk that is not wrapped: the wrapper holds
+    the buffers that the optimizer updates.
+    """
+    if dump_param_to_param_group_map is not None:
+        raise UserError(
+            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r}: not yet; read optimizer.param_groups"
+        )
+    chunks = []
+    for chunk in model_chunks:
+        if not isinstance(chunk, DistributedDataParallel):
+            raise UserError(
+                f"get_megatron_optimizer was given a {type(chunk).__name__}: wrap it in "
+                "megatron.core.distributed.DistributedDataParallel first (in a single process too)"
+            )
+        chunks.append(chunk)
+    if not chunks:
+        raise UserError("get_megatron_optimizer was given no model chunk")
+    groups = pg_collection.freeze() if pg_collection is not None else chunks[0].pg_collection
+    return FlatOptimizer(config, chunks, groups, config_overrides, stop_on_nonfinite)

@@ -1,0 +1,218 @@
+"""FlatOptimizer: an update rule over the flat buffers of units, decided and computed on the device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from megatron.core.collectives import all_reduce
+from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.units import Unit
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
+from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import GroupSettings, ParamGroupOverride, ParamKey, Run, group_runs
+from megatron.core.optimizer.update_rules import Segments, StepInputs, UpdateRule, build_update_rule
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+@dataclass
+class UnitState:
+    """What the optimizer keeps for one unit: flat tensors of the unit's size in its main type."""
+
+    unit: Unit
+    weights: Tensor
+    """The main weights: the unit's own, or a wider copy where those are too narrow to be updated."""
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, unit: Unit, rule: UpdateRule) -> "UnitState":
+        main = unit.plan.main_dtype
+        weights = unit.param_buffer.to(main) if unit.plan.needs_main_weights else unit.param_buffer
+        return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
+
+    def publish(self) -> None:
+        """Round the main weights into the model's."""
+        if self.unit.plan.needs_main_weights:
+            self.unit.param_buffer.copy_(self.weights)
+
+    def reload(self) -> None:
+        """Widen the model's weights into the main weights."""
+        if self.unit.plan.needs_main_weights:
+            self.weights.copy_(self.unit.param_buffer)
+
+
+class FlatOptimizer(MegatronOptimizer):
+    """An update rule over the flat buffers of wrapped model chunks; everything it decides, it decides on the device.
+
+    A step whose loss or gradient is not finite changes nothing but the loss scale. With `stop_on_nonfinite` no later
+    step changes anything either (`halted`), so that the state stays at the last good step until the host takes note;
+    overflowing gradients under a float16 loss scale are no reason to stop.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: Sequence[DistributedDataParallel],
+        groups: ProcessGroupCollection,
+        overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+        stop_on_nonfinite: bool = False,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.stop_on_nonfinite = stop_on_nonfinite
+        self.rule = build_update_rule(config)
+        self.units = [unit for chunk in chunks for unit in chunk.units]
+        if not self.units:
+            raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
+        self.states = [UnitState.begin(unit, self.rule) for unit in self.units]
+        self.device = self.units[0].param_buffer.device
+        self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
+        self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
+        self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        runs = group_runs(self.units, config, overrides)
+        self.param_groups = [self._param_group(settings, members) for settings, members in runs.items()]
+        self._segments = [self._segments_of(members) for members in runs.values()]
+
+    # Groups ----------------------------------------------------------------------------------------------------------
+
+    def _param_group(self, settings: GroupSettings, runs: Sequence[Run]) -> dict[str, Any]:
+        """`lr` is a float64 scalar tensor on the device, which a scheduler advances there."""
+        given = {key: value for key, value in vars(settings).items() if value is not None}
+        rate = settings.lr_mult * (settings.max_lr or 0.0)
+        return {
+            **given,
+            "params": [s.parameter for r in runs for s in self.units[r.unit].slots if r.start <= s.start < r.stop],
+            "lr": torch.tensor(rate, dtype=torch.float64, device=self.device),
+            "weight_decay": self.config.weight_decay * settings.wd_mult,
+        }
+
+    def _segments_of(self, runs: Sequence[Run]) -> list[Segments]:
+        """The runs of a group as lists of tensors, a list for each type."""
+        by_type: dict[torch.dtype, list[Run]] = {}
+        for run in runs:
+            by_type.setdefault(self.states[run.unit].weights.dtype, []).append(run)
+        return [
+            Segments(
+                [self.states[r.unit].weights[r.start : r.stop] for r in alike],
+                [self.units[r.unit].grad_buffer[r.start : r.stop] for r in alike],
+                {
+                    name: [self.states[r.unit].moments[name][r.start : r.stop] for r in alike]
+                    for name in self.rule.moments
+                },
+            )
+            for alike in by_type.values()
+        ]
+
+    # The step --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        scale = self.get_loss_scale().double()
+        norm = grad_norm(self.units, self.groups) / scale
+        gradients_finite = norm.isfinite()
+        loss_finite = self._agree(loss_is_finite) if loss_is_finite is not None else torch.ones_like(self.halted)
+        if self.stop_on_nonfinite:
+            # Gradients of a float16 model overflow whenever the loss scale is too large; that is no accident.
+            good = loss_finite if self.config.fp16 else loss_finite & gradients_finite
+            self.halted |= ~good
+        applied = gradients_finite & loss_finite & ~self.halted
+        zeros = count_zeros(self.units, self.groups) if self.config.log_num_zeros_in_grad else None
+        self._update(applied, scale * clip_divisor(norm, self.config.clip_grad))
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(overflowed=~gradients_finite, counted=~self.halted)
+        return StepUpdate(norm, applied, zeros)
+
+    def _update(self, applied: Tensor, divisor: Tensor) -> None:
+        self.update_count.add_(applied)
+        step = StepInputs(self.update_count, divisor, ~applied)
+        for group, segments in zip(self.param_groups, self._segments, strict=True):
+            for alike in segments:
+                self.rule.update(alike, step, group["lr"], group["weight_decay"])
+        for state in self.states:
+            state.publish()
+
+    def _agree(self, loss_is_finite: Tensor) -> Tensor:
+        """True if it is on every rank of the model and all its replicas."""
+        flag = loss_is_finite.to(torch.int32)
+        for name in ("dp_cp", "mp"):
+            if self.groups.size(name) > 1:
+                flag = all_reduce(flag.clone(), getattr(self.groups, name), ReduceOp.MIN)
+        return flag.bool()
+
+    # What loops ask --------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.get_parameters():
+            parameter.grad = None
+
+    def get_loss_scale(self) -> Tensor:
+        if self.grad_scaler is not None:
+            return self.grad_scaler.scale
+        return torch.ones((), dtype=torch.float32, device=self.device)
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        return [slot.parameter for unit in self.units for slot in unit.slots]
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """This rank's part of what the norm is taken of: no copies, no padding; one-dimensional views."""
+        return [g for grid in ("dense", "expert") for g in counted_gradients(self.units, self.groups, grid)]
+
+    def get_grad_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient as it lies in the buffers, loss scale included."""
+        return grad_norm(self.units, self.groups)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, clip_grad: float) -> Tensor:
+        """Scale the gradients in the buffers to a norm of at most `clip_grad`; returns the norm before."""
+        norm = self.get_grad_norm()
+        divisor = clip_divisor(norm, clip_grad)
+        for unit in self.units:
+            unit.grad_buffer.div_(divisor)
+        return norm
+
+    def count_zeros(self) -> Tensor:
+        """Elements of the whole model's gradient that are exactly zero."""
+        return count_zeros(self.units, self.groups)
+
+    @property
+    def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Moments of each parameter, shaped as it."""
+        return {
+            slot.parameter: {name: slot.shaped(moment) for name, moment in state.moments.items()}
+            for state in self.states
+            for slot in state.unit.slots
+        }
+
+    # State -----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        for state in self.states:
+            state.reload()
+
+    def state_chunks(self) -> Iterator[Chunk]:
+        for state in self.states:
+            kinds = dict(state.moments)
+            if state.unit.plan.needs_main_weights:
+                kinds[MASTER] = state.weights
+            for slot in state.unit.slots:
+                holders = replica_ranks(slot.info, self.groups)
+                for kind, tensor in kinds.items():
+                    yield optimizer_state_chunk(kind, slot.info, slot.of(tensor), holders=holders)
+
+    def common_state(self) -> dict[str, Any]:
+        scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else None
+        return {"update_count": int(self.update_count.item()), "grad_scaler": scaler}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        self.update_count.fill_(state["update_count"])
+        if self.grad_scaler is not None and state["grad_scaler"] is not None:
+            self.grad_scaler.load_state_dict(state["grad_scaler"])

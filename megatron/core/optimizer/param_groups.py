@@ -1,0 +1,101 @@
+"""Which parameters share learning rate and weight decay, and where they lie in the units."""
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed.units import Unit
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parameters import ParameterInfo
+
+_QK_NORMS = ("q_layernorm", "k_layernorm")
+
+
+@dataclass(frozen=True)
+class ParamKey:
+    """Picks parameters: those whose canonical name matches one of the patterns (as in a shell: * ? [abc])."""
+
+    name: str | tuple[str, ...]
+
+    def matches(self, parameter_name: str) -> bool:
+        patterns = (self.name,) if isinstance(self.name, str) else self.name
+        return any(fnmatch.fnmatchcase(parameter_name, pattern) for pattern in patterns)
+
+
+ParamGroupOverride = Mapping[str, Any]
+"""Settings of picked parameters: any of max_lr, min_lr, wd_mult, lr_mult, start_wd, end_wd."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What parameters of one group have in common. None: as the whole run."""
+
+    wd_mult: float = 1.0
+    lr_mult: float = 1.0
+    max_lr: float | None = None
+    min_lr: float | None = None
+    start_wd: float | None = None
+    end_wd: float | None = None
+    is_decoupled_lr: bool = False
+    is_expert_parallel: bool = False
+
+
+def settings_of(
+    info: ParameterInfo, config: OptimizerConfig, overrides: Mapping[ParamKey, ParamGroupOverride] | None = None
+) -> GroupSettings:
+    """The settings of one parameter; of several overrides that match, later ones win field by field."""
+    decays = info.decays or (config.apply_wd_to_qk_layernorm and _is_qk_norm_weight(info))
+    chosen: dict[str, Any] = {
+        "wd_mult": 1.0 if decays else 0.0,
+        "max_lr": config.lr,
+        "min_lr": config.min_lr,
+        "is_expert_parallel": info.grid == "expert",
+    }
+    if config.decoupled_lr is not None and info.embedding_or_output:
+        chosen |= {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr, "is_decoupled_lr": True}
+    for key, override in (overrides or {}).items():
+        if key.matches(info.name):
+            chosen |= override
+    return GroupSettings(**chosen)
+
+
+def _is_qk_norm_weight(info: ParameterInfo) -> bool:
+    path = info.name.split(".")
+    return path[-1] == "weight" and len(path) > 1 and path[-2] in _QK_NORMS
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring slots of a unit in one group: elements [start, stop) of its buffers, alignment included."""
+
+    unit: int
+    start: int
+    stop: int
+
+
+def group_runs(
+    units: Sequence[Unit],
+    config: OptimizerConfig,
+    overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+) -> dict[GroupSettings, list[Run]]:
+    """The runs of every group. Groups come in the order in which units show them, the decayed ones first."""
+    groups: dict[GroupSettings, list[Run]] = {}
+    for number, unit in enumerate(units):
+        for settings, start, stop in _runs_of(unit, config, overrides):
+            groups.setdefault(settings, []).append(Run(number, start, stop))
+    return dict(sorted(groups.items(), key=lambda group: group[0].wd_mult == 0.0))
+
+
+def _runs_of(
+    unit: Unit, config: OptimizerConfig, overrides: Mapping[ParamKey, ParamGroupOverride] | None
+) -> Iterator[tuple[GroupSettings, int, int]]:
+    begun: tuple[GroupSettings, int] | None = None
+    for slot in unit.slots:
+        settings = settings_of(slot.info, config, overrides)
+        if begun is None or settings != begun[0]:
+            if begun is not None:
+                yield (*begun, slot.start)
+            begun = (settings, slot.start)
+    if begun is not None:
+        yield (*begun, unit.plan.numel)

@@ -1,0 +1,174 @@
+"""How weights follow from gradients: Adam, AdamW and SGD over flat segments, decided and computed on the device.
+
+Float32 goes through torch's fused kernels, one launch for a list of segments. Float64, the parity mode, is written out:
+the fused kernels read learning rate and divisor in float32. Both leave weights and moments untouched, to the bit, where
+`skip` is set.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of one parameter group, alike in type and device: the i-th entries belong together."""
+
+    weights: list[Tensor]
+    gradients: list[Tensor]
+    moments: dict[str, list[Tensor]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights[0].dtype
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one step does, as scalar tensors on the device."""
+
+    count: Tensor
+    """float32: updates so far, this one included."""
+    divisor: Tensor
+    """float64: loss scale times clipping; gradients are divided by it."""
+    skip: Tensor
+    """bool: nothing may change."""
+
+
+class UpdateRule(Protocol):
+    """An optimizer without its bookkeeping."""
+
+    moments: tuple[str, ...]
+    """Names of the state tensors that every weight has, as checkpoints know them. They start as zeros."""
+
+    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Update weights and moments in place. `lr` is a float64 scalar tensor on the device; so is a weight decay that
+        changes over the run. Gradients are not needed afterwards and may be overwritten."""
+
+
+class Adam:
+    """Adam (Kingma and Ba 2015); decoupled: AdamW (Loshchilov and Hutter 2019), else the decay joins the gradient.
+
+    g = gradient / divisor (+ weight_decay * w, not decoupled);  m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    w = w (1 - lr weight_decay) (decoupled) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+    """
+
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, beta1: float, beta2: float, eps: float, decoupled: bool) -> None:
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.decoupled = decoupled
+
+    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        if segments.dtype is torch.float64:
+            self._update_plainly(segments, step, lr, weight_decay)
+            return
+        if isinstance(weight_decay, Tensor):  # the fused kernels take a number only
+            apply_decay(segments, step, lr, weight_decay, self.decoupled)
+            weight_decay = 0.0
+        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        fused(
+            segments.weights,
+            segments.gradients,
+            segments.moments["exp_avg"],
+            segments.moments["exp_avg_sq"],
+            [],
+            [step.count] * len(segments.weights),
+            lr=lr.float(),
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=step.divisor.float(),
+            found_inf=step.skip.float(),
+        )
+
+    def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
+        correction1 = 1.0 - self.beta1 ** step.count.double()
+        correction2 = 1.0 - self.beta2 ** step.count.double()
+        for weight, gradient, (exp_avg, exp_avg_sq) in plain_segments(segments, self.moments):
+            g = gradient / step.divisor
+            if not self.decoupled:
+                g = g + decay * weight
+            m = self.beta1 * exp_avg + (1.0 - self.beta1) * g
+            v = self.beta2 * exp_avg_sq + (1.0 - self.beta2) * g * g
+            kept = weight * (1.0 - lr * decay) if self.decoupled else weight
+            w = kept - lr * (m / correction1) / ((v / correction2).sqrt() + self.eps)
+            replace(step.skip, (weight, w), (exp_avg, m), (exp_avg_sq, v))
+
+
+class Sgd:
+    """Stochastic gradient descent with momentum; the decay joins the gradient.
+
+    g = gradient / divisor + weight_decay * w;  b = momentum b + g;  w = w - lr b
+    """
+
+    moments: tuple[str, ...] = ("momentum_buffer",)
+
+    def __init__(self, momentum: float) -> None:
+        self.momentum = momentum
+
+    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        if segments.dtype is torch.float64:
+            self._update_plainly(segments, step, lr, weight_decay)
+            return
+        if isinstance(weight_decay, Tensor):
+            apply_decay(segments, step, lr, weight_decay, decoupled=False)
+            weight_decay = 0.0
+        torch._fused_sgd_(
+            segments.weights,
+            segments.gradients,
+            segments.moments["momentum_buffer"],
+            weight_decay=weight_decay,
+            momentum=self.momentum,
+            lr=lr.float(),
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,  # buffers start as zeros, which gives the same first step
+            grad_scale=step.divisor.float(),
+            found_inf=step.skip.float(),
+        )
+
+    def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
+        for weight, gradient, (buffer,) in plain_segments(segments, self.moments):
+            b = self.momentum * buffer + gradient / step.divisor + decay * weight
+            replace(step.skip, (weight, weight - lr * b), (buffer, b))
+
+
+def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
+    """A weight decay that lives on the device, ahead of an update without one."""
+    if decoupled:
+        kept = torch.where(step.skip, 1.0, 1.0 - lr * weight_decay)
+        torch._foreach_mul_(segments.weights, kept.to(segments.dtype))
+    else:
+        pull = (weight_decay * step.divisor).to(segments.dtype)  # the update divides it again
+        for weight, gradient in zip(segments.weights, segments.gradients, strict=True):
+            gradient.addcmul_(weight, pull)
+
+
+def plain_segments(segments: Segments, moments: Sequence[str]) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
+    """Weight, gradient and moments, segment by segment."""
+    states = zip(*(segments.moments[name] for name in moments), strict=True)
+    yield from zip(segments.weights, segments.gradients, states, strict=True)
+
+
+def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
+    """old <- new for each pair, or nothing where `skip` is set."""
+    for old, new in pairs:
+        old.copy_(torch.where(skip, old, new))
+
+
+def build_update_rule(config: OptimizerConfig) -> UpdateRule:
+    """The rule that a config names."""
+    if config.optimizer == "sgd":
+        return Sgd(config.sgd_momentum)
+    assert config.optimizer == "adam", config.optimizer
+    return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay)

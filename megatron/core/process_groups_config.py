@@ -1,0 +1,225 @@
+"""The process groups of one rank, built once and handed to whatever communicates.
+
+A collection built from a `RankGrid` knows size, rank and members of every group without communication, and makes a
+torch group when its attribute is first read. Making one waits for the group's other members, as a collective does: so
+read the attribute where you communicate, and ask `size`, `rank` or `ranks` for numbers.
+
+In a single process without torch.distributed every group is None, which all of the library takes for a group of one.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.exceptions import UserError
+from megatron.core.rank_grid import RankGrid, hierarchical_groups
+
+EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
+
+
+def first_and_last(pipeline: Sequence[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embedding or the output layer: its first and its last."""
+    return [pipeline[0]] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
+
+
+def first_only(pipeline: Sequence[int]) -> list[int]:
+    """Ranks of a pipeline that hold position embeddings: its first."""
+    return [pipeline[0]]
+
+
+class ProcessGroupCollection:
+    """Groups of this rank under the published names; frozen once it is built from a grid or handed to the library.
+
+    A user may also fill one by hand: `ProcessGroupCollection(tp=..., dp=...)` or by assignment. Reading a group that
+    was not given is then a UserError that names it.
+    """
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "tp": ("tp",),
+        "pp": ("pp",),
+        "mp": ("tp", "pp"),
+        "cp": ("cp",),
+        "tp_cp": ("tp", "cp"),
+        "dp": ("dp",),
+        "dp_cp": ("dp", "cp"),
+        "tp_dp": ("tp", "dp"),
+        "tp_dp_cp": ("tp", "dp", "cp"),
+        "ep": ("ep",),
+        "expt_tp": ("etp",),
+        "tp_ep": ("etp", "ep"),
+        "tp_ep_pp": ("etp", "ep", "pp"),
+        "expt_dp": ("edp",),
+        # One instance of the sharded optimizer: its ranks are all data parallel ranks.
+        "intra_dp_cp": ("dp", "cp"),
+        "intra_expt_dp": ("edp",),
+        "inter_dist_opt": (),
+        "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+    }
+    """Along which axes of the grid each group extends. Beside these: `embd`, `pos_embd`, and the list `hcp`."""
+
+    tp: ProcessGroup | None
+    pp: ProcessGroup | None
+    mp: ProcessGroup | None
+    embd: ProcessGroup | None
+    pos_embd: ProcessGroup | None
+    cp: ProcessGroup | None
+    tp_cp: ProcessGroup | None
+    hcp: list[ProcessGroup | None]
+    ep: ProcessGroup | None
+    expt_tp: ProcessGroup | None
+    tp_ep: ProcessGroup | None
+    tp_ep_pp: ProcessGroup | None
+    tp_dp: ProcessGroup | None
+    tp_dp_cp: ProcessGroup | None
+    dp: ProcessGroup | None
+    dp_cp: ProcessGroup | None
+    expt_dp: ProcessGroup | None
+    intra_dp_cp: ProcessGroup | None
+    intra_expt_dp: ProcessGroup | None
+    inter_dist_opt: ProcessGroup | None
+    intra_dist_opt: ProcessGroup | None
+
+    grid: RankGrid | None = None
+    """The grid that the collection was built from; None for one filled by hand."""
+    _frozen: bool = False
+
+    def __init__(self, **groups: Any) -> None:
+        for name, group in groups.items():
+            setattr(self, name, group)
+
+    @classmethod
+    def from_grid(
+        cls,
+        grid: RankGrid,
+        rank: int,
+        *,
+        hierarchical_context_sizes: Sequence[int] | None = None,
+        embedding_ranks: EmbeddingRanks = first_and_last,
+        position_embedding_ranks: EmbeddingRanks = first_only,
+        timeout: timedelta | None = None,
+    ) -> "ProcessGroupCollection":
+        """The frozen collection of one rank of a grid. Makes no group yet."""
+        collection = cls()
+        collection.grid = grid
+        collection.__dict__.update(
+            _rank=rank,
+            _timeout=timeout,
+            _made={},
+            _hierarchical_sizes=hierarchical_context_sizes,
+            _pipeline_choice={"embd": embedding_ranks, "pos_embd": position_embedding_ranks},
+        )
+        return collection.freeze()
+
+    def freeze(self) -> "ProcessGroupCollection":
+        """No group can be set from here on. Returns self."""
+        self.__dict__["_frozen"] = True
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._frozen:
+            raise UserError(f"a ProcessGroupCollection in use is frozen: cannot set `{name}`; build another")
+        if name not in type(self).__annotations__:
+            raise UserError(f"ProcessGroupCollection has no group `{name}`; its groups: {', '.join(_NAMES)}")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for a name that is not set: a group to be made, or a mistake.
+        if name not in _NAMES:
+            raise AttributeError(f"ProcessGroupCollection has no attribute {name!r}")
+        if self.grid is None:
+            raise UserError(f"this ProcessGroupCollection was filled by hand without `{name}`; set it before use")
+        group: Any
+        if name == "hcp":
+            group = [self._make(ranks) for ranks in self.hierarchical_ranks()]
+        else:
+            group = self._make(self.ranks(name))
+        self.__dict__[name] = group
+        return group
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the world."""
+        if self.grid is not None:
+            return self._rank
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    # Numbers, without communication ----------------------------------------------------------------------------------
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """Global ranks of a group, in group order. For `embd` and `pos_embd`, of this rank's pipeline."""
+        if self.grid is None:
+            group = getattr(self, name)
+            return (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+        if name in ("embd", "pos_embd"):
+            return tuple(self._pipeline_choice[name](self.ranks("pp")))
+        return self.grid.group(self._rank, self.AXES[name])
+
+    def size(self, name: str) -> int:
+        """Number of ranks of a group."""
+        return len(self.ranks(name))
+
+    def rank(self, name: str) -> int:
+        """This rank's place in a group; -1 where it is no member."""
+        if self.grid is None:
+            group = getattr(self, name)
+            return 0 if group is None else dist.get_rank(group)
+        ranks = self.ranks(name)
+        return ranks.index(self._rank) if self._rank in ranks else -1
+
+    def hierarchical_ranks(self) -> list[tuple[int, ...]]:
+        """Members of this rank's group at each level of hierarchical context parallelism, innermost first."""
+        sizes = self._hierarchical_sizes or [self.size("cp")]
+        levels = hierarchical_groups(self.ranks("cp"), sizes)
+        return [next(ranks for ranks in level if self._rank in ranks) for level in levels]
+
+    # Torch's groups --------------------------------------------------------------------------------------------------
+
+    def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """The torch group of some ranks: one for each set, the world's own for all. None for a rank outside it."""
+        if not dist.is_initialized() or self._rank not in ranks:
+            return None
+        if len(ranks) == dist.get_world_size():
+            return dist.group.WORLD
+        if ranks not in self._made:
+            # Only members take part, so that ranks may need different groups at different times.
+            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        return self._made[ranks]
+
+    def close(self) -> None:
+        """Give up the torch groups that were made, so that a process can build another collection."""
+        for group in self.__dict__.get("_made", {}).values():
+            dist.destroy_process_group(group)
+        self.__dict__.get("_made", {}).clear()
+
+
+_NAMES = frozenset((*ProcessGroupCollection.AXES, "embd", "pos_embd", "hcp"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The default, for public constructors that are called without groups
+
+_default: ProcessGroupCollection | None = None
+
+
+def default_collection() -> ProcessGroupCollection:
+    """Where initialize_model_parallel() left the groups; a lone process needs no such call.
+
+    Public constructors that a user calls without groups ask here; nothing inside the library does.
+    """
+    if _default is not None:
+        return _default
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise UserError(
+            f"no process groups among {dist.get_world_size()} ranks: call "
+            "megatron.core.parallel_state.initialize_model_parallel() first, or pass pg_collection"
+        )
+    return ProcessGroupCollection.from_grid(RankGrid(1), rank=0)
+
+
+def set_default_collection(collection: ProcessGroupCollection | None) -> None:
+    """Set or clear (None) what `default_collection` gives."""
+    global _default
+    _default = collection.freeze() if collection is not None else None

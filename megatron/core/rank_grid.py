@@ -1,0 +1,167 @@
+"""Which ranks form which group: integers only, no communication.
+
+Two grids share the world. The dense grid has the axes tp, cp, dp, pp; the expert grid has etp, ep, edp, pp, with
+ETP * EP * EDP = TP * CP * DP. A rank is a point of each; a group is the set of ranks that differ along some axes only.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.core.exceptions import UserError
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+"""Published default; the first name varies fastest. `--use-tp-pp-dp-mapping` gives tp-cp-ep-pp-dp."""
+
+_DENSE_AXES = ("tp", "cp", "dp", "pp")
+_EXPERT_AXIS_OF = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+"""Name of an expert axis, by its place in the order string."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """One grid: axis names and sizes, fastest first."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along each axis."""
+        place = {}
+        for name, size in zip(self.names, self.sizes, strict=True):
+            rank, place[name] = divmod(rank, size)
+        return place
+
+    def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
+        """Ranks, ascending, that differ from `rank` along the axes `along` at most."""
+        base, steps, stride = rank, [], 1
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name in along:
+                base -= rank // stride % size * stride
+                steps.append((stride, size))
+            stride *= size
+        ranks = [base]
+        for stride, size in steps:
+            ranks = [r + i * stride for i in range(size) for r in ranks]
+        return tuple(ranks)  # strides ascend, and a faster axis spans less than the next stride: already sorted
+
+    def groups(self, along: Sequence[str]) -> list[tuple[int, ...]]:
+        """All groups along some axes: a partition of the world, ordered by first rank."""
+        offsets = self.group(0, along)
+        across = [name for name in self.names if name not in along]
+        return [tuple([first + offset for offset in offsets]) for first in self.group(0, across)]
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """Sizes of all axes for a world of ranks, and the groups that follow. Raises UserError where sizes do not fit."""
+
+    world_size: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """None: as `tensor`."""
+    order: str = DEFAULT_ORDER
+    dense: Axes = field(init=False)
+    experts: Axes = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "tensor", "context", "pipeline", "expert"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} parallel size is {getattr(self, name)}; it must be at least 1")
+        expert_tensor = self.tensor if self.expert_tensor is None else self.expert_tensor
+        order = self._checked_order()
+        model = self.tensor * self.context * self.pipeline
+        expert_model = expert_tensor * self.expert * self.pipeline
+        self._check_divides(model, "tensor x context x pipeline", (self.tensor, self.context, self.pipeline))
+        self._check_divides(
+            expert_model, "expert tensor x expert x pipeline", (expert_tensor, self.expert, self.pipeline)
+        )
+        dense = {"tp": self.tensor, "cp": self.context, "dp": self.world_size // model, "pp": self.pipeline}
+        expert = {"tp": expert_tensor, "ep": self.expert, "dp": self.world_size // expert_model, "pp": self.pipeline}
+        object.__setattr__(self, "expert_tensor", expert_tensor)
+        names = [name for name in order if name in dense]
+        object.__setattr__(self, "dense", Axes(tuple(names), tuple(dense[name] for name in names)))
+        names = [name for name in order if name in expert]
+        object.__setattr__(
+            self, "experts", Axes(tuple(_EXPERT_AXIS_OF[n] for n in names), tuple(expert[n] for n in names))
+        )
+        if self.dense.groups(["pp"]) != self.experts.groups(["pp"]):
+            raise UserError(
+                f"with order {self.order} the pipelines of the dense and the expert grid differ; they agree when "
+                f"expert tensor x expert ({expert_tensor} x {self.expert}) equals tensor x context "
+                f"({self.tensor} x {self.context}), or with order {DEFAULT_ORDER}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Data parallel size of the dense grid."""
+        return self.axis_size("dp")
+
+    def axis_size(self, name: str) -> int:
+        """Size of an axis of either grid."""
+        axes = self.dense if name in self.dense.names else self.experts
+        return axes.sizes[axes.names.index(name)]
+
+    def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
+        """The group of `rank` along axes of one grid: dense (tp, cp, dp, pp) or expert (etp, ep, edp, pp)."""
+        return self._axes_of(along).group(rank, along)
+
+    def groups(self, along: Sequence[str]) -> list[tuple[int, ...]]:
+        """All groups along axes of one grid."""
+        return self._axes_of(along).groups(along)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands along every axis of both grids."""
+        return {**self.dense.coordinates(rank), **self.experts.coordinates(rank)}
+
+    def _axes_of(self, along: Sequence[str]) -> Axes:
+        for axes in (self.dense, self.experts):
+            if set(along) <= set(axes.names):
+                return axes
+        raise UserError(f"axes {'-'.join(along)} lie in no one grid; known: {self.dense.names}, {self.experts.names}")
+
+    def _checked_order(self) -> list[str]:
+        order = self.order.lower().split("-")
+        unknown = [name for name in order if name not in (*_DENSE_AXES, "ep")]
+        if unknown or len(set(order)) != len(order):
+            raise UserError(f"order {self.order!r} must name each of tp, cp, ep, dp, pp at most once")
+        sizes = {"tp": self.tensor, "cp": self.context, "pp": self.pipeline, "ep": self.expert, "dp": self.world_size}
+        missing = [name for name in sizes if name not in order]
+        if any(sizes[name] != 1 for name in missing):
+            raise UserError(f"order {self.order!r} leaves out {', '.join(n for n in missing if sizes[n] != 1)}")
+        return order + missing
+
+    def _check_divides(self, product: int, what: str, sizes: tuple[int, ...]) -> None:
+        if self.world_size % product == 0:
+            return
+        below = self.world_size // product * product
+        works = f"{below} or {below + product}" if below else str(product)
+        raise UserError(
+            f"{what} = {' x '.join(map(str, sizes))} = {product} does not divide the {self.world_size} ranks; "
+            f"with these sizes {works} ranks would do, or sizes whose product is one of "
+            f"{', '.join(map(str, _nearest_divisors(self.world_size, product)))}"
+        )
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of `number` next below and next above `near`."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < near][-1:]
+    return below + [d for d in divisors if d > near][:1]
+
+
+def hierarchical_groups(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Cut one group into levels, innermost first: the groups of each level. The sizes' product is the group's size.
+
+    Level 0 joins neighbours; level i joins ranks that stand prod(sizes[:i]) apart.
+    """
+    if math.prod(sizes) != len(ranks):
+        raise UserError(
+            f"hierarchical sizes {' x '.join(map(str, sizes))} = {math.prod(sizes)} must multiply to the "
+            f"context parallel size {len(ranks)}"
+        )
+    axes = Axes(tuple(f"level{i}" for i in range(len(sizes))), tuple(sizes))
+    return [[tuple(ranks[i] for i in group) for group in axes.groups([name])] for name in axes.names]

@@ -1,0 +1,224 @@
+"""Data parallel replicas against one process: gradients, masks, tied weights, overlap, wires."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_on_ranks
+from support.small_models import SmallModel, batch
+from torch import Tensor
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.units import plan_units
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+
+SAMPLES = 8
+
+
+def groups_of_world() -> ProcessGroupCollection:
+    dist = torch.distributed
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    return ProcessGroupCollection.from_grid(RankGrid(world), rank)
+
+
+def wrapped(model: SmallModel, **settings: Any) -> DistributedDataParallel:
+    config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True} | settings)
+    return DistributedDataParallel(model.config, config, model, pg_collection=groups_of_world())
+
+
+def accumulate(ddp: DistributedDataParallel, samples: range, micro_batches: int, per_token: bool) -> Tensor:
+    """Gradients of this rank's share of the samples, in so many micro-batches; returns the count of tokens."""
+    place, world = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
+    per = len(samples) // (world * micro_batches)
+    tokens = torch.zeros(())
+    for number in range(micro_batches):
+        ids, labels, mask = batch(samples.start + (number * world + place) * per, rows=per)
+        loss = ddp(ids, labels, mask)
+        if not per_token:
+            loss = loss / (per * micro_batches)
+        tokens += mask.sum()
+        if number < micro_batches - 1:
+            with ddp.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+    return tokens
+
+
+def reference_gradients(tied: bool, per_token: bool, samples: range = range(SAMPLES)) -> dict[str, Tensor]:
+    """One process, one batch, plain autograd without sinks."""
+    model = SmallModel(tied=tied, per_token=per_token)
+    ids, labels, mask = batch(samples.start, rows=len(samples))
+    loss = model(ids, labels, mask)
+    (loss / (mask.sum() if per_token else len(samples))).backward()
+    return {p.info.name: p.grad for p in model.parameters()}  # type: ignore[misc]
+
+
+def gradients_of(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    assert all(parameter.grad is None for parameter in ddp.parameters())
+    return {p.info.name: p.main_grad.clone() for p in ddp.module.parameters()}
+
+
+def two_steps(tied: bool, per_token: bool, micro_batches: int, settings: dict[str, Any]) -> list[dict[str, Tensor]]:
+    ddp = wrapped(SmallModel(tied=tied, per_token=per_token), **settings)
+    seen = []
+    for step in range(2):
+        ddp.zero_grad_buffer()
+        tokens = accumulate(ddp, range(step * SAMPLES, (step + 1) * SAMPLES), micro_batches, per_token)
+        finalize_model_grads([ddp], tokens if per_token else None)
+        seen.append(gradients_of(ddp))
+    return seen
+
+
+def relative_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert got.keys() == expected.keys()
+    return max(((got[n] - expected[n]).norm() / expected[n].norm()).item() for n in expected)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("world", "micro_batches"), [(1, 1), (1, 4), (2, 2), (4, 1)])
+def test_gradients_equal_those_of_one_process(world: int, micro_batches: int, tied: bool, per_token: bool) -> None:
+    expected = [reference_gradients(tied, per_token, range(s * SAMPLES, (s + 1) * SAMPLES)) for s in range(2)]
+    for seen in run_on_ranks(two_steps, world, tied, per_token, micro_batches, {"overlap_grad_reduce": True}):
+        for got, want in zip(seen, expected, strict=True):
+            assert relative_error(got, want) < 1e-11
+
+
+def overlapped_and_not(world_settings: dict[str, Any]) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    runs = [two_steps(True, False, 2, world_settings | {"overlap_grad_reduce": flag}) for flag in (False, True)]
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize("bucket_size", [1, 200, None])
+def test_overlap_and_replicas_are_equal_to_the_bit(bucket_size: int | None) -> None:
+    ranks = run_on_ranks(overlapped_and_not, 4, {"bucket_size": bucket_size})
+    for plain, overlapped in ranks:
+        for step in range(2):
+            for name, value in plain[step].items():
+                assert torch.equal(value, overlapped[step][name]), name
+                assert torch.equal(value, ranks[0][0][step][name]), name
+
+
+def reductions_in_backward() -> list[int]:
+    """How many buckets are on their way when the last backward ends, in each of two steps."""
+    ddp = wrapped(SmallModel(), overlap_grad_reduce=True, bucket_size=1)
+    seen = []
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        accumulate(ddp, range(SAMPLES), 2, per_token=False)
+        seen.append(sum(bucket.started for bucket in ddp._queue.buckets))
+        ddp.finish_grad_sync()
+    return seen
+
+
+def test_readiness_is_learned_and_then_reductions_begin_in_backward() -> None:
+    assert run_on_ranks(reductions_in_backward, 2) == [[0, 4], [0, 4]]
+
+
+def wire_dtypes(reduce_in_fp32: bool) -> tuple[set[torch.dtype], torch.dtype, dict[str, Tensor]]:
+    sent: set[torch.dtype] = set()
+    original = torch.distributed.all_reduce
+
+    def recording(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.add(tensor.dtype)
+        return original(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = recording  # type: ignore[assignment]
+    ddp = wrapped(SmallModel(dtype=torch.bfloat16), grad_reduce_in_fp32=reduce_in_fp32)
+    ddp.zero_grad_buffer()
+    accumulate(ddp, range(SAMPLES), 2, per_token=False)
+    ddp.finish_grad_sync()
+    return sent, ddp.units[0].grad_buffer.dtype, gradients_of(ddp)
+
+
+@pytest.mark.parametrize("reduce_in_fp32", [False, True])
+def test_the_wire_carries_the_type_that_the_config_says(reduce_in_fp32: bool) -> None:
+    for sent, buffer_dtype, gradients in run_on_ranks(wire_dtypes, 2, reduce_in_fp32):
+        assert sent == {torch.float32 if reduce_in_fp32 else torch.bfloat16}
+        assert buffer_dtype is torch.float32
+        exact = reference_gradients(tied=True, per_token=False)
+        assert relative_error({n: g.double() for n, g in gradients.items()}, exact) < 0.05
+
+
+def averaging(settings: dict[str, Any]) -> dict[str, Tensor]:
+    ddp = wrapped(SmallModel(), **settings)
+    ddp.zero_grad_buffer()
+    accumulate(ddp, range(SAMPLES), 1, per_token=False)
+    ddp.finish_grad_sync()
+    return gradients_of(ddp)
+
+
+def test_average_in_collective_means_the_same() -> None:
+    plain, other = (run_on_ranks(averaging, 2, {"average_in_collective": flag})[0] for flag in (False, True))
+    assert relative_error(other, plain) < 1e-14
+
+
+def test_a_gradient_after_its_reduction_is_an_error_that_names_the_parameter() -> None:
+    ddp = wrapped(SmallModel())
+    ddp.zero_grad_buffer()
+    accumulate(ddp, range(2), 1, per_token=False)
+    ddp.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=r"a gradient of .* came after its reduction.*zero_grad_buffer"):
+        accumulate(ddp, range(2), 1, per_token=False)
+
+
+def test_published_methods_of_the_wrapper() -> None:
+    model = SmallModel()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ddp = wrapped(model)
+    assert list(ddp.state_dict()) == list(before)
+    assert all(torch.equal(ddp.state_dict()[name], value) for name, value in before.items())
+    accumulate(ddp, range(2), 1, per_token=False)
+    ddp.finish_grad_sync()
+    gradients = gradients_of(ddp)
+    ddp.offload_grad_buffers()
+    assert all(bucket.grad_buffer.untyped_storage().nbytes() == 0 for bucket in ddp._queue.buckets)
+    ddp.restore_grad_buffers()
+    ddp.scale_gradients(2.0)
+    ddp.scale_gradients(torch.tensor(0.25))
+    assert all(torch.equal(gradients_of(ddp)[name], 0.5 * value) for name, value in gradients.items())
+    ddp.zero_grad_buffer()
+    assert all(not value.any() for value in gradients_of(ddp).values())
+    ddp.load_state_dict({name: value + 1 for name, value in before.items()})
+    assert torch.equal(ddp.units[0].slots[0].of(ddp.units[0].param_buffer), before["embedding.table"].flatten() + 1)
+
+
+def broadcast_from_first() -> Tensor:
+    rank = torch.distributed.get_rank()
+    ddp = wrapped(SmallModel(seed=100 + rank))
+    ddp.broadcast_params()
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+
+
+def test_broadcast_params_gives_all_ranks_the_weights_of_the_first() -> None:
+    first, second = run_on_ranks(broadcast_from_first, 2)
+    expected = torch.cat([parameter.detach().flatten() for parameter in SmallModel(seed=100).parameters()])
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+
+
+def test_units_are_layers_and_decayed_parameters_come_first() -> None:
+    plans = plan_units(SmallModel(tied=False))
+    assert [plan.name for plan in plans] == ["embedding", "layers.0", "layers.1", "layers.2", "output_layer"]
+    assert [slot.info.name for slot in plans[1].slots] == ["layers.0.weight", "layers.0.norm", "layers.0.bias"]
+    assert all(slot.start % 64 == 0 for plan in plans for slot in plan.slots)
+    with torch.device("meta"):
+        on_meta = plan_units(SmallModel(tied=False))
+    assert [(plan.name, plan.numel) for plan in on_meta] == [(plan.name, plan.numel) for plan in plans]
+
+
+def test_sharded_placements_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"not yet.*optim"):
+        wrapped(SmallModel(), use_distributed_optimizer=True)
+
+
+def test_wrapping_again_gives_gradients_to_the_new_wrapper_once() -> None:
+    model = SmallModel()
+    wrapped(model)
+    ddp = wrapped(model)
+    accumulate(ddp, range(SAMPLES), 1, per_token=False)
+    ddp.finish_grad_sync()
+    assert relative_error(gradients_of(ddp), reference_gradients(tied=True, per_token=False)) < 1e-11

@@ -1,0 +1,76 @@
+"""Collections of process groups: numbers without communication, groups made on first use, a lone process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
+
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection, set_default_collection
+from megatron.core.rank_grid import RankGrid
+
+
+def test_a_lone_process_has_groups_of_none() -> None:
+    groups = default_collection()
+    for name in (*ProcessGroupCollection.AXES, "embd", "pos_embd"):
+        assert getattr(groups, name) is None
+        assert (groups.size(name), groups.rank(name), groups.ranks(name)) == (1, 0, (0,))
+    assert groups.hcp == [None]
+
+
+def members_of_groups() -> dict[str, tuple[tuple[int, ...], list[int], int]]:
+    grid = RankGrid(4, tensor=2, expert=2, expert_tensor=1)
+    groups = ProcessGroupCollection.from_grid(grid, dist.get_rank())
+    assert not groups._made
+    seen = {}
+    for name in ("tp", "dp", "dp_cp", "mp", "ep", "expt_dp", "tp_dp_cp", "embd", "intra_dp_cp"):
+        group = getattr(groups, name)
+        total = torch.tensor([dist.get_rank()])
+        dist.all_reduce(total, group=group)
+        seen[name] = groups.ranks(name), dist.get_process_group_ranks(group), int(total)
+    assert groups.dp is groups.dp_cp is groups.intra_dp_cp  # one communicator for one set of ranks
+    assert groups.tp_dp_cp is dist.group.WORLD
+    groups.close()
+    return seen
+
+
+def test_groups_are_made_on_first_use_and_shared() -> None:
+    for rank, seen in enumerate(run_on_ranks(members_of_groups, 4)):
+        assert seen["tp"][0] == ((0, 1) if rank < 2 else (2, 3))
+        assert seen["dp"][0] == ((0, 2) if rank % 2 == 0 else (1, 3))
+        assert seen["expt_dp"][0] == seen["dp"][0]
+        for ranks, made, total in seen.values():
+            assert list(ranks) == made
+            assert total == sum(ranks)
+
+
+def hand_filled() -> tuple[int, int, tuple[int, ...]]:
+    groups = ProcessGroupCollection(dp_cp=dist.group.WORLD)
+    groups.tp = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups.freeze()
+    with pytest.raises(UserError, match="frozen"):
+        groups.dp = dist.group.WORLD
+    with pytest.raises(UserError, match="filled by hand without `pp`"):
+        groups.size("pp")
+    with pytest.raises(UserError, match=r"initialize_model_parallel\(\) first, or pass pg_collection"):
+        default_collection()
+    return groups.size("dp_cp"), groups.size("tp"), groups.ranks("dp_cp")
+
+
+def test_a_collection_filled_by_hand() -> None:
+    assert run_on_ranks(hand_filled, 2) == [(2, 1, (0, 1))] * 2
+    with pytest.raises(UserError, match="has no group `xy`"):
+        ProcessGroupCollection(xy=None)
+
+
+def test_the_default_can_be_set_and_cleared() -> None:
+    groups = ProcessGroupCollection.from_grid(RankGrid(8, tensor=2, pipeline=2), rank=5)
+    set_default_collection(groups)
+    try:
+        assert default_collection() is groups
+        assert (groups.ranks("tp"), groups.ranks("pp"), groups.ranks("embd")) == ((4, 5), (1, 5), (1, 5))
+        assert groups.ranks("pos_embd") == (1,)
+        assert groups.rank("pos_embd") == -1
+    finally:
+        set_default_collection(None)
+    assert default_collection() is not groups
