@@ -1,0 +1,58 @@
+"""The tokenizer that the flags describe, and how its vocabulary is padded."""
+
+from megatron.core.config_fields import refuse, unsupported_values
+from megatron.core.exceptions import UserError
+from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.training.tokenizer.null import NullTokenizer
+from megatron.training.tokenizer.tiktoken import TikTokenizer
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Read the files that the flags name. UserError, naming flag and file, when something is missing or wrong."""
+    refuse([*unsupported_values(config), *tokenizer_problems(config)], config)
+    tokenizer = _build(config)
+    if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size and config.family != "NullTokenizer":
+        raise UserError(
+            f"--vocab-size {config.vocab_size}: the {config.family} has {tokenizer.vocab_size} ids; leave the flag out"
+        )
+    return tokenizer
+
+
+def _build(config: TokenizerConfig) -> Tokenizer:
+    match config.family:
+        case "GPT2BPETokenizer":
+            assert config.vocab_file is not None and config.merge_file is not None
+            return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+        case "HuggingFaceTokenizer":
+            assert config.tokenizer_model is not None
+            include = config.tokenizer_hf_include_special_tokens or config.legacy_tokenizer
+            return HuggingFaceTokenizer(config.tokenizer_model, include)
+        case "TikTokenizer":
+            assert config.tokenizer_model is not None
+            return TikTokenizer(
+                config.tokenizer_model,
+                config.tiktoken_pattern or "v2",
+                config.vocab_size,
+                config.tiktoken_num_special_tokens,
+                config.tokenizer_special_tokens,
+                config.legacy_tokenizer,
+            )
+        case "NullTokenizer":
+            assert config.vocab_size is not None
+            pad = config.null_tokenizer_pad_id
+            return NullTokenizer(config.vocab_size, config.null_tokenizer_eod_id, pad if pad >= 0 else None)
+    raise AssertionError(f"{config.family} passed the checks and is not built")
+
+
+def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
+    """The vocabulary rounded up, so that every tensor parallel rank holds the same number of entries."""
+    multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def padding_line(vocab_size: int, padded: int) -> str:
+    """The log line that says how far the vocabulary was padded."""
+    return f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})"

@@ -1,0 +1,161 @@
+"""Byte-level BPE for whole batches of texts, with the ids that the `tokenizers` library gives, many times faster.
+
+Most words of a text have been seen before, so their ids come from a cache; the rest are merged by compiled code. Which
+characters are letters, numbers and spaces is asked of the `tokenizers` library itself, so that both cut the same words
+whatever version of Unicode that library knows.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.training.tokenizer.bpe_kernels import (
+    PADDING,
+    Merges,
+    WordTable,
+    encode_words,
+    fill_merges,
+    fill_words,
+)
+from megatron.training.tokenizer.third_party import load_tokenizers
+from megatron.training.tokenizer.word_scanners import LETTER, NUMBER, SPACE
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Regular expressions for which there is a compiled scanner, by the most digits it puts in a word; 0 is GPT-2's own.
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MAX_DIGITS_OF_PATTERN = {
+    GPT2_PATTERN: 0,
+    _CL100K.format(digits=""): 1,
+    _CL100K.format(digits="{1,2}"): 2,
+    _CL100K.format(digits="{1,3}"): 3,
+}
+
+_CACHED_WORDS = 1 << 19
+_LAST_CODE_POINT_OF_A_CLASS = 0x3FFFF  # no letter, number or space has been given a place beyond plane 3
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Ids of several texts, back to back, and how many are each text's."""
+
+    ids: np.ndarray  # int32 [sum(lengths)]
+    lengths: np.ndarray  # int64 [texts]
+
+
+class ByteLevelEncoder:
+    """Encodes batches of texts with one vocabulary, one list of merges and one way to cut words.
+
+    `vocab` maps tokens, written in GPT-2's printable bytes, to ids; `merges` are pairs of such tokens, best first.
+    `whole_words_first`: a word that is a token gets its id without merging (`ignore_merges` in a tokenizer.json).
+    Raises ValueError, saying what is missing, when a byte that UTF-8 uses has no token or a merge names an unknown one.
+    """
+
+    def __init__(
+        self,
+        vocab: Mapping[str, int],
+        merges: Sequence[Sequence[str]],
+        pattern: str = GPT2_PATTERN,
+        whole_words_first: bool = False,
+    ) -> None:
+        self._max_digits = MAX_DIGITS_OF_PATTERN[pattern]
+        self._classes = _classes_of_code_points()
+        self._merges = _merge_table(vocab, merges)
+        self._whole = _table_of_vocabulary(vocab) if whole_words_first else _word_table(words=1, tails=1, ids=1)
+        self._cache: WordTable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cache": None}
+
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
+        """Ids of each text. UnicodeEncodeError when a text holds half a surrogate pair."""
+        if self._cache is None:
+            self._cache = _word_table(_CACHED_WORDS, tails=2 * _CACHED_WORDS, ids=4 * _CACHED_WORDS)
+        pieces = [text.encode() for text in texts]
+        bounds = np.zeros(len(pieces) + 1, np.int64)
+        np.cumsum([len(piece) for piece in pieces], out=bounds[1:])
+        pieces.append(bytes(PADDING))
+        out = np.empty(bounds[-1], np.int32)
+        lengths = np.empty(len(texts), np.int64)
+        total = encode_words(
+            np.frombuffer(b"".join(pieces), np.uint8),
+            bounds,
+            self._classes,
+            self._max_digits,
+            self._merges,
+            self._whole,
+            self._cache,
+            out,
+            lengths,
+        )
+        return EncodedTexts(out[:total], lengths)
+
+
+@functools.cache
+def printable_bytes() -> dict[int, str]:
+    """GPT-2's printable character for each byte: itself where it shows, else the next free one from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + k) for k, byte in enumerate(hidden)}
+
+
+@functools.cache
+def _classes_of_code_points() -> np.ndarray:
+    """uint8 [0x110000]: LETTER, NUMBER, SPACE or OTHER, as the `tokenizers` library's regular expressions see it."""
+    tokenizers = load_tokenizers()
+    points = np.array([p for p in range(_LAST_CODE_POINT_OF_A_CLASS + 1) if not 0xD800 <= p < 0xE000], np.uint32)
+    text = points.tobytes().decode("utf-32-le")
+    mark = 0xF0000
+    classes = np.zeros(0x110000, np.uint8)
+    for kind, pattern in ((LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s")):
+        marked = tokenizers.normalizers.Replace(tokenizers.Regex(pattern), chr(mark)).normalize_str(text)
+        classes[points[np.frombuffer(marked.encode("utf-32-le"), np.uint32) == mark]] = kind
+    return classes
+
+
+def _merge_table(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> Merges:
+    byte_ids = np.array([vocab.get(shown, -1) for _, shown in sorted(printable_bytes().items())], np.int32)
+    never_in_utf8 = [0xC0, 0xC1, *range(0xF5, 0x100)]
+    missing = sorted(set(np.flatnonzero(byte_ids < 0).tolist()) - set(never_in_utf8))
+    if missing:
+        raise ValueError(f"{len(missing)} bytes have no token, the first is 0x{missing[0]:02x}")
+    try:
+        pairs = np.array([vocab[left] << 32 | vocab[right] for left, right in merges], np.int64)
+        results = np.array([vocab[left + right] for left, right in merges], np.int32)
+    except KeyError as error:
+        raise ValueError(f"the merges name {error.args[0]!r}, which is no token") from None
+    slots = _power_of_two(4 * len(merges))
+    table = Merges(np.full(slots, -1, np.int64), np.zeros(slots, np.int32), np.zeros(slots, np.int32), byte_ids)
+    fill_merges(table, pairs, results)
+    return table
+
+
+def _table_of_vocabulary(vocab: Mapping[str, int]) -> WordTable:
+    """Every token that is spelled in printable bytes, as a whole word."""
+    byte_of = {shown: byte for byte, shown in printable_bytes().items()}
+    words = {
+        bytes(byte_of[c] for c in token): i for token, i in vocab.items() if token and set(token) <= byte_of.keys()
+    }
+    bounds = np.zeros(len(words) + 1, np.int64)
+    np.cumsum([len(word) for word in words], out=bounds[1:])
+    table = _word_table(len(words), tails=int(bounds[-1]), ids=1)
+    text = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
+    fill_words(table, text, bounds, np.array(list(words.values()), np.int32))
+    return table
+
+
+def _word_table(words: int, tails: int, ids: int) -> WordTable:
+    slots = _power_of_two(2 * words + 2)
+    return WordTable(
+        np.zeros((slots, 4), np.uint64), np.zeros(tails + 1, np.uint64), np.zeros(ids, np.int32), np.zeros(3, np.int64)
+    )
+
+
+def _power_of_two(at_least: int) -> int:
+    return 1 << max(1, at_least - 1).bit_length()

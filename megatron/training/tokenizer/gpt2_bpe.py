@@ -1,0 +1,96 @@
+"""GPT2BPETokenizer: byte-level BPE from a local vocab.json and merges.txt."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.tokenizer.byte_level import ByteLevelEncoder, EncodedTexts
+from megatron.training.tokenizer.third_party import load_tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class GPT2BPETokenizer(Tokenizer):
+    """GPT-2's tokenizer (Radford et al. 2019) over any vocabulary and merges of its kind.
+
+    Special tokens are never matched in text: a literal `<|endoftext|>` is ordinary characters. Ids are those of
+    `ByteLevelBPETokenizer(vocab, merges)` in the `tokenizers` library.
+    """
+
+    type_name = "GPT2BPETokenizer"
+
+    def __init__(self, vocab_file: str, merge_file: str) -> None:
+        self._vocab = _read_vocab(Path(vocab_file))
+        self._merges = _read_merges(Path(merge_file))
+        if END_OF_TEXT not in self._vocab:
+            raise UserError(f"--vocab-file {vocab_file}: no {END_OF_TEXT!r}, which ends a document")
+        try:
+            self._encoder = ByteLevelEncoder(self._vocab, self._merges)
+        except ValueError as error:
+            raise UserError(f"--vocab-file {vocab_file} with --merge-file {merge_file}: {error}") from None
+        tokenizers = load_tokenizers()
+        self._library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=self._vocab, merges=self._merges))
+        self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._library.decoder = tokenizers.decoders.ByteLevel()
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._vocab.values()) + 1
+
+    @property
+    def eod(self) -> int:
+        return self._vocab[END_OF_TEXT]
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        return {"eos_token": self.eod, "bos_token": self.eod}
+
+    @property
+    def special_literals(self) -> tuple[str, ...]:
+        return (END_OF_TEXT,)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._library.encode(text).ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        return self._encoder.encode(texts)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"vocab": self._vocab, "merges": self._merges}
+
+
+def _read_vocab(path: Path) -> dict[str, int]:
+    try:
+        vocab = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"--vocab-file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"--vocab-file {path}: not JSON in UTF-8: {error}") from None
+    if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
+        raise UserError(f"--vocab-file {path}: not a JSON object from tokens to ids")
+    return vocab
+
+
+def _read_merges(path: Path) -> list[tuple[str, str]]:
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"--merge-file {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"--merge-file {path}: not UTF-8: {error}") from None
+    merges = []
+    for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
+        if line.startswith("#version") or not line:
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            raise UserError(f"--merge-file {path}:{number}: {line!r} is not two tokens with one blank between")
+        merges.append((parts[0], parts[1]))
+    return merges

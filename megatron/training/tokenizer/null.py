@@ -1,0 +1,52 @@
+"""NullTokenizer: text that is already numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.training.tokenizer.base import Tokenizer
+
+
+class NullTokenizer(Tokenizer):
+    """Ids written in decimal, one blank between. There are `size` ids and one more, which ends a document.
+
+    `eod` and `pad` name other ids for those roles.
+    """
+
+    type_name = "NullTokenizer"
+
+    def __init__(self, size: int, eod: int | None = None, pad: int | None = None) -> None:
+        self._size = size
+        self._eod = size if eod is None else eod
+        self._pad = pad
+
+    @property
+    def vocab_size(self) -> int:
+        return self._size + 1
+
+    @property
+    def eod(self) -> int:
+        return self._eod
+
+    @property
+    def special_tokens_dict(self) -> dict[str, int]:
+        return {"eos_token": self._eod} | ({} if self._pad is None else {"pad_token": self._pad})
+
+    def tokenize(self, text: str) -> list[int]:
+        if not text:
+            return []
+        try:
+            ids = [int(word) for word in text.split(" ")]
+        except ValueError:
+            word = next(word for word in text.split(" ") if not word.lstrip("-").isdigit())
+            raise UserError(f"NullTokenizer reads ids with one blank between, but found {word!r}") from None
+        outside = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if outside is not None:
+            raise UserError(f"NullTokenizer: id {outside} is outside 0 to {self._size} (--vocab-size {self._size})")
+        return ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+    def _identity(self) -> dict[str, Any]:
+        return {"size": self._size, "eod": self._eod, "pad": self._pad}

@@ -1,0 +1,60 @@
+"""megatron/training/tokenizer/build.py: flags to tokenizer; every mistake is named before a file is read."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.exceptions import UserError
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+
+GOLDEN = Path(__file__).parents[2] / "data/golden/corpus"
+BPE = {"vocab_file": str(GOLDEN / "gpt2bpe/vocab.json"), "merge_file": str(GOLDEN / "gpt2bpe/merges.txt")}
+
+
+def test_families():
+    assert build_tokenizer(TokenizerConfig(**BPE)).type_name == "GPT2BPETokenizer"
+    hf = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(GOLDEN / "hf"))
+    assert build_tokenizer(hf).vocab_size == 600
+    null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=50257, null_tokenizer_pad_id=7)
+    assert build_tokenizer(null).vocab_size == 50258 and build_tokenizer(null).pad == 7
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({}, "vocab_file and merge_file: GPT2BPETokenizer needs both"),
+        ({"tokenizer_model": "x"}, "needs both, not tokenizer_model x"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "tokenizer_model: HuggingFaceTokenizer needs a folder"),
+        ({"tokenizer_type": "TikTokenizer"}, "tokenizer_model: TikTokenizer needs a .json"),
+        ({"tokenizer_type": "NullTokenizer"}, "vocab_size: NullTokenizer needs it"),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "vocab_size 0: must be at least 1"),
+        (
+            {
+                "tokenizer_type": "NullTokenizer",
+                "vocab_size": 9,
+                "null_tokenizer_eod_id": 10,
+                "null_tokenizer_pad_id": -2,
+            },
+            "null_tokenizer_eod_id 10: must be from 0 to vocab_size 9; null_tokenizer_pad_id -2",
+        ),
+        (
+            {"tokenizer_type": "Llama2Tokenizer"},
+            "not yet; what works so far is GPT2BPETokenizer or HuggingFaceTokenizer",
+        ),
+        ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: not yet"),
+        ({**BPE, "vocab_size": 599}, "--vocab-size 599: the GPT2BPETokenizer has 600 ids"),
+    ],
+)
+def test_mistakes(config, says):
+    with pytest.raises(UserError) as error:
+        build_tokenizer(TokenizerConfig(**config))
+    assert says in str(error.value)
+
+
+def test_padding():
+    assert padded_vocab_size(50257, 128, 1) == 50304
+    assert padded_vocab_size(50304, 128, 1) == 50304
+    assert padded_vocab_size(50257, 128, 8) == 51200
+    line = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
+    assert padding_line(50257, 50304) == line
