@@ -160,10 +160,9 @@ class GPTDataset(MegatronDataset):
         """Times that the split is laid into the stream of tokens."""
         return self._plan.num_epochs
 
-    @property
-    def unique_identifiers(self) -> "OrderedDict[str, Any]":
+    def _identify(self) -> "OrderedDict[str, Any]":
         """The published identifiers, and all else that the indices depend on: the data itself, the way of cutting."""
-        identifiers = super().unique_identifiers
+        identifiers = super()._identify()
         identifiers["sequences"] = _describe_sequences(self.indices)
         identifiers["plan"] = vars(self._plan)
         identifiers["content"] = self.dataset.content_digest()

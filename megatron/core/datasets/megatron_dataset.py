@@ -1,5 +1,6 @@
 """What the builder and a blend expect of a dataset over one low-level dataset and one split."""
 
+import functools
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -42,9 +43,12 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
         self.index_split = index_split
         self.config = config
 
-    @property
+    @functools.cached_property
     def unique_identifiers(self) -> "OrderedDict[str, Any]":
-        """What tells this dataset's order of samples from any other's, as JSON values."""
+        """What tells this dataset's order of samples from any other's, as JSON values. Found at the first access."""
+        return self._identify()
+
+    def _identify(self) -> "OrderedDict[str, Any]":
         tokenizer = self.config.tokenizer
         return OrderedDict(
             {
