@@ -86,7 +86,7 @@ class FlatOptimizer(MegatronOptimizer):
     def _param_group(self, settings: GroupSettings, runs: Sequence[Run]) -> dict[str, Any]:
         """`lr` is a float64 scalar tensor on the device, which a scheduler advances there."""
         given = {key: value for key, value in vars(settings).items() if value is not None}
-        rate = settings.lr_mult * (settings.max_lr or 0.0)
+        rate = settings.lr_mult * (settings.max_lr or self.config.lr or 0.0)
         return {
             **given,
             "params": [s.parameter for r in runs for s in self.units[r.unit].slots if r.start <= s.start < r.stop],

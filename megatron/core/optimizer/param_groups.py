@@ -48,8 +48,6 @@ def settings_of(
     decays = info.decays or (config.apply_wd_to_qk_layernorm and _is_qk_norm_weight(info))
     chosen: dict[str, Any] = {
         "wd_mult": 1.0 if decays else 0.0,
-        "max_lr": config.lr,
-        "min_lr": config.min_lr,
         "is_expert_parallel": info.grid == "expert",
     }
     if config.decoupled_lr is not None and info.embedding_or_output:
