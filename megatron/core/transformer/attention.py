@@ -7,6 +7,7 @@ from torch import Tensor
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_size
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.transformer.dot_product_attention import layer_flags
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
@@ -51,6 +52,7 @@ class SelfAttention(MegatronModule):
         assert config.num_query_groups is not None and config.kv_channels is not None
         heads_of_group = config.num_attention_heads // config.num_query_groups
         tp_size = group_size(groups.tp)
+        self.has_rope = has_rope(config, layer_number)
         self.head_size = config.kv_channels
         self.num_heads = config.num_attention_heads // tp_size
         self.num_groups = config.num_query_groups // tp_size
@@ -99,7 +101,7 @@ class SelfAttention(MegatronModule):
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """[t, h] -> ([t, h], bias of the output projection that is still to be added)."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, inputs)
-        if inputs.rotation is not None:
+        if inputs.rotation is not None and self.has_rope:
             query = self.backend.apply_rope(query, inputs.rotation)
             key = self.backend.apply_rope(key, inputs.rotation)
         mask = inputs.attention_mask
@@ -119,3 +121,14 @@ class SelfAttention(MegatronModule):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         return query, key, value
+
+
+def has_rope(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether rotary positions hold in a layer (counted from 1), by `no_rope_freq`: not in every N-th, or not where a
+    list has a 1."""
+    pattern = config.no_rope_freq
+    if pattern is None:
+        return True
+    if isinstance(pattern, int):
+        return layer_number % pattern != 0
+    return not layer_flags("no_rope_freq", pattern, config)[layer_number - 1]

@@ -111,6 +111,13 @@ class DotProductAttention(MegatronModule):
         return self.softmax_offset if self.softmax_offset is not None else query.new_zeros(query.shape[2])
 
 
+def layer_flags(name: str, pattern: list[int], config: TransformerConfig) -> list[int]:
+    """A list with one 0 or 1 for each layer, checked."""
+    if len(pattern) != config.num_layers:
+        raise UserError(f"{name} has {len(pattern)} entries for {config.num_layers} layers (num_layers)")
+    return pattern
+
+
 def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
     """Whether `window_size` holds in a layer (counted from 1): in all, or as `window_attn_skip_freq` says: not in every
     N-th, or where a list has a 1."""
@@ -119,4 +126,6 @@ def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
     pattern = config.window_attn_skip_freq
     if pattern is None:
         return True
-    return layer_number % pattern != 0 if isinstance(pattern, int) else bool(pattern[layer_number - 1])
+    if isinstance(pattern, int):
+        return layer_number % pattern != 0
+    return bool(layer_flags("window_attn_skip_freq", pattern, config)[layer_number - 1])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import Group
+from megatron.core.exceptions import UserError
 from megatron.core.ops.activation import choose_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
@@ -44,6 +45,8 @@ class MLP(MegatronModule):
         offer: dict[str, Any] = {"tp_group": tp_group, "backend": backend}
         if config.gated_linear_unit:  # canonical: gate, then up; a rank has a part of each
             offer |= {"canonical_shape": (2, ffn), "split_dim": 1}
+        elif config.activation_func_clamp_value is not None or config.glu_linear_offset:
+            raise UserError("activation_func_clamp_value and glu_linear_offset need a gated MLP (gated_linear_unit)")
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             input_size,

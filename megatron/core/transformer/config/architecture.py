@@ -47,10 +47,10 @@ class ArchitectureConfig:
     activation_func_fp8_input_store: bool = not_a_flag(False)
     """Keep the activation's input in fp8 for backward."""
 
-    glu_linear_offset: float = not_yet(0.0)
+    glu_linear_offset: float = 0.0
     """Added to the up half of a gated MLP."""
 
-    activation_func_clamp_value: float | None = not_yet(None)
+    activation_func_clamp_value: float | None = None
     """Bound of the gate and up halves of a gated MLP."""
 
     use_te_activation_func: bool = flag(False, no_effect="activations are chosen with their backend")
@@ -59,10 +59,10 @@ class ArchitectureConfig:
     hidden_dropout: float = 0.1
     """Dropout after embedding, attention and MLP."""
 
-    fp32_residual_connection: bool = not_yet(False)
+    fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
 
-    apply_residual_connection_post_layernorm: bool = not_yet(False)
+    apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the norm, as the first BERT did."""
 
     calculate_per_token_loss: bool = False

@@ -18,7 +18,7 @@ class AttentionConfig:
     softmax_scale: float | None = not_a_flag(None)
     """Factor of the scores; 1/sqrt(kv_channels) when None."""
 
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = not_yet("vanilla")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """What stands in the softmax's denominator beside the keys: nothing, a one, or a learnt logit a head."""
 
     num_query_groups: int | None = flag(None, only_with="group_query_attention")
@@ -36,13 +36,13 @@ class AttentionConfig:
     rotary_interleaved: bool = False
     """Rotary positions turn pairs of neighbours (2i, 2i+1) instead of (i, i + d/2)."""
 
-    no_rope_freq: int | list[int] | None = not_yet(None, parse=layer_pattern)
+    no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
     """Layers without rotary positions: every N-th, or a list expression with a 1 for each."""
 
     mrope_section: list[int] | None = not_yet(None)
     """Channels of rotary positions for time, height and width."""
 
-    window_size: tuple[int, int] | None = not_yet(None, parse=integer_tuple)
+    window_size: tuple[int, int] | None = flag(None, parse=integer_tuple)
     """Keys to the left and right that a query sees, as `127,0`; -1: all."""
 
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")

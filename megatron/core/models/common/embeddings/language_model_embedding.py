@@ -8,6 +8,7 @@ from megatron.core.backends import choose_backend
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import DropoutPlace
+from megatron.core.ops.precision import widened
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.module import MegatronModule
@@ -71,6 +72,8 @@ class LanguageModelEmbedding(MegatronModule):
                     f"{self.max_sequence_length} (max_position_embeddings)"
                 )
             hidden = hidden + self.position_embeddings(position_ids.t())
+        if self.config.fp32_residual_connection:
+            hidden = widened(hidden)
         if not self.training:
             return hidden
         flat = hidden.flatten(0, 1)  # [t, h]
