@@ -8,6 +8,8 @@ import torch
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
+_WHOLE = "not yet sharded: every rank updates all weights itself and gathers nothing"
+
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -154,10 +156,10 @@ class OptimizerConfig:
     )
     """Spread the optimizer's state over data parallel ranks (ZeRO 1)."""
 
-    overlap_param_gather: bool = flag(False, only_with="use_distributed_optimizer")
+    overlap_param_gather: bool = flag(False, no_effect=_WHOLE)
     """Gather updated weights while the next forward pass begins."""
 
-    overlap_param_gather_with_optimizer_step: bool = flag(False, only_with="use_distributed_optimizer")
+    overlap_param_gather_with_optimizer_step: bool = flag(False, no_effect=_WHOLE)
     """Gather updated weights while others are still being updated."""
 
     optimizer_cpu_offload: bool = not_yet(False)

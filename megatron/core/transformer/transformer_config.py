@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron.core.config_fields import flag, refuse
+from megatron.core.config_fields import flag, not_a_flag, refuse
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
 from megatron.core.transformer.config.architecture import ArchitectureConfig
@@ -121,7 +121,7 @@ def _recompute_problems(config: Any) -> Iterator[str]:
 class MLATransformerConfig(TransformerConfig):
     """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434)."""
 
-    multi_latent_attention: bool = True
+    multi_latent_attention: bool = not_a_flag(True)
     """Keys and values come from a low-rank state."""
 
     q_lora_rank: int | None = flag(512, only_with="multi_latent_attention")
@@ -139,25 +139,25 @@ class MLATransformerConfig(TransformerConfig):
     v_head_dim: int = flag(128, only_with="multi_latent_attention")
     """Width of a value head."""
 
-    rope_type: str = flag("yarn", only_with="multi_latent_attention")
+    rope_type: Literal["rope", "yarn"] = flag("yarn", only_with="multi_latent_attention")
     """Rotary positions: rope or yarn."""
 
-    rotary_base: float = 10000
+    rotary_base: float = not_a_flag(10000)
     """Base of the rotary frequencies."""
 
-    rotary_percent: float = 1.0
+    rotary_percent: float = not_a_flag(1.0)
     """Part of a head that is turned."""
 
     rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
     """YaRN: how many times longer the context is than the model was first trained for."""
 
-    original_max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = not_a_flag(4096)
     """YaRN: the context that the model was first trained for."""
 
-    beta_fast: float = 32
+    beta_fast: float = not_a_flag(32)
     """YaRN: turns within that context above which frequencies stay."""
 
-    beta_slow: float = 1
+    beta_slow: float = not_a_flag(1)
     """YaRN: turns within that context below which frequencies are divided."""
 
     mscale: float = flag(1.0, only_with="multi_latent_attention")

@@ -46,7 +46,7 @@ class MoEConfig:
     """What keeps experts evenly loaded: an auxiliary loss over the micro-batch, the sequence or the global batch,
     Sinkhorn assignment, or nothing."""
 
-    moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", parse=float, only_with=_MOE)
+    moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", only_with=_MOE)
     """Weight of the auxiliary loss; one for each type."""
 
     moe_z_loss_coeff: float | None = flag(None, only_with=_MOE)

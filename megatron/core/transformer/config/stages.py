@@ -21,7 +21,7 @@ class StageConfig:
     )
     """Layers of the last pipeline stage; an even share when not given."""
 
-    pipeline_model_parallel_layout: str | list[str] | None = flag(None, only_with=_PIPELINE)
+    pipeline_model_parallel_layout: str | list[str] | None = flag(None, parse=str, only_with=_PIPELINE)
     """What stands on each stage, such as Et*3|(tt|)*29,m|L: E embedding, t layer, m multi-token prediction, L loss."""
 
     account_for_embedding_in_pipeline_split: bool = flag(False, only_with=_PIPELINE)

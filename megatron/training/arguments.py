@@ -1,0 +1,133 @@
+"""The command line of the app: `config_of_command_line` for our own loop, published functions for user scripts."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolution import (
+    APP_SWITCHES,
+    ConfigurationError,
+    field_of_name,
+    resolve,
+    transformer_fields,
+)
+from megatron.training.config.settings import Surroundings
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For the app
+
+
+def config_of_command_line(
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+) -> PretrainConfig:
+    """The settings that the words after the program's name describe.
+
+    Where they are wrong, prints every mistake, a line each, to stderr and exits with code 2; where they ask for help,
+    prints it and exits with code 0.
+    """
+    try:
+        return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args)
+    except ConfigurationError as error:
+        exit_with_problems(error)
+
+
+def configure(
+    argv: Sequence[str],
+    extra_args_provider: ExtraArgsProvider | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    surroundings: Surroundings | None = None,
+) -> PretrainConfig:
+    """`config_of_command_line` for any words; raises ConfigurationError with all mistakes."""
+    line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
+    return resolve(line, args_defaults, surroundings)
+
+
+def exit_with_problems(error: ConfigurationError) -> NoReturn:
+    """Print each problem once for all ranks, and exit with code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For user scripts
+
+
+class Arguments(argparse.Namespace):
+    """What `parse_args` returns: values by published name, free to be changed until `validate_args`.
+
+    A value goes by the field's name and by the flag's: `args.num_moe_experts` and `args.num_experts` are one.
+    """
+
+    def __init__(self, line: CommandLine) -> None:
+        super().__init__(**line.values, **line.extra)
+        object.__setattr__(self, "_line", line)
+        object.__setattr__(self, "config", None)
+
+    def __getattr__(self, name: str) -> Any:  # only called for what is not there
+        field = field_of_name(name) if not name.startswith("_") else None
+        if field is None or field == name:
+            raise AttributeError(f"the arguments have no {name!r}")
+        return getattr(self, field)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, field_of_name(name) or name, value)
+
+
+def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unknown_args: bool = False) -> Arguments:
+    """The command line as a namespace, nothing derived or checked against another yet.
+
+    `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 when a flag is unknown
+    (unless `ignore_unknown_args`) or a value cannot be read.
+    """
+    line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
+    if line.problems:
+        exit_with_problems(ConfigurationError(line.problems))
+    arguments = Arguments(line)
+    arguments.rank = int(os.environ.get("RANK", 0))
+    arguments.world_size = int(os.environ.get("WORLD_SIZE", 1))
+    return arguments
+
+
+def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) -> Arguments:
+    """Check the arguments and fill in, in place, what follows from others. `args.config` is the frozen result.
+
+    `defaults` are used where a value is None. Prints every mistake and exits with code 2 if there are any.
+    """
+    line = dataclasses.replace(args._line, values={name: getattr(args, name) for name in args._line.values})
+    changed = {name for name, value in line.values.items() if value != args._line.values[name]}
+    line.script = line.script | changed
+    surroundings = dataclasses.replace(Surroundings.of_this_process(), world_size=args.world_size)
+    try:
+        config = resolve(line, defaults, surroundings)
+    except ConfigurationError as error:
+        exit_with_problems(error)
+    for name, value in (config.flat() | dict(config.extra)).items():
+        setattr(args, name, value)
+    object.__setattr__(args, "config", config)
+    return args
+
+
+def core_transformer_config_from_args(
+    args: Any, config_class: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """A new transformer config of `config_class` out of the arguments (a namespace, or what `get_args()` returns).
+
+    Fields that the arguments lack keep the library's defaults. Raises UserError when a value is impossible.
+    """
+    if config_class is None:
+        mla = getattr(args, "multi_latent_attention", False)
+        config_class = MLATransformerConfig if mla else TransformerConfig
+    names = {field.name for field in dataclasses.fields(config_class)} | APP_SWITCHES.keys()
+    values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    return config_class(**transformer_fields(config_class, values))

@@ -1,0 +1,224 @@
+"""Reads a command line: words to values, with every mistake collected instead of the first one thrown."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
+from megatron.training.config.help_text import help_text
+from megatron.training.config.retired import RETIRED, Occurrence, translate_all
+from megatron.training.config.unoffered import UNOFFERED
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+
+@dataclass
+class CommandLine:
+    """What a command line says."""
+
+    values: dict[str, Any]
+    """Every field's value: given, or the app's default."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Fields that a flag has set, and how that flag was spelled."""
+    script: set[str] = field(default_factory=set)
+    """Fields whose default the user's script changed."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values of the arguments that the user's script added."""
+    problems: list[str] = field(default_factory=list)
+    """Mistakes, each a line."""
+    broken: set[str] = field(default_factory=set)
+    """Fields whose value could not be read, and about which nothing more should be said."""
+    warnings: list[str] = field(default_factory=list)
+    """Retired flags, and flags that were ignored on request."""
+
+
+def read_command_line(
+    argv: Sequence[str],
+    extra_args_provider: ExtraArgsProvider | None = None,
+    ignore_unknown_args: bool = False,
+) -> CommandLine:
+    """Read the words after the program's name. Prints help and exits if they ask for it; raises nothing else.
+
+    `extra_args_provider` adds a script's own arguments to the parser, and may change defaults with `set_defaults`.
+    """
+    line = CommandLine({field: flag.default for field, flag in flag_table().items()})
+    parser, own = _parser_of(extra_args_provider, line)
+    occurrences, strays = split_words(argv)
+    line.problems += [f"{word}: this word belongs to no flag" for word in strays]
+    if any(occurrence.spelling in ("--help", "-h") for occurrence in occurrences):
+        parser.print_help()
+        raise SystemExit(0)
+    occurrences, line.warnings = translate_all(occurrences)
+    table = flags_by_spelling()
+    foreign: list[Occurrence] = []
+    for occurrence in occurrences:
+        if occurrence.spelling in table:
+            _take(line, table[occurrence.spelling], occurrence)
+        elif occurrence.spelling in parser._option_string_actions:
+            foreign.append(occurrence)
+        elif ignore_unknown_args:
+            line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
+        else:
+            line.problems.append(unknown_flag(occurrence.spelling, (*table, *parser._option_string_actions)))
+    _take_foreign(line, parser, own, foreign)
+    return line
+
+
+def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
+    """Flags, each with the words that follow it; and the words before the first flag.
+
+    A word of two dashes and more is a flag; `--flag=word` works too, and lets a word begin with dashes.
+    """
+    occurrences: list[Occurrence] = []
+    strays: list[str] = []
+    for word in argv:
+        if (word.startswith("--") and len(word) > 2) or word == "-h":
+            spelling, equals, value = word.partition("=")
+            occurrences.append(Occurrence(spelling, (value,) if equals else ()))
+        elif occurrences:
+            last = occurrences[-1]
+            occurrences[-1] = Occurrence(last.spelling, (*last.words, word))
+        else:
+            strays.append(word)
+    return occurrences, strays
+
+
+def unknown_flag(spelling: str, known: Iterable[str]) -> str:
+    """What to say about a flag that there is not: is it Megatron-LM's, shortened, or misspelt?"""
+    if spelling in UNOFFERED:
+        return f"{spelling}: not yet: this flag of Megatron-LM has no counterpart here so far"
+    known = sorted({*known, *RETIRED} - {"-h"})
+    longer = [candidate for candidate in known if candidate.startswith(spelling)]
+    if longer:
+        return f"{spelling}: flags are not shortened here; did you mean {_either(longer[:4])}?"
+    underscores = spelling.replace("_", "-")
+    if underscores in known:
+        return f"{spelling}: unknown flag; did you mean {underscores}?"
+    close = difflib.get_close_matches(spelling, known, n=3, cutoff=0.6)
+    if close:
+        return f"{spelling}: unknown flag; did you mean {_either(close)}?"
+    return f"{spelling}: unknown flag; --help lists all"
+
+
+def _either(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Our own flags
+
+
+def _take(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
+    """Read one flag's words into `line.values`, or say what is wrong with them."""
+    spelling, words = occurrence.spelling, occurrence.words
+    line.given[flag.field] = spelling
+    problem = _count_problem(flag, spelling, words)
+    if problem is None and flag.switch is not None:
+        line.values[flag.field] = flag.switch[spelling]
+        return
+    values = []
+    for word in words if problem is None else ():
+        try:
+            values.append(flag.parse(word))
+        except ValueError as error:
+            problem = f"{spelling} {word}: {error}"
+            break
+    if problem is not None:
+        line.problems.append(problem)
+        line.broken.add(flag.field)
+    elif flag.nargs is None or (flag.one_or_list and len(values) == 1):
+        line.values[flag.field] = values[0]
+    else:
+        line.values[flag.field] = values
+
+
+def _count_problem(flag: Flag, spelling: str, words: Sequence[str]) -> str | None:
+    count = len(words)
+    if flag.nargs == 0:
+        return f"{spelling} {' '.join(words)}: this flag takes no value" if words else None
+    if flag.nargs is None and count > 1:
+        return f"{spelling} {' '.join(words)}: takes one value; {' '.join(words[1:])} belongs to no flag"
+    if flag.nargs in (None, "+") and count == 0:
+        return f"{spelling}: a value is missing{_examples(flag)}"
+    if isinstance(flag.nargs, int) and count != flag.nargs:
+        return f"{spelling} {' '.join(words)}: takes {flag.nargs} values, not {count}"
+    return None
+
+
+def _examples(flag: Flag) -> str:
+    return f"; choose from {', '.join(flag.choices)}" if flag.choices else ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments that a user's script adds
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, for the arguments of user scripts: its errors are thrown, its help is ours and theirs."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+    def format_help(self) -> str:
+        own = flags_by_spelling()
+        formatter = self._get_formatter()
+        formatter.start_section("this script's own flags")
+        formatter.add_arguments(
+            action for action in self._actions if action.option_strings and action.option_strings[0] not in own
+        )
+        formatter.end_section()
+        return help_text(self.prog, formatter.format_help())
+
+
+def argument_parser() -> Parser:
+    """A parser that knows all our flags, so that a script can add to it. It is not what reads our flags."""
+    parser = Parser(description="Train a GPT.", allow_abbrev=False, conflict_handler="error")
+    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    for flag in flag_table().values():
+        group = groups[flag.group]
+        keywords: dict[str, Any] = {"dest": flag.field, "default": flag.default}
+        if flag.switch is None:
+            group.add_argument(*flag.spellings, nargs=flag.nargs, **keywords)
+        else:
+            for spelling, value in flag.switch.items():
+                group.add_argument(spelling, action="store_const", const=value, **keywords)
+    return parser
+
+
+def _parser_of(provider: ExtraArgsProvider | None, line: CommandLine) -> tuple[Parser, set[str]]:
+    """The parser with a script's arguments, and the names that are our own."""
+    parser = argument_parser()
+    own = {action.dest for action in parser._actions} | {"help"}
+    if provider is None:
+        return parser, own
+    try:
+        returned = provider(parser)
+    except argparse.ArgumentError as error:
+        line.problems.append(f"extra_args_provider: {error}; this flag exists already")
+        return parser, own
+    if not isinstance(returned, argparse.ArgumentParser):
+        line.problems.append("extra_args_provider must return the parser that it was given")
+        return parser, own
+    for name, flag in flag_table().items():
+        default = parser.get_default(name)
+        if default is not flag.default and default != flag.default:
+            line.values[name] = default
+            line.script.add(name)
+    return parser, own
+
+
+def _take_foreign(line: CommandLine, parser: Parser, own: set[str], occurrences: Sequence[Occurrence]) -> None:
+    words = [word for occurrence in occurrences for word in (occurrence.spelling, *occurrence.words)]
+    try:
+        namespace, rest = parser.parse_known_args(words)
+    except UserError as error:
+        line.problems.append(str(error))
+        return
+    except argparse.ArgumentError as error:
+        line.problems.append(str(error))
+        return
+    line.problems += [f"{word}: this word belongs to no flag" for word in rest]
+    line.extra = {name: value for name, value in vars(namespace).items() if name not in own}

@@ -1,0 +1,147 @@
+"""Values that follow from other values. Each function fills in what was left open; none judges (see `checks`)."""
+
+from collections.abc import Callable
+
+from megatron.core.datasets.utils import DEFAULT_SPLIT
+from megatron.training.config.settings import Settings
+
+
+def derive_values(settings: Settings) -> list[str]:
+    """Complete the settings in place. Returns lines about what was taken otherwise than written."""
+    notes = []
+    for derive in _DERIVATIONS:
+        note = derive(settings)
+        if note is not None:
+            notes.append(note)
+    return notes
+
+
+def _encoder_spellings(s: Settings) -> None:
+    if s.num_layers is None and s.encoder_num_layers is not None:
+        s.derive("num_layers", s.encoder_num_layers)
+    if s.seq_length is None and s.encoder_seq_length is not None:
+        s.derive("seq_length", s.encoder_seq_length)
+
+
+def _mlp_width(s: Settings) -> None:
+    if s.ffn_hidden_size is None and s.hidden_size is not None:
+        width = 4 * s.hidden_size
+        s.derive("ffn_hidden_size", int((width * 2 / 3) / 64) * 64 if s.swiglu else width)
+
+
+def _heads(s: Settings) -> None:
+    sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
+    if s.kv_channels is None and sizes_fit:
+        s.derive("kv_channels", s.hidden_size // s.num_attention_heads)
+    if not s.group_query_attention:
+        s.derive("num_query_groups", s.num_attention_heads)
+
+
+def _positions(s: Settings) -> None:
+    if s.max_position_embeddings is None:
+        s.derive("max_position_embeddings", s.seq_length)
+
+
+def _number_formats(s: Settings) -> None:
+    if s.apply_query_key_layer_scaling:
+        s.derive("attention_softmax_in_fp32", True)
+    if s.fp16 or s.bf16:
+        s.derive("grad_reduce_in_fp32", True)
+
+
+def _ranks(s: Settings) -> str | None:
+    sizes = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
+    model_size = sizes[0] * sizes[1] * sizes[2]
+    s.derive("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
+    fitting = "nccl" if s.surroundings.has_cuda else "gloo"
+    if s.distributed_backend is None:
+        s.derive("distributed_backend", fitting)
+    elif s.distributed_backend == "nccl" and fitting == "gloo":
+        s.derive("distributed_backend", "gloo")
+        return "--distributed-backend nccl: there is no GPU here; gloo is taken"
+    return None
+
+
+def _batch(s: Settings) -> None:
+    if s.global_batch_size is None and s.micro_batch_size is not None:
+        s.derive("global_batch_size", s.micro_batch_size * s.data_parallel_size)
+
+
+def _lengths_of_training(s: Settings) -> None:
+    size = s.global_batch_size
+    if s.train_samples is not None and s.train_iters is None and size is not None and size > 0:
+        s.derive("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
+    if s.is_given("train_samples"):
+        if s.lr_decay_samples is None:
+            s.derive("lr_decay_samples", s.train_samples)
+    elif s.lr_decay_iters is None:
+        s.derive("lr_decay_iters", s.train_iters)
+
+
+def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int] | None) -> int:
+    """Whole steps that a number of samples makes, the batch growing as --rampup-batch-size says."""
+    iterations = consumed = 0
+    if rampup is not None:
+        start, increment, over = rampup
+        if min(start, increment, over) < 1 or start >= global_batch_size:
+            return samples // global_batch_size
+        samples_per_size = over / ((global_batch_size - start) / increment)
+        while consumed <= min(over, samples):
+            size = min(start + int(consumed / samples_per_size) * increment, global_batch_size)
+            consumed += size
+            iterations += 1
+    return iterations + max(0, samples - consumed) // global_batch_size
+
+
+def _data(s: Settings) -> str | None:
+    if s.dataloader_type is None:
+        s.derive("dataloader_type", "single")
+    if s.split is None and (s.data_path is not None or s.data_args_path is not None):
+        s.derive("split", DEFAULT_SPLIT)
+        return f"no --split given: training, validation and test data are divided {DEFAULT_SPLIT}"
+    return None
+
+
+def _files(s: Settings) -> str | None:
+    if s.metrics_path is None and s.save is not None:
+        s.derive("metrics_path", f"{s.save.rstrip('/')}/metrics.jsonl")
+    elif s.metrics_path is None:
+        return "neither --save nor --metrics-path is given: metrics are printed only"
+    return None
+
+
+def _checkpoint_format(s: Settings) -> str | None:
+    if s.ckpt_format != "safetensors":
+        given = s.ckpt_format
+        s.derive("ckpt_format", "safetensors")
+        return f"--ckpt-format {given}: checkpoints are written in our own format (safetensors), which any layout loads"
+    return None
+
+
+def _kernels(s: Settings) -> str | None:
+    if s.transformer_impl == "transformer_engine":
+        return "--transformer-impl transformer_engine: not yet; our own layers compute the same function"
+    return None
+
+
+def _evaluation(s: Settings) -> str | None:
+    if s.eval_iters == 0 and s.eval_interval is not None:
+        return "--eval-iters 0: there is no evaluation"
+    return None
+
+
+_DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
+    _encoder_spellings,
+    _mlp_width,
+    _heads,
+    _positions,
+    _number_formats,
+    _ranks,
+    _batch,
+    _lengths_of_training,
+    _data,
+    _files,
+    _checkpoint_format,
+    _kernels,
+    _evaluation,
+)

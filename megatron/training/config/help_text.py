@@ -1,0 +1,70 @@
+"""What --help prints: the flags that work, by concern; then, briefly, those that are only accepted or still to come."""
+
+import shutil
+import textwrap
+from collections.abc import Iterable
+
+from megatron.core.config_fields import value_text
+from megatron.training.config.flag_table import Flag, can_be, flag_table, is_to_come
+
+_COLUMN = 36
+"""Where descriptions begin."""
+
+_ABOUT = (
+    "Train a GPT, in one process or in as many as torchrun starts. --dry-run checks the flags and says what the run "
+    "would be; --print-config shows every value and where it comes from."
+)
+
+
+def help_text(program: str, extra: str = "") -> str:
+    """The whole help. `extra` describes the arguments that a script added."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    flags = list(flag_table().values())
+    inert = [flag for flag in flags if flag.declaration.no_effect is not None]
+    to_come = [flag for flag in flags if flag.declaration.no_effect is None and is_to_come(flag)]
+    working = [flag for flag in flags if flag not in inert and flag not in to_come]
+    lines = [f"usage: [torchrun ...] {program} [flags]", "", *_filled(_ABOUT, width)]
+    for group in dict.fromkeys(flag.group for flag in working):
+        lines += ["", f"{group}:"]
+        for flag in working:
+            if flag.group == group:
+                lines += _entry(flag, width)
+    lines += _names("accepted, and change nothing here", inert, width)
+    lines += _names("still to come (refused where they would change the run)", to_come, width)
+    if extra:
+        lines += ["", extra.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(flag: Flag, width: int) -> list[str]:
+    head = "  " + ", ".join(flag.spellings) + _placeholder(flag)
+    body = textwrap.wrap(flag.help + _default(flag), max(width - _COLUMN, 30), break_on_hyphens=False)
+    if len(head) <= _COLUMN - 2 and body:
+        return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+    return [head, *(" " * _COLUMN + line for line in body)]
+
+
+def _placeholder(flag: Flag) -> str:
+    """What stands for the value: {a,b} for few choices, N for integers, X for numbers."""
+    if flag.switch is not None:
+        return ""
+    word = {"whole_number": "N", "number": "X"}.get(getattr(flag.parse, "__name__", ""), "TEXT")
+    if flag.choices:
+        choices = ",".join(choice for choice in flag.choices if can_be(flag, choice))
+        word = f"{{{choices}}}" if len(choices) < 60 else "NAME"
+    if isinstance(flag.nargs, int):
+        return f" {word}" * flag.nargs
+    return f" {word} ..." if flag.nargs else f" {word}"
+
+
+def _default(flag: Flag) -> str:
+    shown = flag.switch is None and flag.default not in (None, [], "")
+    return f" [{value_text(flag.default)}]" if shown else ""
+
+
+def _names(title: str, flags: Iterable[Flag], width: int) -> list[str]:
+    return ["", f"{title}:", *_filled(" ".join(flag.spelling for flag in flags), width, indent="  ")]
+
+
+def _filled(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

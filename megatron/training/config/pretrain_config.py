@@ -1,0 +1,102 @@
+"""Everything that a run is told, checked, complete and frozen."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.evaluation import EvaluationConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.model import ModelConfig
+from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.schedule import ScheduleConfig
+from megatron.training.config.settings import Source
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """The settings of a run. Made by `megatron.training.arguments`; nothing reads the command line after that."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    ddp: DistributedDataParallelConfig
+    schedule: ScheduleConfig
+    training: TrainingConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    resilience: ResilienceConfig
+    provenance: Mapping[str, Source]
+    """Where each field's value comes from, by field name."""
+    notes: tuple[str, ...] = ()
+    """Lines to print once at the start: what was taken otherwise than written, and what changes nothing here."""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of the arguments that a user's script added."""
+
+    @property
+    def transformer(self) -> TransformerConfig:
+        """The stack of layers."""
+        return self.model.transformer
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run."""
+        return self.parallel.world_size
+
+    @property
+    def seed(self) -> int:
+        """Seed of initial weights, dropout and data order."""
+        return self.transformer.seed
+
+    @property
+    def grid(self) -> RankGrid:
+        """The grid of ranks."""
+        transformer = self.transformer
+        return RankGrid(
+            self.world_size,
+            tensor=transformer.tensor_model_parallel_size,
+            context=transformer.context_parallel_size,
+            pipeline=transformer.pipeline_model_parallel_size,
+            expert=transformer.expert_model_parallel_size,
+            expert_tensor=transformer.expert_tensor_parallel_size,
+            order="tp-cp-ep-pp-dp" if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        )
+
+    def parts(self) -> list[Any]:
+        """The config objects; where two have a field of one name, the first is the one whose flag it is."""
+        return [
+            self.transformer,
+            self.optimizer,
+            self.ddp,
+            self.model,
+            self.parallel,
+            self.schedule,
+            self.training,
+            self.data,
+            self.tokenizer,
+            self.evaluation,
+            self.checkpoint,
+            self.logging,
+            self.resilience,
+        ]
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by field name."""
+        values: dict[str, Any] = {}
+        for part in self.parts():
+            for field in dataclasses.fields(part):
+                values.setdefault(field.name, getattr(part, field.name))
+        values.pop("transformer")
+        return values

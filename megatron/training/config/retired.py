@@ -1,0 +1,90 @@
+"""Flags of older releases that published commands still use, and what they are today."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """A flag where it stands on the command line, with its words."""
+
+    spelling: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a retired flag becomes, and the line that says so."""
+
+    occurrences: tuple[Occurrence, ...]
+    implied: tuple[Occurrence, ...]
+    warning: str
+
+
+def translate_all(occurrences: list[Occurrence]) -> tuple[list[Occurrence], list[str]]:
+    """The command line with retired flags replaced by those of today, and a warning for each.
+
+    What a retired flag only implies comes first, so that a flag that says otherwise wins.
+    """
+    implied: list[Occurrence] = []
+    today: list[Occurrence] = []
+    warnings: dict[str, None] = {}
+    for occurrence in occurrences:
+        translation = translate(occurrence)
+        if translation is None:
+            today.append(occurrence)
+        else:
+            implied += translation.implied
+            today += translation.occurrences
+            warnings[translation.warning] = None
+    return implied + today, list(warnings)
+
+
+def translate(occurrence: Occurrence) -> Translation | None:
+    """The flags of today for a retired one; None if it is not retired."""
+    spelling, words = occurrence.spelling, occurrence.words
+    if spelling in _FULL_RECOMPUTATION:
+        method = Occurrence("--recompute-method", words or ("uniform",))
+        return _becomes(occurrence, (_FULL, method), implied=(Occurrence("--recompute-num-layers", ("1",)),))
+    if spelling == "--no-position-embedding":  # beside --use-rotary-position-embeddings it only means: not learnt ones
+        return _becomes(occurrence, (), implied=(Occurrence("--position-embedding-type", ("none",)),))
+    if spelling in _RENAMED:
+        return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
+    if spelling in _NOW:
+        return _becomes(occurrence, (_NOW[spelling],))
+    if spelling in _GONE:
+        return Translation((), (), f"{_text(occurrence)}: retired and ignored: {_GONE[spelling]}")
+    return None
+
+
+def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurrence, ...] = ()) -> Translation:
+    return Translation(new, implied, f"{_text(old)}: retired; taken as {' '.join(map(_text, (*new, *implied)))}")
+
+
+def _text(occurrence: Occurrence) -> str:
+    return " ".join((occurrence.spelling, *occurrence.words))
+
+
+_FULL_RECOMPUTATION = frozenset({"--activations-checkpoint-method", "--checkpoint-activations"})
+_FULL = Occurrence("--recompute-granularity", ("full",))
+
+_RENAMED = {
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--batch-size": "--micro-batch-size",
+    "--checkpoint-num-layers": "--recompute-num-layers",
+    "--activations-checkpoint-num-layers": "--recompute-num-layers",
+}
+
+_NOW = {
+    "--use-rotary-position-embeddings": Occurrence("--position-embedding-type", ("rope",)),
+}
+
+_GONE = {
+    "--DDP-impl": "there is one data parallel implementation",
+    "--dataset-impl": "indexed data files are mapped into memory",
+    "--no-contiguous-buffers-in-local-ddp": "gradients always lie in contiguous buffers",
+    "--no-scatter-gather-tensors-in-pipeline": "pipeline stages exchange what each needs",
+    "--onnx-safe": "it belonged to an exporter",
+}
+
+RETIRED = frozenset({"--no-position-embedding", *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
+"""Every flag that `translate` knows."""

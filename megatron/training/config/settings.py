@@ -1,0 +1,51 @@
+"""All values of a run by field name while they are being completed, and where each comes from."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron.training.config.command_line import CommandLine
+
+Source = Literal["default", "flag", "derived", "script"]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run is started in."""
+
+    world_size: int
+    has_cuda: bool
+
+    @classmethod
+    def of_this_process(cls) -> "Surroundings":
+        """From WORLD_SIZE, which torchrun sets, and the devices of this machine."""
+        return cls(int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available())
+
+
+class Settings:
+    """Attribute access to every value; `derive` changes one and remembers that it was derived."""
+
+    def __init__(self, line: CommandLine, surroundings: Surroundings) -> None:
+        self.values: dict[str, Any] = dict(line.values)
+        self.surroundings = surroundings
+        self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
+        self.provenance.update(dict.fromkeys(line.script, "script"))
+        self.provenance.update(dict.fromkeys(line.given, "flag"))
+        self.derive("world_size", surroundings.world_size)
+
+    def __getattr__(self, field: str) -> Any:
+        try:
+            return self.__dict__["values"][field]
+        except KeyError:
+            raise AttributeError(field) from None
+
+    def derive(self, field: str, value: Any) -> None:
+        """Set a value that follows from others."""
+        self.values[field] = value
+        self.provenance[field] = "derived"
+
+    def is_given(self, field: str) -> bool:
+        """A flag, or the user's script, has set it."""
+        return self.provenance.get(field) in ("flag", "script")
