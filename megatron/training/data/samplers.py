@@ -7,11 +7,14 @@ and micro-batches of b. So any d and b that make up the same global batch take t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.core.exceptions import UserError
+
+_PLACES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,16 @@ class CyclicSampler:
         self.seed = seed
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        place = self.consumed_samples + self.share.offset
+        share = self.share
+        at_once = max(1, _PLACES_AT_ONCE // share.micro_batch_size)
+        firsts = self.consumed_samples + share.offset + np.arange(at_once, dtype=np.uint64) * np.uint64(share.stride)
+        places = firsts[:, None] + np.arange(share.micro_batch_size, dtype=np.uint64)
         while True:
-            places = np.arange(place, place + self.share.micro_batch_size, dtype=np.uint64)
-            yield list(self.samples_at(places))
-            place += self.share.stride
+            yield from self.samples_at(places)
+            places += np.uint64(at_once * share.stride)
 
-    def samples_at(self, places: np.ndarray) -> list[int]:
-        """The ids at these places (uint64) of the stream."""
+    def samples_at(self, places: np.ndarray) -> list[Any]:
+        """The ids at these places (uint64, any shape) of the stream, as nested lists."""
         total = np.uint64(self.total_samples)
         return permuted(places % total, self.total_samples, _mixed(places // total) ^ np.uint64(self.seed)).tolist()
 

@@ -1,0 +1,170 @@
+"""megatron/training/data/loaders.py: the run's samples do not depend on layout, workers, or where it was resumed."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.training.data.loaders import SampleError, build_data_iterator
+
+
+def fields_of(batch):
+    """Everything in a batch, as comparable values."""
+    return {name: value.tolist() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+
+
+def samples_of(batches):
+    """(id, tokens) of every row."""
+    return [
+        (sample, row)
+        for batch in batches
+        for sample, row in zip(batch.sample_ids.tolist(), batch.tokens.tolist(), strict=True)
+    ]
+
+
+def read(dataset, count, **arguments):
+    iterator = build_data_iterator(dataset, **arguments)
+    batches = list(itertools.islice(iterator, count))
+    getattr(iterator, "close", lambda: None)()
+    return batches
+
+
+@pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
+def test_workers_do_not_show(build_dataset, dataloader_type):
+    dataset = build_dataset(200, reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True)
+    found = [
+        [
+            fields_of(batch)
+            for batch in read(
+                dataset,
+                12,
+                micro_batch_size=3,
+                consumed_samples=6,
+                dataloader_type=dataloader_type,
+                num_workers=workers,
+            )
+        ]
+        for workers in (0, 1, 2)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 12
+
+
+@pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
+def test_layout_and_resuming_do_not_show(build_dataset, dataloader_type):
+    dataset = build_dataset(96)
+    expected = samples_of(read(dataset, 96, micro_batch_size=1, dataloader_type=dataloader_type, num_workers=0))
+    for micro_batch_size, ranks, start in [(4, 1, 0), (2, 2, 16), (3, 4, 24), (1, 8, 40)]:
+        count = (96 - start) // (micro_batch_size * ranks)
+        streams = [
+            read(
+                dataset,
+                count,
+                micro_batch_size=micro_batch_size,
+                consumed_samples=start,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                dataloader_type=dataloader_type,
+                num_workers=0,
+            )
+            for rank in range(ranks)
+        ]
+        in_order = [batch for step in zip(*streams, strict=True) for batch in step]
+        assert samples_of(in_order) == expected[start : start + count * micro_batch_size * ranks]
+
+
+def test_a_whole_pass_is_filled_up_with_rows_without_loss(build_dataset):
+    dataset = build_dataset(21)
+    length = len(dataset)
+    batches = read(dataset, None, micro_batch_size=4, num_workers=1, fill_to=16)
+    assert sum(len(batch.tokens) for batch in batches) == -(-length // 16) * 16
+    ids = torch.cat([batch.sample_ids for batch in batches])
+    loss = torch.cat([batch.loss_mask for batch in batches]).sum(1)
+    assert ids[:length].tolist() == list(range(length))
+    assert (ids[length:] == -1).all()
+    assert (loss[length:] == 0).all()
+    assert (loss[:length] > 0).all()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_however_workers_start(build_dataset, method):
+    dataset = build_dataset(24)
+    dataset[0]
+    found = read(dataset, 3, micro_batch_size=4, num_workers=1, multiprocessing_context=method)
+    assert samples_of(found) == samples_of(read(dataset, 3, micro_batch_size=4, num_workers=0))
+
+
+def test_reading_disturbs_no_generator(build_dataset):
+    dataset = build_dataset(24)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        read(dataset, 2, micro_batch_size=2, num_workers=workers)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Faulty:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, idx):
+        if idx == 7:
+            raise ValueError("the disk is gone")
+        return torch.tensor(idx)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_errors_name_the_sample(workers):
+    iterator = build_data_iterator(Faulty(), micro_batch_size=2, num_workers=workers, collate=torch.stack)
+    assert [next(iterator).tolist() for _ in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(SampleError, match="sample 7: ValueError: the disk is gone"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+class Patient:
+    """Items that tell the process that reads them, slowly enough for a signal to come between."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, idx):
+        time.sleep(0.01)
+        return torch.tensor(os.getpid())
+
+
+def test_workers_end_with_the_iterator_and_not_with_a_signal():
+    iterator = build_data_iterator(Patient(), micro_batch_size=1, num_workers=2, collate=torch.stack)
+    workers = {next(iterator).item() for _ in range(8)}
+    assert workers == {process.pid for process in multiprocessing.active_children()}
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+        os.kill(worker, signal.SIGINT)
+    assert {next(iterator).item() for _ in range(20)} == workers
+    iterator.close()
+    assert not multiprocessing.active_children()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_the_users_own_loader_passes_through():
+    assert list(build_data_iterator([1, 2, 3], micro_batch_size=1, dataloader_type="external")) == [1, 2, 3]
+    with pytest.raises(UserError, match="external"):
+        build_data_iterator(object(), micro_batch_size=1, dataloader_type="external")
+    with pytest.raises(UserError, match="--dataloader-type other"):
+        build_data_iterator([1], micro_batch_size=1, dataloader_type="other")
+
+
+def test_published_cyclic_order_on_request(build_dataset):
+    dataset = build_dataset(50)
+    published = read(
+        dataset, 10, micro_batch_size=2, num_workers=0, dataloader_type="cyclic", published_cyclic_order=True
+    )
+    expected = torch.randperm(len(dataset) // 2 * 2, generator=torch.Generator().manual_seed(0))[:20]
+    assert torch.cat([batch.sample_ids for batch in published]).tolist() == expected.tolist()
