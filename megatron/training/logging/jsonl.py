@@ -51,6 +51,13 @@ class JsonlLog(LogSink):
             self._torn = not _ends_in_a_line(self.path)
         except OSError as error:
             raise UserError(f"--metrics-path {self.path} cannot be written: {error.strerror or error}") from error
+        if self.superseded.path is not None:
+            torn = ", the last one torn" if self.superseded.torn else ""
+            print(
+                f"{self.path}: {self.superseded.lines} lines beyond iteration {resumed_iteration}{torn}: "
+                f"moved to {self.superseded.path}",
+                flush=True,
+            )
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         self._write([step_line(step, speed) for step in steps])

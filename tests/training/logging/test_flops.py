@@ -2,7 +2,13 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.activation import squared_relu
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.logging.flops import (
     LatentAttention,
     MixtureOfExperts,
@@ -71,3 +77,52 @@ def test_peaks_are_dense_and_unknown_devices_have_none():
     assert peak_of_device_name("NVIDIA RTX A3000", bf16) is None
     assert peak_of_device_name("NVIDIA A100X Prototype", bf16) is None
     assert peak_tflops(torch.device("cpu"), bf16) is None
+
+
+MODELS = {
+    "mha, tied": {"config": {}, "tied": True},
+    "gqa, swiglu": {"config": {"num_query_groups": 2, "gated_linear_unit": True}, "tied": False},
+    "wide heads, squared relu": {"config": {"kv_channels": 24, "activation_func": squared_relu}, "tied": False},
+    "mqa, swiglu, rope, padded vocabulary, no bias": {
+        "config": {"num_query_groups": 1, "gated_linear_unit": True, "add_bias_linear": False},
+        "tied": True,
+        "rope": True,
+        "padding": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_formula_counts_what_a_model_computes(model):
+    """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half."""
+    vocab, padding, seq, batch = 300, model.get("padding", 4), 32, 2
+    padded = -(-vocab // padding) * padding
+    config = TransformerConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=160,
+        attention_backend=AttnBackend.unfused,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **model["config"],
+    )
+    gpt = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=vocab,
+        max_sequence_length=seq,
+        share_embeddings_and_output_weights=model["tied"],
+        position_embedding_type="rope" if model.get("rope") else "learned_absolute",
+        vocab_padding_multiple=padding,
+    )
+    tokens = torch.randint(vocab, (batch, seq))
+    with FlopCounterMode(display=False) as counter:
+        gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).mean().backward()
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    scores = sum(flops for op, flops in counts.items() if "bmm" in op)
+    queries = config.kv_channels * config.num_attention_heads
+    assert scores == 3 * 2 * 2 * queries * seq * seq * batch * config.num_layers  # only attention is batched
+    counted = sum(counts.values()) - scores / 2
+    formula = training_flops(ModelShape.from_config(config, padded_vocab_size=padded, seq_length=seq), batch)
+    assert formula == pytest.approx(counted, rel=0.01)

@@ -64,11 +64,12 @@ def test_a_resumed_run_continues_the_file(tmp_path):
     assert not (tmp_path / "metrics.superseded.jsonl").exists()
 
 
-def test_lines_beyond_the_checkpoint_are_superseded(tmp_path):
+def test_lines_beyond_the_checkpoint_are_superseded(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     write_run(path, 1, 14)
     log = write_run(path, 11, 20, resumed=10)
     assert (log.superseded.lines, log.superseded.torn) == (4, False)
+    assert capsys.readouterr().out == f"{path}: 4 lines beyond iteration 10: moved to {log.superseded.path}\n"
     history = read_metrics(path)
     assert history.series("lm loss") == (
         list(range(1, 21)),
