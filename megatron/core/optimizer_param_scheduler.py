@@ -128,6 +128,8 @@ class OptimizerParamScheduler:
         if problems:
             raise UserError("; ".join(problems))
         self._count = torch.zeros((), dtype=torch.float64, device=getattr(optimizer, "device", "cpu"))
+        self.learning_rate: Tensor
+        """The rate now, of groups without settings of their own: a float64 scalar tensor; a new one at each step."""
         self._apply()
 
     def _problems(self) -> list[str]:
@@ -215,7 +217,9 @@ class OptimizerParamScheduler:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        rates: dict[LearningRateSchedule, Tensor] = {}
+        own = self._schedule_of({})
+        rates = {own: learning_rate(self._count, own)}
+        self.learning_rate = rates[own]
         for group in self.optimizer.param_groups:
             schedule = self._schedule_of(group)
             if schedule not in rates:

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
@@ -16,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 __all__ = [
     "ConstantGradScaler",
     "DynamicGradScaler",
+    "ExternalOptimizer",
     "FlatOptimizer",
     "MegatronOptimizer",
     "OptimizerConfig",

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
 
-from megatron.core.collectives import all_reduce
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.replicas import replica_ranks
@@ -16,7 +14,7 @@ from megatron.core.distributed.units import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
-from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupSettings, ParamGroupOverride, ParamKey, Run, group_runs
 from megatron.core.optimizer.update_rules import Segments, StepInputs, UpdateRule, build_update_rule
@@ -118,7 +116,9 @@ class FlatOptimizer(MegatronOptimizer):
         scale = self.get_loss_scale().double()
         norm = grad_norm(self.units, self.groups) / scale
         gradients_finite = norm.isfinite()
-        loss_finite = self._agree(loss_is_finite) if loss_is_finite is not None else torch.ones_like(self.halted)
+        loss_finite = torch.ones_like(self.halted)
+        if loss_is_finite is not None:
+            loss_finite = true_on_all_ranks(loss_is_finite, self.groups)
         if self.stop_on_nonfinite:
             # Gradients of a float16 model overflow whenever the loss scale is too large; that is no accident.
             good = loss_finite if self.config.fp16 else loss_finite & gradients_finite
@@ -138,14 +138,6 @@ class FlatOptimizer(MegatronOptimizer):
                 self.rule.update(alike, step, group["lr"], group["weight_decay"])
         for state in self.states:
             state.publish()
-
-    def _agree(self, loss_is_finite: Tensor) -> Tensor:
-        """True if it is on every rank of the model and all its replicas."""
-        flag = loss_is_finite.to(torch.int32)
-        for name in ("dp_cp", "mp"):
-            if self.groups.size(name) > 1:
-                flag = all_reduce(flag.clone(), getattr(self.groups, name), ReduceOp.MIN)
-        return flag.bool()
 
     # What loops ask --------------------------------------------------------------------------------------------------
 

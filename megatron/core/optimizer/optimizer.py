@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
+from megatron.core.collectives import all_reduce
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,12 @@ class MegatronOptimizer(abc.ABC):
     ) -> dict[str, Chunk]:
         """The chunks by name."""
         return {chunk.name: chunk for chunk in self.state_chunks()}
+
+
+def true_on_all_ranks(flag: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Whether a bool scalar is True on every rank of the model and all its replicas; on the device."""
+    common = flag.to(torch.int32, copy=True)
+    for name in ("dp_cp", "mp"):
+        if groups.size(name) > 1:
+            all_reduce(common, getattr(groups, name), ReduceOp.MIN)
+    return common.bool()

@@ -1,0 +1,209 @@
+"""How many micro-batches a step has: constant, or growing with the samples consumed.
+
+`BatchSchedule` is what the library and the app use. The functions below it are the published facade, which keeps one
+schedule for user scripts; nothing in the library calls them.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.exceptions import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RampUp:
+    """--rampup-batch-size: from `start` in steps of `increment` over `samples` samples."""
+
+    start: int
+    increment: int
+    samples: int
+
+    def size(self, consumed_samples: int, final: int) -> int:
+        """Global batch size after so many samples."""
+        if consumed_samples > self.samples:
+            return final
+        samples_per_increment = self.samples / ((final - self.start) / self.increment)
+        return min(final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
+
+
+@dataclass
+class BatchSchedule:
+    """Sizes of the global batch over a run. Raises UserError where micro-batches and replicas do not fit into it."""
+
+    final_global_batch_size: int
+    micro_batch_size: int
+    data_parallel_size: int
+    rampup: RampUp | None = None
+    decrease_if_needed: bool = False
+    """Round a global batch size that does not divide down to one that does, instead of refusing it."""
+    scheduled_global_batch_size: int = field(init=False)
+    """What the schedule says now."""
+    global_batch_size: int = field(init=False)
+    """Samples that a step takes now: as scheduled, or rounded down."""
+
+    def __post_init__(self) -> None:
+        for name in ("final_global_batch_size", "micro_batch_size", "data_parallel_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name.removeprefix('final_')} is {getattr(self, name)}; it must be at least 1")
+        if self.rampup is not None:
+            self._check_rampup(self.rampup)
+        self._rounded_down(self.final_global_batch_size)
+        self.update(0)
+
+    @classmethod
+    def from_config(cls, config: Any, data_parallel_size: int) -> "BatchSchedule":
+        """From an object with `global_batch_size` (None: one micro-batch a replica), `micro_batch_size`,
+        `rampup_batch_size` and `decrease_batch_size_if_needed`."""
+        size = config.global_batch_size or config.micro_batch_size * data_parallel_size
+        words = config.rampup_batch_size
+        return cls(
+            size,
+            config.micro_batch_size,
+            data_parallel_size,
+            RampUp(*map(int, words)) if words else None,
+            config.decrease_batch_size_if_needed,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of a step on each data parallel rank, now."""
+        return self.global_batch_size // self.samples_at_once
+
+    @property
+    def final_num_microbatches(self) -> int:
+        """The same when the batch has its full size; evaluation uses it throughout."""
+        return self._rounded_down(self.final_global_batch_size) // self.samples_at_once
+
+    @property
+    def samples_at_once(self) -> int:
+        """Samples that all data parallel ranks take in one micro-batch."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def update(self, consumed_samples: int, check: bool = True) -> None:
+        """Set the sizes for the step that begins after so many samples."""
+        final = self.final_global_batch_size
+        self.scheduled_global_batch_size = self.rampup.size(consumed_samples, final) if self.rampup else final
+        self.global_batch_size = self._rounded_down(self.scheduled_global_batch_size, check)
+
+    def _rounded_down(self, size: int, check: bool = True) -> int:
+        at_once = self.samples_at_once
+        whole = size // at_once * at_once
+        if whole == size or (self.decrease_if_needed and whole):
+            return whole
+        if check:
+            works = f"{whole} or {whole + at_once}" if whole else str(at_once)
+            raise UserError(
+                f"--global-batch-size {size} is no multiple of --micro-batch-size {self.micro_batch_size} x "
+                f"{self.data_parallel_size} data parallel ranks = {at_once}; {works} would work"
+            )
+        return max(whole, at_once)
+
+    def _check_rampup(self, rampup: RampUp) -> None:
+        words = f"--rampup-batch-size {rampup.start} {rampup.increment} {rampup.samples}"
+        growth = self.final_global_batch_size - rampup.start
+        if rampup.start < 1 or rampup.increment < 1 or rampup.samples < 0 or growth < 0:
+            raise UserError(
+                f"{words}: start and increment must be positive, and start at most --global-batch-size "
+                f"{self.final_global_batch_size}"
+            )
+        if growth % rampup.increment:
+            raise UserError(
+                f"{words}: --global-batch-size {self.final_global_batch_size} minus the start must be a multiple of "
+                f"the increment; {self.final_global_batch_size - growth % rampup.increment} would work"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The published facade
+
+_schedule: BatchSchedule | None = None
+
+
+def init_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Sequence[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Keep a schedule for the functions below; raises UserError if there is one."""
+    if _schedule is not None:
+        raise UserError(
+            "the micro-batches calculator exists already: call reconfigure_num_microbatches_calculator, or "
+            "destroy_num_microbatches_calculator first"
+        )
+    reconfigure_num_microbatches_calculator(
+        rank,
+        rampup_batch_size,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
+        decrease_batch_size_if_needed,
+    )
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Sequence[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Keep another schedule in its place."""
+    global _schedule
+    if rampup_batch_size is not None and len(rampup_batch_size) != 3:
+        raise UserError(f"--rampup-batch-size takes three numbers: start, increment, samples; got {rampup_batch_size}")
+    rampup = RampUp(*map(int, rampup_batch_size)) if rampup_batch_size is not None else None
+    _schedule = BatchSchedule(
+        global_batch_size, micro_batch_size, data_parallel_size, rampup, decrease_batch_size_if_needed
+    )
+
+
+def unset_num_microbatches_calculator() -> None:
+    """Forget the schedule."""
+    global _schedule
+    _schedule = None
+
+
+destroy_num_microbatches_calculator = unset_num_microbatches_calculator
+
+
+def _kept() -> BatchSchedule:
+    if _schedule is None:
+        raise UserError("call init_num_microbatches_calculator first")
+    return _schedule
+
+
+def get_num_microbatches() -> int:
+    """Micro-batches of a step on each data parallel rank, now."""
+    return _kept().num_microbatches
+
+
+def get_current_global_batch_size() -> int:
+    """Global batch size that the schedule says now."""
+    return _kept().scheduled_global_batch_size
+
+
+def get_current_running_global_batch_size() -> int:
+    """Samples that a step takes now: the scheduled size, or rounded down."""
+    return _kept().global_batch_size
+
+
+def get_micro_batch_size() -> int:
+    """Samples of a micro-batch on one data parallel rank."""
+    return _kept().micro_batch_size
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Set the sizes for the step that begins after so many samples."""
+    kept = _kept()
+    before = kept.global_batch_size
+    kept.update(consumed_samples, consistency_check)
+    if verbose and kept.global_batch_size != before:
+        logger.info("global batch size is %d from sample %d on", kept.global_batch_size, consumed_samples)

@@ -1,0 +1,194 @@
+"""Named timers with levels. Starting and stopping one costs no synchronisation; reading it waits for its last stop.
+
+On a GPU a timer records events in the current stream, so that it measures what the device did between them.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.collectives import barrier as barrier_of
+from megatron.core.exceptions import UserError
+
+LogOption = Literal["max", "minmax", "all"]
+
+
+class ScalarWriter(Protocol):
+    """What `write` needs of a TensorBoard or similar writer."""
+
+    def add_scalar(self, tag: str, value: float, iteration: int) -> object: ...
+
+
+class Timer:
+    """Adds up the time between starts and stops."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._on_gpu = torch.cuda.is_available()
+        self._running = False
+        self._begun: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin a span. `barrier` waits for all ranks first."""
+        if self._running:
+            raise RuntimeError(f"timer {self.name!r} is running already")
+        if barrier:
+            barrier_of()
+        self._begun, self._running = self._now(), True
+
+    def stop(self, barrier: bool = False) -> None:
+        """End the span."""
+        if not self._running:
+            raise RuntimeError(f"timer {self.name!r} is not running")
+        if barrier:
+            barrier_of()
+        self._spans.append((self._begun, self._now()))
+        self._running = False
+
+    def reset(self) -> None:
+        """Forget all spans."""
+        self._spans.clear()
+        self._seconds = 0.0
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds of all spans since the last reset, one that is running included. Waits for a GPU's last event."""
+        running = self._running
+        if running:
+            self.stop(barrier)
+        self._seconds += sum(self._length(*span) for span in self._spans)
+        self._spans.clear()
+        total = self._seconds
+        if reset:
+            self.reset()
+        if running:
+            self.start(barrier)
+        return total
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _length(self, begin: Any, end: Any) -> float:
+        if not self._on_gpu:
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000.0
+
+
+class _Silent(Timer):
+    """A timer above the log level."""
+
+    def start(self, barrier: bool = False) -> None: ...
+
+    def stop(self, barrier: bool = False) -> None: ...
+
+
+class Timers:
+    """Timers by name: `timers("forward-backward", log_level=1).start()`.
+
+    A timer whose level is above `log_level` does nothing. `log_option` says what `log` shows of all ranks' times: the
+    largest, smallest and largest, or all.
+    """
+
+    MAX_LOG_LEVEL = 2
+
+    def __init__(self, log_level: int, log_option: LogOption) -> None:
+        if not 0 <= log_level <= self.MAX_LOG_LEVEL:
+            raise UserError(f"--timing-log-level {log_level}: 0, 1 or 2")
+        if log_option not in ("max", "minmax", "all"):
+            raise UserError(f"--timing-log-option {log_option!r}: max, minmax or all")
+        self._log_level = log_level
+        self._log_option = log_option
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+        self._silent = _Silent("above the log level")
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer of this name, made on first use with the level given (default: the most detailed)."""
+        if name not in self._levels:
+            level = self.MAX_LOG_LEVEL if log_level is None else log_level
+            if not 0 <= level <= self.MAX_LOG_LEVEL:
+                raise UserError(f"timer {name!r} has level {level}: 0, 1 or 2")
+            self._levels[name] = level
+            if level <= self._log_level:
+                self._timers[name] = Timer(name)
+        elif log_level is not None and log_level != self._levels[name]:
+            raise UserError(f"timer {name!r} has level {self._levels[name]}, not {log_level}")
+        return self._timers.get(name, self._silent)
+
+    def get_all_timers_string(
+        self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
+    ) -> str | None:
+        """Times of all ranks in ms / `normalizer`, a line a timer; None if no timer ran. All ranks call this."""
+        times = self._of_all_ranks(names, reset, barrier)
+        lines = []
+        for name, seconds in times.items():
+            ran = [1000.0 * s / normalizer for s in seconds if s > 0.0]
+            if ran:
+                lines.append(f"    {name + ':':.<40} {self._shown(ran)}")
+        if not lines:
+            return None
+        titles = {
+            "max": "max time across ranks (ms):",
+            "minmax": "(min, max) time across ranks (ms):",
+            "all": "times across ranks (ms):",
+        }
+        return "\n".join([titles[self._log_option], *lines])
+
+    def log(
+        self,
+        names: Sequence[str] | None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print that on one rank (default: the last). All ranks call."""
+        text = self.get_all_timers_string(names, normalizer, reset, barrier)
+        world, here = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        if text is not None and here == (world - 1 if rank is None else rank):
+            print(text, flush=True)
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: ScalarWriter | None,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Hand the largest time of each timer, in seconds, to a writer. All ranks call; those without one pass None."""
+        for name, seconds in self._of_all_ranks(names, reset, barrier).items():
+            if writer is not None:
+                writer.add_scalar(f"{name}-time", max(seconds) / normalizer, iteration)
+
+    def _shown(self, milliseconds: list[float]) -> str:
+        if self._log_option == "max":
+            return f"{max(milliseconds):.2f}"
+        if self._log_option == "minmax":
+            return f"({min(milliseconds):.2f}, {max(milliseconds):.2f})"
+        return " ".join(f"{value:.2f}" for value in milliseconds)
+
+    def _of_all_ranks(self, names: Sequence[str] | None, reset: bool, barrier: bool) -> dict[str, list[float]]:
+        """Seconds of each timer on every rank."""
+        chosen = [name for name in (names if names is not None else self._timers) if name in self._timers]
+        if barrier:
+            barrier_of()
+        mine = [self._timers[name].elapsed(reset=reset) for name in chosen]
+        if not dist.is_initialized() or not chosen:
+            return {name: [seconds] for name, seconds in zip(chosen, mine, strict=True)}
+        on_gpu = "nccl" in dist.get_backend_config()
+        here = torch.tensor(mine, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
+        everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, here)
+        table = torch.stack(everywhere).tolist()
+        return {name: [row[i] for row in table] for i, name in enumerate(chosen)}

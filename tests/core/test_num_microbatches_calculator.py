@@ -1,0 +1,87 @@
+"""Batch sizes over a run."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core import num_microbatches_calculator as facade
+from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSchedule, RampUp
+
+
+def test_a_constant_batch() -> None:
+    schedule = BatchSchedule(64, 4, 2)
+    schedule.update(10**9)
+    assert (schedule.num_microbatches, schedule.global_batch_size, schedule.samples_at_once) == (8, 64, 8)
+
+
+def test_ramp_up_follows_the_published_formula() -> None:
+    schedule = BatchSchedule(32, 2, 2, RampUp(8, 8, 300))
+    for consumed, size in ((0, 8), (99, 8), (100, 16), (199, 16), (200, 24), (299, 24), (300, 32), (301, 32)):
+        schedule.update(consumed)
+        assert (schedule.global_batch_size, schedule.num_microbatches) == (size, size // 4), consumed
+    assert schedule.final_num_microbatches == 8
+
+
+def test_a_batch_that_does_not_divide_is_refused_or_rounded_down() -> None:
+    with pytest.raises(
+        UserError, match=r"--global-batch-size 30 is no multiple of .* 4 x 2 .* = 8; 24 or 32 would work"
+    ):
+        BatchSchedule(30, 4, 2)
+    with pytest.raises(UserError, match=r"--global-batch-size 6 .* 8 would work"):
+        BatchSchedule(6, 4, 2)
+    schedule = BatchSchedule(30, 4, 2, decrease_if_needed=True)
+    assert (schedule.scheduled_global_batch_size, schedule.global_batch_size, schedule.num_microbatches) == (30, 24, 3)
+    with pytest.raises(UserError, match="8 would work"):
+        BatchSchedule(6, 4, 2, decrease_if_needed=True)
+
+
+def test_a_stage_of_the_ramp_that_does_not_divide_is_refused_when_it_comes() -> None:
+    schedule = BatchSchedule(24, 4, 2, RampUp(8, 4, 400))
+    schedule.update(50)
+    with pytest.raises(UserError, match=r"--global-batch-size 12"):
+        schedule.update(100)
+    rounded = BatchSchedule(24, 4, 2, RampUp(8, 4, 400), decrease_if_needed=True)
+    rounded.update(100)
+    assert (rounded.scheduled_global_batch_size, rounded.global_batch_size) == (12, 8)
+
+
+@pytest.mark.parametrize(
+    ("rampup", "says"),
+    [(RampUp(40, 8, 100), "start at most --global-batch-size 32"), (RampUp(8, 7, 100), "29 would work")],
+)
+def test_impossible_ramps(rampup: RampUp, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        BatchSchedule(32, 2, 2, rampup)
+
+
+def test_from_config_fills_in_the_default() -> None:
+    config = SimpleNamespace(
+        global_batch_size=None, micro_batch_size=3, rampup_batch_size=None, decrease_batch_size_if_needed=False
+    )
+    assert BatchSchedule.from_config(config, 5).global_batch_size == 15
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    facade.destroy_num_microbatches_calculator()
+    yield
+    facade.destroy_num_microbatches_calculator()
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_published_functions() -> None:
+    with pytest.raises(UserError, match="init_num_microbatches_calculator first"):
+        facade.get_num_microbatches()
+    facade.init_num_microbatches_calculator(0, [8, 8, 300], 32, 2, 2)
+    with pytest.raises(UserError, match="exists already"):
+        facade.init_num_microbatches_calculator(0, None, 32, 2, 2)
+    facade.update_num_microbatches(100)
+    assert (facade.get_num_microbatches(), facade.get_current_global_batch_size()) == (4, 16)
+    facade.reconfigure_num_microbatches_calculator(0, None, 30, 4, 2, True)
+    assert facade.get_current_global_batch_size() == 30
+    assert facade.get_current_running_global_batch_size() == 24
+    assert facade.get_micro_batch_size() == 4
+    with pytest.raises(UserError, match="three numbers"):
+        facade.reconfigure_num_microbatches_calculator(0, [8, 8], 32, 2, 2)
