@@ -88,7 +88,10 @@ def build_document_index(
     sequence_ids: Sequence[int] | np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
     """All epochs' sequence ids, shuffled together, or the last epoch's apart from the others'."""
-    one_epoch = np.asarray(sequence_ids, dtype=np.int32)
+    if isinstance(sequence_ids, range):  # numpy would go through a Python integer for each
+        one_epoch = np.arange(sequence_ids.start, sequence_ids.stop, sequence_ids.step, dtype=np.int32)
+    else:
+        one_epoch = np.asarray(sequence_ids, dtype=np.int32)
     if plan.samples_before_last_epoch is None:
         stages = [np.tile(one_epoch, plan.num_epochs)]
     else:

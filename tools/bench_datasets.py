@@ -1,0 +1,149 @@
+"""Measure what building and reading datasets costs; prints rows of a table for docs/benchmarks.md.
+
+python tools/bench_datasets.py
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.document_boundaries import cumulative_lengths, document_mask
+from megatron.core.datasets.index_building import (
+    build_document_index,
+    build_sample_index,
+    build_shuffle_index,
+    plan_samples,
+)
+from megatron.core.datasets.utils import Split
+
+_BLEND_IN_A_PROCESS = "--blend-in-this-process"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--documents", type=int, default=30_000_000, help="documents to index (default: %(default)s)")
+    parser.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sample (default: %(default)s)")
+    parser.add_argument("--datasets", type=int, default=64, help="datasets of the blend (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=100_000_000, help="samples of the blend (default: %(default)s)")
+    parser.add_argument(_BLEND_IN_A_PROCESS, action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.blend_in_this_process:
+        measure_blend(args.datasets, args.samples)
+        return 0
+    print("| what | measured |\n|---|---|")
+    measure_indices(args.documents, args.sequence_length)
+    # A process of its own, so that its memory is the blend's and nobody else's.
+    command = [sys.executable, __file__, _BLEND_IN_A_PROCESS, "--datasets", str(args.datasets)]
+    subprocess.run([*command, "--samples", str(args.samples)], check=True)
+    measure_boundaries(2 * args.sequence_length)
+    return 0
+
+
+def measure_indices(num_documents: int, sequence_length: int) -> None:
+    """Build the three indices of a dataset of documents of a thousand tokens on average."""
+    lengths = np.random.default_rng(0).integers(1, 2000, num_documents).astype(np.int32)
+    plan = plan_samples(int(lengths.sum(dtype=np.int64)), None, sequence_length, 1)
+    build_sample_index(lengths[:100], np.arange(100, dtype=np.int32), plan_samples(10_000, None, 10, 1))  # compile
+    random = np.random.RandomState(1)
+    documents, shuffling = _timed(lambda: build_document_index(range(num_documents), plan, random))
+    _, cutting = _timed(lambda: build_sample_index(lengths, documents, plan))
+    _, shuffling_samples = _timed(lambda: build_shuffle_index(plan, random))
+    size = f"{num_documents:.0e} documents, {plan.num_samples} samples of {sequence_length} tokens"
+    _row(f"sample index of {size}", f"{cutting:.2f} s")
+    _row("numpy's shuffle of these documents", f"{shuffling:.2f} s")
+    _row("numpy's shuffle of these samples", f"{shuffling_samples:.2f} s")
+
+
+def measure_blend(num_datasets: int, size: int) -> None:
+    """A blend's memory, first sample, and a sample far in, with and without the counts of an earlier run."""
+    weights = np.random.default_rng(0).random(num_datasets)
+    parts: list[Any] = [_OfLength(int(size * 2 * weight / weights.sum()) + 2) for weight in weights]
+    far = size // 10 * 9
+    blended(parts, weights, 1000, None)[0]  # compile
+    before = _memory()
+    blend, building = _timed(lambda: blended(parts, weights, size, None))
+    _, first = _timed(lambda: blend[0])
+    _, reaching = _timed(lambda: blend[far])
+    memory = _memory() - before
+    what = f"blend of {num_datasets} datasets, {size:.0e} samples"
+    _row(f"{what}: built, first sample read", f"{(building + first) * 1e3:.1f} ms")
+    _row(f"{what}: memory, read up to 90%", f"{memory / 2**20:.1f} MiB")
+    _row(f"{what}: first sample at 90%, nothing kept", f"{reaching:.2f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        blended(parts, weights, size, folder)[far]
+        resumed, building = _timed(lambda: blended(parts, weights, size, folder))
+        _, reaching = _timed(lambda: resumed[far])
+    _row(f"{what}: first sample at 90%, counts kept by an earlier run", f"{building + reaching:.2f} s")
+
+
+def measure_boundaries(sequence_length: int) -> None:
+    """Documents of a sample as boundaries, and as a mask."""
+    random = np.random.default_rng(0)
+    tokens = np.where(random.random(sequence_length) < 1 / 500, 0, random.integers(1, 50_000, sequence_length))
+    boundaries = cumulative_lengths(tokens, 0)
+    as_boundaries = _fastest(lambda: cumulative_lengths(tokens, 0), 1000)
+    as_mask = _fastest(lambda: document_mask(boundaries), 3)
+    what = f"documents of a sample of {sequence_length} tokens"
+    _row(f"{what} as cumulative lengths", f"{as_boundaries * 1e6:.0f} us, {boundaries.nbytes} bytes")
+    _row(f"{what} as an s x s mask", f"{as_mask * 1e6:.0f} us, {sequence_length**2} bytes")
+
+
+class _OfLength:
+    """A dataset that is nothing but its length."""
+
+    index_split = Split.train
+    dataset_path = None
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        return {}
+
+
+def blended(parts: list[Any], weights: np.ndarray, size: int, folder: str | None) -> BlendedDataset:
+    """The blend of these parts, with counts kept in a folder."""
+    config: Any = SimpleNamespace(path_to_cache=folder)
+    return BlendedDataset(parts, weights.tolist(), size, config)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def _fastest(work: Callable[[], Any], times: int) -> float:
+    return min(_timed(work)[1] for _ in range(times))
+
+
+def _memory() -> int:
+    """Bytes that this process has in memory now."""
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize()
+
+
+def _row(what: str, measured: str) -> None:
+    print(f"| {what} | {measured} |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
