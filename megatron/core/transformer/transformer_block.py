@@ -1,5 +1,6 @@
 """The stack of layers of one pipeline stage."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,7 @@ class TransformerBlock(MegatronModule):
         self.pg_collection = pg_collection or default_collection()
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
+        self.layers_at_once = 1
         submodules = block_submodules(spec, config)
         numbers = layers_of_stage(config, self.pg_collection, vp_stage)
         assert submodules.layer_specs is not None
@@ -91,11 +93,17 @@ class TransformerBlock(MegatronModule):
         if inputs is None:
             inputs = self.lone_inputs(s, b, attention_mask, packed_seq_params, hidden_states.device)
         hidden = hidden_states.reshape(s * b, h)  # [t, h]
-        for layer in self.layers:
-            hidden = layer(hidden, inputs)
+        for first in range(0, len(self.layers), self.layers_at_once):
+            hidden = self.run_layers(self.layers[first : first + self.layers_at_once], hidden, inputs)
         if self.final_layernorm is not None:
             hidden = self.final_layernorm(hidden)
         return hidden.view(s, b, h)
+
+    def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
+        """A run of `layers_at_once` layers, [t, h] -> [t, h]: the piece that recompute wraps."""
+        for layer in layers:
+            hidden = layer(hidden, inputs)
+        return hidden
 
     def lone_inputs(
         self,

@@ -38,6 +38,11 @@ class Batch:
         """A copy on another device; `sample_ids` stays on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def laid_end_to_end(self) -> "Batch":
+        """The rows as one of b * s tokens: how a batch with document boundaries goes through a model."""
+        rows = ("tokens", "labels", "loss_mask", "position_ids")
+        return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in rows})
+
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU need not be waited for."""
         return self._map(lambda tensor: tensor.pin_memory())

@@ -1,0 +1,62 @@
+"""What the data flags of a GPT run mean: the config of its data sets, checked against the tokenizer."""
+
+import sys
+
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import (
+    Blend,
+    get_blend_from_list,
+    is_first_rank,
+    read_blend_file,
+    read_blend_per_split_file,
+)
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data_preparation.checks import check_data
+from megatron.training.tokenizer.base import Tokenizer
+
+
+def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
+    """The config of the run's data sets. Raises UserError for data that another tokenizer made."""
+    data = config.data
+    blend, per_split = blends(config)
+    prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
+    if is_first_rank():
+        for prefix in sorted(prefixes):
+            check_data(prefix, tokenizer, tokenizer.vocab_size, warn=_warn)
+    assert data.seq_length is not None
+    return GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=data.seq_length,
+        blend=blend,
+        blend_per_split=per_split,
+        split=None if per_split is not None else data.split,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        tokenizer=tokenizer,
+        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        create_attention_mask=False,
+    )
+
+
+def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
+    """The run's blend, or its blends for each split; neither for mock data."""
+    data = config.data
+    if data.mock_data:
+        return None, None
+    if data.per_split_data_args_path is not None:
+        return None, read_blend_per_split_file(data.per_split_data_args_path)
+    if data.data_args_path is not None:
+        return read_blend_file(data.data_args_path), None
+    if data.data_path is not None:
+        return get_blend_from_list(data.data_path), None
+    each = [get_blend_from_list(words) for words in (data.train_data_path, data.valid_data_path, data.test_data_path)]
+    return None, each
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

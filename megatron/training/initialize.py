@@ -1,0 +1,84 @@
+"""The processes of a run: who am I, on which device, in which groups.
+
+`process_environment` is a context manager, so that a run can be set up and closed twice in one process, with other
+sizes.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    groups: ProcessGroupCollection
+
+    @property
+    def is_first(self) -> bool:
+        """The process that prints what is the same on all."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """The process that has the losses, and so prints the log line."""
+        return self.rank == self.world_size - 1
+
+
+@contextlib.contextmanager
+def process_environment(
+    grid: RankGrid, *, timeout_minutes: float = 10.0, backend: str | None = None
+) -> Iterator[Environment]:
+    """Join the run that torchrun started, or be a run of one process without it; leave it at the end.
+
+    `backend` is what moves the device's tensors (nccl or gloo); host tensors always go over gloo.
+
+    A process group that exists already (a user's, or a test's) is used and left standing. Raises UserError when the
+    number of processes is not the grid's.
+    """
+    device = local_device()
+    mine = "RANK" in os.environ and not dist.is_initialized()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if mine:
+        dist.init_process_group(
+            f"cpu:gloo,cuda:{backend or 'nccl'}" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=timeout_minutes),
+            device_id=device if device.type == "cuda" else None,
+        )
+    try:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if world_size != grid.world_size:
+            raise UserError(f"the run is laid out for {grid.world_size} processes and {world_size} were started")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        groups = ProcessGroupCollection.from_grid(grid, rank, timeout=timedelta(minutes=timeout_minutes))
+        yield Environment(rank, world_size, device, groups)
+    finally:
+        if mine and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def local_device() -> torch.device:
+    """The GPU of this process if there are any, else the CPU. Raises UserError for more processes than GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count:
+        raise UserError(
+            f"this machine has {count} GPUs and process {index} (from 0) wants one of its own: start torchrun with "
+            f"--nproc_per_node {count}"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,69 @@
+"""The log that the flags ask for."""
+
+from dataclasses import fields
+
+from megatron.training.state import TrainState
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import Environment
+from megatron.training.logging.display import make_display
+from megatron.training.logging.flops import ModelShape, peak_tflops, training_flops
+from megatron.training.logging.jsonl import JsonlLog
+from megatron.training.logging.metrics import StepMetrics
+from megatron.training.logging.records import LogSink
+from megatron.training.logging.tensorboard import TagChoices, tensorboard_log
+from megatron.training.logging.training_log import TrainingLog
+
+
+def build_log(
+    config: PretrainConfig, environment: Environment, state: TrainState, padded_vocab_size: int
+) -> TrainingLog:
+    """This rank's part of the log; only the last rank, which has the losses, writes. Raises UserError for a file or
+    folder that cannot be written."""
+    transformer, length = config.transformer, config.data.seq_length
+    assert length is not None and config.training.train_iters is not None
+    metrics = StepMetrics(
+        environment.device,
+        group=environment.groups.dp_cp if environment.groups.size("dp_cp") > 1 else None,
+        rank=environment.rank,
+        expect_overflow=transformer.fp16 and config.optimizer.loss_scale is None,
+        watch=config.resilience.check_for_nan_in_loss_and_grad,
+    )
+    peak = peak_tflops(environment.device, transformer.params_dtype)
+    if config.logging.log_throughput and peak is None and environment.is_last:
+        print("--log-throughput: the peak rate of this device is not known, so no utilisation is given", flush=True)
+    shape = ModelShape.from_config(transformer, padded_vocab_size=padded_vocab_size, seq_length=length)
+    return TrainingLog(
+        metrics,
+        _sinks(config, environment, state) if environment.is_last else (),
+        train_iters=config.training.train_iters,
+        log_interval=config.logging.log_interval,
+        world_size=environment.world_size,
+        tokens_per_sample=length,
+        flops_per_sample=training_flops(shape, 1),
+        peak_tflops=peak,
+        log_throughput=config.logging.log_throughput,
+    )
+
+
+def _sinks(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogSink]:
+    logging = config.logging
+    sinks: list[LogSink] = []
+    if logging.metrics_path is not None:
+        sinks.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration))
+    if logging.tensorboard_dir is not None:
+        # The choices are named as their flags, so they are read off by name.
+        choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
+        sinks.append(
+            tensorboard_log(
+                logging.tensorboard_dir,
+                choices,
+                queue_size=logging.tensorboard_queue_size,
+                world_size=environment.world_size,
+                device=environment.device,
+            )
+        )
+    assert config.training.train_iters is not None
+    # Last, so that what a line says is in the files before it is shown.
+    sinks.append(make_display(config.training.train_iters, iteration=state.iteration))
+    return sinks

@@ -1,0 +1,189 @@
+"""From a config and the pieces of a script to a run that is ready to train."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.state import TrainState
+from torch import nn
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.external import ExternalOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.training import global_vars
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.splits import build_splits
+from megatron.training.hooks.exit import ExitAgreement, agreement_group
+from megatron.training.hooks.gc import ManualGarbageCollection
+from megatron.training.hooks.hook import Hook, Hooks
+from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.signals import SignalWatch
+from megatron.training.initialize import Environment
+from megatron.training.logging.build import build_log
+from megatron.training.logging.finite import GradientProbe
+from megatron.training.parallelize import parallelize
+from megatron.training.pieces import Context, Pieces, SampleCounts, Stage
+from megatron.training.run import Run
+from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+
+
+def set_up(
+    config: PretrainConfig, pieces: Pieces, environment: Environment, signals: SignalWatch, started: float
+) -> Run:
+    """Build everything, load the checkpoint if there is one, and find the place in the data.
+
+    `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
+    """
+    state = TrainState()
+    tokenizer = build_tokenizer(config.tokenizer)
+    context = Context(config, environment, tokenizer, state)
+    padded = padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
+    )
+    if environment.is_first:
+        print("\n".join([*config.notes, padding_line(tokenizer.vocab_size, padded)]), flush=True)
+    global_vars.publish(context)
+    batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
+    model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
+    optimizer = build_optimizer(context, pieces, model)
+    scheduler = build_scheduler(config, optimizer)
+    connect(config, model, optimizer)
+    checkpoints = Checkpoints(config.checkpoint, environment.groups)
+    checkpoints.load(state, model, optimizer, scheduler)
+    splits = build_splits(config, environment, state, pieces.build_datasets(context, sample_counts(config)))
+    log = build_log(config, environment, state, padded)
+    exit_agreement = ExitAgreement(
+        agreement_group(),
+        rank=environment.rank,
+        signals=signals,
+        exit_interval=config.training.exit_interval,
+        exit_duration_in_mins=config.training.exit_duration_in_mins,
+        started=started,
+        non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
+    )
+    return Run(
+        config=config,
+        environment=environment,
+        state=state,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        batches=batches,
+        forward_backward=get_forward_backward_func(),
+        forward_step=pieces.build_forward_step(context),
+        splits=splits,
+        log=log,
+        hooks=Hooks(build_hooks(config, environment)),
+        exit=exit_agreement,
+        checkpoints=checkpoints,
+        probe=build_probe(config, model),
+    )
+
+
+def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]) -> MegatronOptimizer:
+    """What the flags say, or what the script's own piece makes."""
+    config = context.config
+    if pieces.build_optimizer is None:
+        return get_megatron_optimizer(
+            config.optimizer,
+            model,
+            pg_collection=context.environment.groups,
+            stop_on_nonfinite=stops_on_nonfinite(config),
+        )
+    made: Any = pieces.build_optimizer(context, model)
+    return made if isinstance(made, MegatronOptimizer) else ExternalOptimizer(config.optimizer, made, model)
+
+
+def connect(config: PretrainConfig, model: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+    """Tell the schedules, through the published fields of the model's config, how to end a backward pass."""
+    transformer = config.transformer
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = finalize_model_grads
+    transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+
+
+def stops_on_nonfinite(config: PretrainConfig) -> bool:
+    """A non-finite loss or gradient ends the run, instead of costing one update."""
+    resilience = config.resilience
+    return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"
+
+
+def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate and weight decay, counted in samples as --train-iters or --train-samples say."""
+    schedule, training = config.schedule, config.training
+    batch = training.global_batch_size
+
+    def samples(of_samples: int | None, of_iterations: int | None) -> int | None:
+        if of_samples:
+            return of_samples
+        return None if of_iterations is None else of_iterations * batch
+
+    total = samples(training.train_samples, training.train_iters)
+    decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
+    if schedule.lr_warmup_fraction is not None:
+        warmup = int(schedule.lr_warmup_fraction * decay)
+    else:
+        warmup = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
+    steady = config.optimizer.weight_decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=steady if schedule.start_weight_decay is None else schedule.start_weight_decay,
+        end_wd=steady if schedule.end_weight_decay is None else schedule.end_weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
+        wsd_decay_steps=samples(schedule.lr_wsd_decay_samples, schedule.lr_wsd_decay_iters),
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:
+    """Watches the gradient that reaches the embedding, which has passed every layer."""
+    if not config.resilience.check_for_nan_in_loss_and_grad:
+        return None
+    embeddings = [module for chunk in model for module in chunk.modules() if isinstance(module, LanguageModelEmbedding)]
+    return GradientProbe(embeddings[0]) if embeddings else None
+
+
+def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
+    """What only some runs do."""
+    hooks: list[Hook] = []
+    if config.training.manual_gc:
+        hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
+    logging = config.logging
+    if logging.profile:
+        profiler = make_profiler(
+            rank=environment.rank,
+            ranks=logging.profile_ranks,
+            start=logging.profile_step_start,
+            end=logging.profile_step_end,
+            use_pytorch_profiler=logging.use_pytorch_profiler,
+            directory=logging.tensorboard_dir or config.checkpoint.save,
+            record_shapes=logging.record_shapes or logging.pytorch_profiler_collect_shapes,
+            with_stack=logging.pytorch_profiler_collect_callstack,
+        )
+        hooks += [profiler] if profiler is not None else []
+    return hooks
+
+
+def sample_counts(config: PretrainConfig) -> SampleCounts:
+    """Samples that training and every evaluation of the run together ask of each split."""
+    training, evaluation = config.training, config.evaluation
+    batch, iterations = training.global_batch_size, training.train_iters
+    rounds = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
+    train = training.train_samples or iterations * batch
+    each = evaluation.eval_iters * batch
+    return SampleCounts(train, each if evaluation.skip_train else rounds * each, each)

@@ -1,0 +1,132 @@
+"""The story of a run, top to bottom: `pretrain`; its loop: `train`; one iteration: `train_step`."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import MegatronOptimizer, StepUpdate
+from megatron.training.arguments import config_of_command_line
+from megatron.training.hooks.exit import ExitDecision
+from megatron.training.hooks.signals import SignalWatch
+from megatron.training.initialize import process_environment
+from megatron.training.pieces import Pieces, pieces_of_user_script
+from megatron.training.run import Run
+from megatron.training.setup import set_up
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one iteration gave; everything that was computed is still on the device."""
+
+    reports: Sequence[Mapping[str, Tensor]]
+    """The reporting dict of each micro-batch; empty off the last pipeline stage."""
+    update: StepUpdate
+    learning_rate: Tensor | float
+    """That this update was made with."""
+    loss_scale: Tensor
+    params_norm: Tensor | None = None
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Pieces | Callable[..., Sequence[Any]],
+    model_provider: Callable[..., nn.Module] | None = None,
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    forward_step_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: Callable[..., Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    *,
+    optimizer_provider: Callable[..., Any] | None = None,
+) -> None:
+    """Train the model that the command line describes, out of the given pieces.
+
+    Takes the published provider functions, or a `Pieces` alone. `optimizer_provider(model_chunks)` may return any
+    torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
+    when the run ends early because of a non-finite loss.
+    """
+    started = time.monotonic()
+    config = config_of_command_line(extra_args_provider, args_defaults)
+    if isinstance(train_valid_test_dataset_provider, Pieces):
+        pieces = train_valid_test_dataset_provider
+    else:
+        assert model_provider is not None and forward_step_func is not None
+        pieces = pieces_of_user_script(
+            train_valid_test_dataset_provider, model_provider, forward_step_func, optimizer_provider
+        )
+    decision = None
+    parallel = config.parallel
+    joined = process_environment(
+        config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
+    )
+    with SignalWatch() as signals, joined as environment:
+        run = set_up(config, pieces, environment, signals, started)
+        try:
+            with signals.training():
+                if not config.evaluation.skip_train:
+                    decision = train(run)
+                if decision is None:
+                    run.finish()
+            run.close()
+        except BaseException:
+            run.abandon()
+            raise
+    if decision is not None and decision.exit_code:
+        raise SystemExit(decision.exit_code)
+
+
+def train(run: Run) -> ExitDecision | None:
+    """Iterate until the last iteration, or until the ranks agree to leave; returns why, if early."""
+    state, decision = run.state, None
+    run.log.start(state.iteration)
+    run.hooks.on_start(state.iteration)
+    while decision is None and state.iteration < run.config.training.train_iters:
+        run.hooks.before_step(state.iteration)
+        run.advance(train_step(run))
+        run.hooks.after_step(state.iteration)
+        if run.evaluation_is_due():
+            run.evaluate("valid")
+        decision = run.exit.after_step(state.iteration)
+        if run.save_is_due(decision):
+            run.save()
+    if decision is not None:
+        run.leave(decision)
+    return decision
+
+
+def train_step(run: Run) -> StepResult:
+    """One global batch forward and backward, one update. Nothing here waits for the device."""
+    for chunk in run.model:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    reports = run.forward_backward(
+        forward_step_func=run.forward_step,
+        data_iterator=run.splits.train,
+        model=run.model,
+        num_microbatches=run.begin_step(),
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        forward_only=False,
+    )
+    learning_rate, loss_scale = learning_rate_of(run.optimizer), run.optimizer.get_loss_scale().clone()
+    update = run.optimizer.step_on_device(losses_are_finite(reports, run.device))
+    run.scheduler.advance_on_device(update.update_applied, increment=run.batches.global_batch_size)
+    return StepResult(reports, update, learning_rate, loss_scale)
+
+
+def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
+    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has."""
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.clone() if isinstance(rate, Tensor) else float(rate)
+
+
+def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
+    """A bool scalar on the device: every reported loss of this rank's micro-batches is finite."""
+    values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
+    if not values:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.cat(values)).all()

@@ -1,0 +1,95 @@
+"""Pretrain GPT and Llama kinds of models:   torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
+
+Here are the pieces of the run: model, data, batch, loss. `python pretrain_gpt.py --help` lists the flags; plain
+`python` runs one process. A script of your own starts as a copy of this file.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tokens import Tokens
+from megatron.training import pretrain
+from megatron.training.data.batch import Batch
+from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.training.data.step_data import StepData
+from megatron.training.pieces import Context, ForwardStep, Pieces, SampleCounts, Stage
+
+
+def build_model(context: Context, stage: Stage) -> GPTModel:
+    model = context.config.model
+    return GPTModel(
+        config=model.transformer,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=context.tokenizer.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        pre_process=stage.pre_process,
+        post_process=stage.post_process,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
+        pg_collection=context.environment.groups,
+    )
+
+
+def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
+    """The data sets of the train, valid and test split, as --data-path and --split say."""
+    config = gpt_dataset_config(context.config, context.tokenizer)
+    kind = MockGPTDataset if context.config.data.mock_data else GPTDataset
+    sizes = [counts.train, counts.valid, counts.test]
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+
+
+def build_forward_step(context: Context) -> ForwardStep:
+    device = context.environment.device
+
+    def forward_step(
+        data: StepData, model: nn.Module
+    ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+        batch: Batch = next(data).to(device, non_blocking=True)
+        tokens = describe_tokens(batch, data)
+        batch = batch if batch.cu_seqlens is None else batch.laid_end_to_end()
+        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, tokens=tokens)
+        return losses, partial(loss_func, batch.loss_mask)
+
+    return forward_step
+
+
+def describe_tokens(batch: Batch, data: StepData) -> Tokens:
+    """What the model is told about a micro-batch: documents that must not see each other make it a packed one."""
+    rows, length = batch.tokens.shape
+    if batch.cu_seqlens is None:
+        return Tokens(length, rows, positions=batch.position_ids, random=data.place)
+    return Tokens(
+        seq_length=rows * length,
+        batch_size=1,
+        positions=batch.position_ids.view(1, -1),
+        cu_seqlens=batch.cu_seqlens,
+        max_seqlen=batch.max_seqlen,
+        sample_length=length,
+        random=data.place,
+    )
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses of unmasked tokens, their number, and both for the report."""
+    mask = loss_mask.view(-1).to(losses.dtype)
+    total = torch.sum(losses.view(-1) * mask)
+    count = mask.sum().to(torch.int64)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+if __name__ == "__main__":
+    pretrain(Pieces(build_model, build_datasets, build_forward_step))

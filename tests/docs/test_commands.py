@@ -1,0 +1,86 @@
+"""Every command of README.md and docs/ runs as it is printed.
+
+A fenced block marked `bash` is run; other blocks are for reading. The blocks of one page run in order in one folder that
+looks like a fresh checkout with a small corpus (corpus.jsonl), its tokenizer (vocab.json, merges.txt) beside the scripts.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_HERE = {"make test"}  # it would run this test
+
+
+def bash_blocks(page: Path) -> list[str]:
+    return [block.strip() for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.M | re.S)]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in (
+        "megatron",
+        "tools",
+        "examples",
+        "tests/data/golden/corpus",
+        "pretrain_gpt.py",
+        "Makefile",
+        "pyproject.toml",
+    ):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path / name)
+    corpus = ROOT / "tests/data/golden/corpus"
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(corpus / "gpt2bpe" / name, tmp_path / name)
+    shutil.copytree(corpus / "hf", tmp_path / "tokenizer")
+    shutil.copy(corpus / "corpus.jsonl", tmp_path / "corpus.jsonl")
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # The quickstart's full size is a test of its own; here it is run small, in the environment of this test.
+    make = {"MAKEFLAGS": f"PYTHON={sys.executable}", "QUICKSTART_TOKENS": "40000"}
+    return {**os.environ, **make, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_every_page_is_found() -> None:
+    assert {"README.md", "quickstart.md", "data.md"} <= {page.name for page in PAGES}
+    assert bash_blocks(ROOT / "README.md")[:2] == ["make quickstart", "make test"]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if bash_blocks(page)], ids=lambda page: page.name)
+def test_commands_of_page_run(page: Path, checkout: Path) -> None:
+    for block in bash_blocks(page):
+        if block in NOT_HERE:
+            continue
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
+    done = subprocess.run(["make", "quickstart"], cwd=checkout, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    folder = checkout / "runs/quickstart"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert set(summary) >= {"bits_per_byte", "bigram_bits_per_byte", "seconds", "tokens"}
+    assert 0 < summary["bits_per_byte"] < 8 and 0 < summary["bigram_bits_per_byte"] < 8
+    assert (folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert (folder / "sample.txt").read_text().strip()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    iterations = [
+        record["iteration"] for record in records if "lm loss" in record and record.get("split", "train") == "train"
+    ]
+    assert iterations == sorted(set(iterations)), "one line an iteration, across the stop and the resume"

@@ -1,0 +1,265 @@
+"""From real text to a trained GPT, with one command:  make quickstart  (or: python tools/quickstart.py [--corpus FILE.jsonl])
+
+Takes text that every machine has (the sources of Python's standard library) or yours, trains a byte-level BPE tokenizer,
+preprocesses, trains a small GPT with two data parallel processes (one a GPU, if there are GPUs), stops it half-way,
+resumes it from its checkpoint, and writes to runs/quickstart/: metrics.jsonl, loss.png, checkpoints/, sample.txt and
+summary.json. On two cores it takes about five minutes.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
+from megatron.core.exceptions import UserError  # noqa: E402
+from megatron.core.utils.files import open_atomically, write_atomically  # noqa: E402
+
+HELD_OUT_BYTES = 400_000
+LONGEST_FILE = 400_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Sizes of the run: chosen so that two cores finish in about five minutes."""
+
+    vocab_size: int = 2048
+    num_layers: int = 4
+    hidden_size: int = 192
+    num_attention_heads: int = 6
+    seq_length: int = 256
+    micro_batch_size: int = 8
+    global_batch_size: int = 16
+    tokens: int = 2_400_000
+    learning_rate: float = 4e-3
+    tokenizer_bytes: int = 8_000_000
+
+    @property
+    def iterations(self) -> int:
+        return max(4, self.tokens // (self.global_batch_size * self.seq_length))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--corpus", type=Path, help="your own text: a .jsonl file with a key `text` (default: Python's)"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where everything is written")
+    parser.add_argument("--tokens", type=int, default=int(os.environ.get("QUICKSTART_TOKENS", Recipe.tokens)))
+    arguments = parser.parse_args()
+    try:
+        run_quickstart(arguments.corpus, arguments.output, Recipe(tokens=arguments.tokens))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except subprocess.CalledProcessError as error:
+        print(f"error: this step failed (exit code {error.returncode}): {' '.join(error.cmd)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run_quickstart(corpus: Path | None, output: Path, recipe: Recipe) -> None:
+    started = time.monotonic()
+    shutil.rmtree(output, ignore_errors=True)
+    data = output / "data"
+    data.mkdir(parents=True)
+
+    say("1/7  text")
+    documents = read_jsonl(corpus) if corpus else python_sources()
+    held_out_bytes = split_corpus(documents, data)
+
+    say("2/7  tokenizer")
+    tool("train_tokenizer.py", "--input", data / "train.jsonl", "--vocab-size", recipe.vocab_size,
+         "--max-bytes", recipe.tokenizer_bytes, "--output-dir", output / "tokenizer")  # fmt: skip
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", output / "tokenizer/vocab.json",
+                 "--merge-file", output / "tokenizer/merges.txt"]  # fmt: skip
+
+    say("3/7  preprocessing")
+    for part in ("train", "held_out"):
+        tool("preprocess_data.py", "--input", data / f"{part}.jsonl", "--output-prefix", data / part,
+             *tokenizer, "--append-eod", "--workers", os.cpu_count() or 1)  # fmt: skip
+
+    say("4/7  training, stopped half-way")
+    train(recipe, output, tokenizer, "--exit-interval", recipe.iterations // 2)
+    say("5/7  training, resumed from its checkpoint")
+    train(recipe, output, tokenizer)
+
+    say("6/7  sample and loss picture")
+    sample = tool("generate.py", "--load", output / "checkpoints", "--prompt", "def ", "--max-new-tokens", 200,
+                  "--temperature", 0.8, "--top-p", 0.95, "--seed", 1, capture=True)  # fmt: skip
+    write_atomically(output / "sample.txt", sample)
+    tool("plot_metrics.py", output / "metrics.jsonl", "--output", output / "loss.png")
+
+    say("7/7  bits per byte on files that training never saw")
+    held_out = all_tokens(data / "held_out_text_document")
+    summary = {
+        "bits_per_byte": model_bits(output / "checkpoints", held_out) / held_out_bytes,
+        "bigram_bits_per_byte": bigram_bits(all_tokens(data / "train_text_document"), held_out) / held_out_bytes,
+        "seconds": round(time.monotonic() - started, 1),
+        "tokens": recipe.iterations * recipe.global_batch_size * recipe.seq_length,
+        "held_out_bytes": held_out_bytes,
+    }
+    write_atomically(output / "summary.json", json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary, indent=2))
+    print(f"\nThe trained model wrote ({output / 'sample.txt'}):\n{sample}")
+
+
+def say(step: str) -> None:
+    print(f"\n== {step}", flush=True)
+
+
+def tool(name: str, *words: object, capture: bool = False) -> str:
+    """Run one of our tools; its output is shown, or returned with `capture`."""
+    command = [sys.executable, str(ROOT / "tools" / name), *map(str, words)]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE if capture else None)
+    return done.stdout or ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def python_sources() -> Iterator[str]:
+    """The .py files of the standard library of the Python that runs this, in a fixed order, sizes kept modest."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(library.rglob("*.py")):
+        if "site-packages" in path.parts or "dist-packages" in path.parts or path.stat().st_size > LONGEST_FILE:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few test files are not UTF-8 on purpose
+            continue
+        if text.strip():
+            yield text
+
+
+def read_jsonl(path: Path) -> Iterator[str]:
+    """The `text` of every line of a .jsonl file. Raises UserError naming file and line."""
+    if not path.is_file():
+        raise UserError(f"--corpus {path}: no such file; give a .jsonl file with a key `text` in every line")
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f'{path}:{number}: expected a JSON object with a key "text" ({error})') from error
+
+
+def split_corpus(documents: Iterator[str], folder: Path) -> int:
+    """Write train.jsonl and held_out.jsonl, choosing by a hash of the text; returns the bytes of held-out text."""
+    held_out_bytes = training_documents = 0
+    with open_atomically(folder / "train.jsonl") as train, open_atomically(folder / "held_out.jsonl") as held_out:
+        for text in documents:
+            raw = text.encode()
+            chosen = hashlib.sha256(raw).digest()[0] < 12 and held_out_bytes + len(raw) <= HELD_OUT_BYTES
+            (held_out if chosen else train).write(json.dumps({"text": text}).encode() + b"\n")
+            held_out_bytes += len(raw) if chosen else 0
+            training_documents += not chosen
+    if not held_out_bytes or not training_documents:
+        raise UserError("the corpus is too small to keep some of it out of training; give one of 50 documents or more")
+    return held_out_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) -> None:
+    """One launch of pretrain_gpt.py: it resumes by itself where a checkpoint exists."""
+    gpus = torch.cuda.device_count()
+    processes = 2 if gpus == 0 else max(count for count in (1, 2) if count <= gpus)
+    flags: list[object] = [
+        "--num-layers", recipe.num_layers, "--hidden-size", recipe.hidden_size,
+        "--num-attention-heads", recipe.num_attention_heads, "--seq-length", recipe.seq_length,
+        "--max-position-embeddings", recipe.seq_length, "--position-embedding-type", "rope",
+        "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
+        "--attention-dropout", 0, "--hidden-dropout", 0,
+        "--micro-batch-size", recipe.micro_batch_size, "--global-batch-size", recipe.global_batch_size,
+        "--train-iters", recipe.iterations, "--lr", recipe.learning_rate, "--min-lr", recipe.learning_rate / 20,
+        "--lr-decay-style", "cosine", "--lr-warmup-iters", max(1, recipe.iterations // 20),
+        "--weight-decay", 0.1, "--adam-beta2", 0.95, "--clip-grad", 1.0,
+        "--train-data-path", output / "data/train_text_document",
+        "--valid-data-path", output / "data/held_out_text_document",
+        *tokenizer,
+        "--eval-interval", max(1, recipe.iterations // 6), "--eval-iters", 4,
+        "--log-interval", max(1, recipe.iterations // 60), "--log-throughput",
+        "--save", output / "checkpoints", "--load", output / "checkpoints",
+        "--save-interval", max(2, recipe.iterations // 4), "--keep-last", 2,
+        "--metrics-path", output / "metrics.jsonl",
+        *(["--bf16"] if gpus else []),
+        *more,
+    ]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    threads = str(max(1, (os.cpu_count() or 1) // processes))
+    subprocess.run(
+        [*launch, str(ROOT / "pretrain_gpt.py"), *map(str, flags)],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)},
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scores
+
+
+def all_tokens(prefix: Path) -> np.ndarray:
+    """Every token of a preprocessed data set, documents end to end (each ends in the end-of-document token)."""
+    dataset = IndexedDataset(str(prefix))
+    return np.concatenate([np.asarray(dataset[index]) for index in range(len(dataset))]).astype(np.int64)
+
+
+@torch.inference_mode()
+def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
+    """Bits that the trained model needs for all tokens but the first, each seen with what precedes it in its window."""
+    from megatron.core.inference.load import load_for_inference
+
+    loaded = load_for_inference(checkpoints)
+    length = loaded.max_sequence_length
+    ids = torch.from_numpy(tokens).to(loaded.device)
+    total = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    # Windows overlap by half, and only the half that has at least that much context counts (the first window whole).
+    stride = length // 2
+    positions = torch.arange(length, device=loaded.device)
+    for start in range(0, max(1, len(ids) - 1 - length + stride), stride):
+        window = ids[start : start + length + 1]
+        count = len(window) - 1
+        loss = loaded.model(window[None, :-1], positions[None, :count], None, labels=window[None, 1:])
+        total += loss[0, 0 if start == 0 else length - stride :].double().sum()
+    return total.item() / math.log(2)
+
+
+def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
+    """Bits that a table of token pairs needs for the same tokens: interpolated Witten-Bell, fitted on the training tokens."""
+    size = int(max(train.max(), held_out.max())) + 1
+    unigram = np.bincount(train, minlength=size).astype(np.float64)
+    unigram_probability = (unigram + 1.0) / (unigram.sum() + size)
+    pairs, counts = np.unique(train[:-1] * size + train[1:], return_counts=True)
+    followers = np.bincount(pairs // size, minlength=size).astype(np.float64)
+    occurrences = np.bincount(train[:-1], minlength=size).astype(np.float64)
+    first, second = held_out[:-1], held_out[1:]
+    place = np.minimum(np.searchsorted(pairs, first * size + second), len(pairs) - 1)
+    count = np.where(pairs[place] == first * size + second, counts[place], 0).astype(np.float64)
+    weight = followers[first]
+    seen = occurrences[first] + weight
+    backed_off = unigram_probability[second]
+    probability = np.where(seen > 0, (count + weight * backed_off) / np.maximum(seen, 1.0), backed_off)
+    return float(-np.log2(probability).sum())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
