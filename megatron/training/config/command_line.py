@@ -56,7 +56,7 @@ def read_command_line(
     foreign: list[Occurrence] = []
     for occurrence in occurrences:
         if occurrence.spelling in table:
-            _take(line, table[occurrence.spelling], occurrence)
+            take_flag(line, table[occurrence.spelling], occurrence)
         elif occurrence.spelling in parser._option_string_actions:
             foreign.append(occurrence)
         elif ignore_unknown_args:
@@ -111,7 +111,7 @@ def _either(words: Sequence[str]) -> str:
 # Our own flags
 
 
-def _take(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
+def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     """Read one flag's words into `line.values`, or say what is wrong with them."""
     spelling, words = occurrence.spelling, occurrence.words
     line.given[flag.field] = spelling

@@ -2,7 +2,7 @@
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron.core.config_fields import value_text
 from megatron.training.config.flag_table import Flag, can_be, flag_table, is_to_come
@@ -18,19 +18,25 @@ _ABOUT = (
 
 def help_text(program: str, extra: str = "") -> str:
     """The whole help. `extra` describes the arguments that a script added."""
+    return help_of_flags(f"usage: [torchrun ...] {program} [flags]", _ABOUT, list(flag_table().values()), extra)
+
+
+def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = "") -> str:
+    """Help for any flags."""
     width = min(shutil.get_terminal_size().columns, 120)
-    flags = list(flag_table().values())
     inert = [flag for flag in flags if flag.declaration.no_effect is not None]
     to_come = [flag for flag in flags if flag.declaration.no_effect is None and is_to_come(flag)]
     working = [flag for flag in flags if flag not in inert and flag not in to_come]
-    lines = [f"usage: [torchrun ...] {program} [flags]", "", *_filled(_ABOUT, width)]
+    lines = [usage, "", *_filled(about, width)]
     for group in dict.fromkeys(flag.group for flag in working):
         lines += ["", f"{group}:"]
         for flag in working:
             if flag.group == group:
                 lines += _entry(flag, width)
-    lines += _names("accepted, and change nothing here", inert, width)
-    lines += _names("still to come (refused where they would change the run)", to_come, width)
+    if inert:
+        lines += _names("accepted, and change nothing here", inert, width)
+    if to_come:
+        lines += _names("still to come (refused where they would change the run)", to_come, width)
     if extra:
         lines += ["", extra.rstrip()]
     return "\n".join(lines) + "\n"

@@ -53,6 +53,11 @@ class Tokenizer(ABC):
         """How special tokens are spelled in text."""
         return ()
 
+    @property
+    def matches_special_literals(self) -> bool:
+        """Whether such a spelling becomes the special token; otherwise it is text like any other."""
+        return True
+
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text. UserError when the family cannot take it."""

@@ -52,6 +52,10 @@ class GPT2BPETokenizer(Tokenizer):
     def special_literals(self) -> tuple[str, ...]:
         return (END_OF_TEXT,)
 
+    @property
+    def matches_special_literals(self) -> bool:
+        return False
+
     def tokenize(self, text: str) -> list[int]:
         return self._library.encode(text).ids
 

@@ -93,6 +93,10 @@ class TikTokenizer(Tokenizer):
     def special_literals(self) -> tuple[str, ...]:
         return tuple(self._special)
 
+    @property
+    def matches_special_literals(self) -> bool:
+        return not self._legacy
+
     def tokenize(self, text: str) -> list[int]:
         if self._legacy:
             return self._library.encode_ordinary(text)

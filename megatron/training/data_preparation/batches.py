@@ -1,0 +1,61 @@
+"""Documents that are encoded together, so that a short one costs no more than its share."""
+
+import numpy as np
+
+from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.messages import Job, LineFault
+from megatron.training.data_preparation.shards import StreamName, StreamWriter, frame_documents
+
+
+class DocumentBatch:
+    """Documents that wait to be encoded together: those of one part of the input."""
+
+    def __init__(self, part: int, job: Job, writers: dict[StreamName, StreamWriter]) -> None:
+        self._job = job
+        self._writers = [writers[StreamName(key, part)] for key in range(len(job.keys))]
+        self._lines: list[int] = []
+        self._documents: list[list[list[str]]] = []  # [document][key] -> texts
+        self.bytes = 0
+
+    def add(self, line: int, texts: list[list[str]], size: int) -> None:
+        self._lines.append(line)
+        self._documents.append(texts)
+        self.bytes += size
+
+    def flush(self) -> list[LineFault]:
+        """Encode and write what waits; returns the lines that the tokenizer would not take."""
+        if not self._documents:
+            return []
+        faults: list[LineFault] = []
+        try:
+            self._write()
+        except UserError:
+            faults = self._take_out_what_fails()
+            self._write()
+        self._lines, self._documents, self.bytes = [], [], 0
+        return faults
+
+    def _write(self) -> None:
+        """Encode all keys, then write: an error leaves the files as they are."""
+        tokenizer = self._job.tokenizer
+        framed = []
+        for key in range(len(self._writers)):
+            texts = [text for document in self._documents for text in document[key]]
+            counts = np.array([len(document[key]) for document in self._documents], np.int64)
+            special = sum(any(map(tokenizer.holds_special_literal, document[key])) for document in self._documents)
+            framed.append((frame_documents(tokenizer.encode_texts(texts), counts, self._job.eod), special))
+        for writer, (documents, special) in zip(self._writers, framed, strict=True):
+            writer.append(documents, special)
+
+    def _take_out_what_fails(self) -> list[LineFault]:
+        faults = []
+        kept = []
+        for line, document in zip(self._lines, self._documents, strict=True):
+            try:
+                for text in (text for texts in document for text in texts):
+                    self._job.tokenizer.tokenize(text)
+                kept.append(document)
+            except UserError as error:
+                faults.append(LineFault(line, "not encodable", str(error)))
+        self._documents = kept
+        return faults

@@ -1,0 +1,196 @@
+"""How the input is divided: blocks of bytes, and the lines that start in them."""
+
+import contextlib
+import glob
+import gzip
+import io
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from megatron.core.exceptions import UserError
+
+_LARGEST_BLOCK = 16 << 20
+_SMALLEST_BLOCK = 4 << 10
+_BLOCKS_A_WORKER = 8
+_USUAL_COMPRESSION = 4
+_GZIP = b"\x1f\x8b"
+_OTHER_ARCHIVES = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
+_BUFFER = 1 << 20
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of the input, at its place in the order of files."""
+
+    index: int
+    path: str
+    size: int
+    compressed: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a worker takes at a time: blocks first, first + step, ... of a file, `blocks` of them or up to its end.
+
+    A plain file's units are single blocks. A compressed file can only be read from its start, so a unit of it is every
+    step-th block; each worker inflates the file for itself, and none sends text to another.
+    """
+
+    file: InputFile
+    first_block: int
+    step: int
+    blocks: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All units, in the order in which they are handed out."""
+
+    files: tuple[InputFile, ...]
+    units: tuple[Unit, ...]
+    block_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the input as it lies on disk."""
+        return sum(file.size for file in self.files)
+
+    def blocks_of(self, file: InputFile) -> int | None:
+        """Number of a file's blocks; None if that is known only when it has been inflated."""
+        return None if file.compressed else -(-file.size // self.block_bytes)
+
+
+def find_inputs(patterns: Sequence[str]) -> tuple[InputFile, ...]:
+    """The files that --input names, patterns filled in by name. UserError for what cannot be read."""
+    paths = [path for pattern in patterns for path in _filled_in(pattern)]
+    return tuple(_look_at(index, path) for index, path in enumerate(paths))
+
+
+def plan_blocks(files: tuple[InputFile, ...], workers: int) -> Plan:
+    """Blocks small enough that all workers have some, and large enough that their number does not matter."""
+    inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)
+    block_bytes = min(max(inflated // (workers * _BLOCKS_A_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    plan = Plan(files, (), block_bytes)
+    shares = max(1, -(-workers // max(1, sum(file.compressed for file in files))))
+    units: list[Unit] = []
+    for file in files:
+        blocks = plan.blocks_of(file)
+        if blocks is None:
+            units += [Unit(file, share, shares, None) for share in range(shares)]
+        else:
+            units += [Unit(file, block, 1, 1) for block in range(blocks)]
+    return Plan(files, tuple(units), block_bytes)
+
+
+class LineReader:
+    """Lines of a file, found by the byte at which they start; offsets (of the inflated file) only grow.
+
+    A context manager. UserError, naming the file, when a compressed file is damaged.
+    """
+
+    def __init__(self, file: InputFile, longest: int) -> None:
+        self._file = file
+        self._longest = longest
+        self._raw = open(file.path, "rb", buffering=0)  # noqa: SIM115
+        inflated = gzip.GzipFile(fileobj=self._raw) if file.compressed else self._raw
+        self._stream = io.BufferedReader(inflated, _BUFFER)  # type: ignore[type-var]
+        self._position = 0  # always the start of a line, once seek_line was called
+        self.ended = False
+
+    def __enter__(self) -> "LineReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._raw.close()
+
+    @property
+    def position(self) -> int:
+        """Offset of the line that comes next; at the end, the length of the file."""
+        return self._position
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far, as they lie on disk."""
+        return self._raw.tell()
+
+    def seek_line(self, offset: int) -> None:
+        """Go to the first line that starts at `offset` or later."""
+        if self._position >= offset:
+            return
+        with self._naming_damage():
+            if self._file.compressed:
+                self._skip(offset - 1 - self._position)
+            else:
+                self._stream.seek(offset - 1)
+                self._position = offset - 1
+            self._skip_rest_of_line()
+
+    def lines_before(self, end: int) -> Iterator[bytes | None]:
+        """Lines that start before `end`, with their line ends; None for one that is longer than the longest."""
+        while self._position < end:
+            with self._naming_damage():
+                line = self._stream.readline(self._longest + 1)
+                self._position += len(line)
+                if not line:
+                    self.ended = True
+                    return
+                too_long = len(line) > self._longest and not line.endswith(b"\n")
+                if too_long:
+                    self._skip_rest_of_line()
+            yield None if too_long else line
+
+    def _skip(self, count: int) -> None:
+        while count > 0:
+            piece = self._stream.read(min(count, _BUFFER))
+            if not piece:
+                self.ended = True
+                return
+            count -= len(piece)
+            self._position += len(piece)
+
+    def _skip_rest_of_line(self) -> None:
+        while not self.ended:
+            piece = self._stream.readline(_BUFFER)
+            self._position += len(piece)
+            self.ended = not piece
+            if piece.endswith(b"\n"):
+                return
+
+    @contextlib.contextmanager
+    def _naming_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(
+                f"{self._file.path}: damaged after {self._position} bytes of text: {error}; gzip -t says more"
+            ) from None
+
+
+def _filled_in(pattern: str) -> list[str]:
+    if os.path.exists(pattern):
+        return [pattern]
+    found = sorted(glob.glob(pattern))
+    if not found:
+        raise UserError(f"--input {pattern}: no such file")
+    return found
+
+
+def _look_at(index: int, path: str) -> InputFile:
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"--input {path}: not a file that can be read in parts; name a .jsonl or .jsonl.gz file")
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise UserError(f"--input {path}: {error.strerror}") from None
+    for magic, name in _OTHER_ARCHIVES.items():
+        if start.startswith(magic):
+            raise UserError(f"--input {path}: compressed with {name}; what works is plain text and gzip")
+    return InputFile(index, path, status.st_size, start.startswith(_GZIP))

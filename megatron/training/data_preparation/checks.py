@@ -1,0 +1,116 @@
+"""Before a run reads a data set: were these ids made by this tokenizer, and does the model know them all?"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import sha256_of_file
+from megatron.training.data_preparation.manifest import Manifest, get_manifest_path, read_manifest
+from megatron.training.tokenizer.base import Tokenizer
+
+_HASHED_BYTES = 256 << 20
+"""Files up to this size are compared by content, which takes part of a second; larger ones by size."""
+
+_SCANNED_IDS = 1 << 22
+
+
+def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]) -> Manifest | None:
+    """Make sure that no id of a data set is beyond `vocab_size`, and that `tokenizer` is the one that made them.
+
+    By the manifest if there is one, else, with a warning, by looking at every id. One process of a run need do it.
+    Returns the manifest. Raises UserError, naming the file and what to do.
+    """
+    manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn)
+    if manifest is None:
+        warn(
+            f"{get_manifest_path(path_prefix)}: no manifest, so nothing says which tokenizer made these ids; "
+            f"looking at every one of them (tools/preprocess_data.py writes manifests)"
+        )
+        check_token_ids(path_prefix, vocab_size)
+    return manifest
+
+
+def check_manifest(
+    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
+) -> Manifest | None:
+    """Compare a data set's manifest with its files, the run's tokenizer and vocabulary; None if it has no manifest."""
+    manifest = read_manifest(path_prefix)
+    if manifest is None:
+        return None
+    path = get_manifest_path(path_prefix)
+    made_by = manifest.tokenizer
+    if made_by.vocab_size > vocab_size:
+        raise UserError(
+            f"{path}: made with the {made_by.type} of {made_by.vocab_size} ids, but the model knows {vocab_size}; "
+            "use the tokenizer that made the data"
+        )
+    if tokenizer.type_name == "NullTokenizer" != made_by.type:
+        warn(
+            f"{path}: made with a {made_by.type}; NullTokenizer stands in for it, so only the number of ids is compared"
+        )
+    elif made_by.digest != tokenizer.digest:
+        raise UserError(
+            f"{path}: made with a {made_by.type} of {made_by.vocab_size} ids (digest {made_by.digest[:12]}), but the "
+            f"run has a {tokenizer.type_name} of {tokenizer.vocab_size} ids (digest {tokenizer.digest[:12]}); use the "
+            "tokenizer that made the data, or prepare the data again (without the manifest only the range of ids is "
+            "checked)"
+        )
+    for suffix, record in manifest.files.items():
+        _check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path)
+    return manifest
+
+
+def _check_file(path: Path, size: int, sha256: str, manifest: str) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing, but {manifest} speaks of it") from None
+    if found != size or (size <= _HASHED_BYTES and sha256_of_file(path) != sha256):
+        what = f"{found} bytes, not {size}" if found != size else "its content is another"
+        raise UserError(f"{path}: not the file that {manifest} speaks of: {what}; prepare the data again")
+
+
+def check_token_ids(path_prefix: str, vocab_size: int) -> None:
+    """Look at every id of a data set. UserError, naming document and offset, for the first outside [0, vocab_size)."""
+    header = read_header(get_idx_path(path_prefix))
+    path = get_bin_path(path_prefix)
+    try:
+        size = os.path.getsize(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    if size == 0:
+        return
+    ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
+    for start in range(0, ids.size, _SCANNED_IDS):
+        piece = ids[start : start + _SCANNED_IDS]
+        if int(piece.max()) >= vocab_size or int(piece.min()) < 0:
+            wrong = start + int(np.argmax((piece < 0) | (piece >= vocab_size)))
+            raise UserError(
+                f"{path}: id {ids[wrong]} at {_describe_place(path_prefix, wrong)}, but the model knows ids 0 to "
+                f"{vocab_size - 1}; use the tokenizer that made the data, or prepare the data again"
+            )
+
+
+def _describe_place(path_prefix: str, token: int) -> str:
+    """The document that holds a token, and where in it."""
+    header = read_header(get_idx_path(path_prefix))
+    path = get_idx_path(path_prefix)
+    arrays = []
+    for dtype, offset, count in (
+        ("<i4", header.lengths_offset, header.num_sequences),
+        ("<i8", header.document_indices_offset, header.num_document_indices),
+    ):
+        arrays.append(np.memmap(path, dtype, mode="r", offset=offset, shape=(count,)))
+    lengths, document_indices = arrays
+    ends = np.cumsum(lengths, dtype=np.int64)
+    sequence = int(np.searchsorted(ends, token, side="right"))
+    if sequence >= ends.size:
+        return f"token {token}, beyond the last document"
+    document = int(np.searchsorted(document_indices, sequence, side="right")) - 1
+    first = int(document_indices[document])
+    start = int(ends[first] - lengths[first])
+    return f"document {document}, offset {token - start}"

@@ -1,0 +1,88 @@
+"""The manifest beside a data set: what it was made of and with, and what its files must be."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import write_atomically
+from megatron.training.tokenizer.base import Tokenizer
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """The tokenizer that made the ids."""
+
+    type: str
+    digest: str
+    vocab_size: int
+    eod: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TokenizerRecord":
+        return cls(tokenizer.type_name, tokenizer.digest, tokenizer.vocab_size, tokenizer.eod)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of the data set."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All fields of a manifest, as they stand in its JSON."""
+
+    tokenizer: TokenizerRecord
+    key: str
+    level: str
+    append_eod: bool
+    dtype: str
+    documents: int
+    sequences: int
+    tokens: int
+    documents_with_special_literals: int
+    """Documents whose text spells out a special token."""
+    special_literals_matched: bool
+    """Whether those spellings became the special tokens; otherwise they are text like any other."""
+    lines: int
+    blank_lines: int
+    dropped_lines: Mapping[str, int]
+    """Lines left out (--on-error skip), by what was wrong with them."""
+    inputs: tuple[Mapping[str, Any], ...]
+    """Name and bytes of each input file."""
+    files: Mapping[str, FileRecord]
+    """By suffix: bin and idx."""
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_atomically(path, json.dumps({"version": VERSION} | asdict(self), indent=2, ensure_ascii=False) + "\n")
+
+
+def get_manifest_path(path_prefix: str) -> str:
+    """The manifest of a prefix."""
+    return path_prefix + ".manifest.json"
+
+
+def read_manifest(path_prefix: str) -> Manifest | None:
+    """A prefix's manifest; None if it has none. UserError for one that cannot be read."""
+    path = Path(get_manifest_path(path_prefix))
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content.pop("version") != VERSION:
+            raise UserError(f"{path}: made by another release; prepare the data again, or remove the file")
+        tokenizer = TokenizerRecord(**content.pop("tokenizer"))
+        files = {suffix: FileRecord(**record) for suffix, record in content.pop("files").items()}
+        return Manifest(tokenizer=tokenizer, files=files, **content)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a manifest: {error}; prepare the data again, or remove the file") from None

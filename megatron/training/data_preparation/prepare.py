@@ -1,0 +1,203 @@
+"""Prepare a data set: plan, start workers, put their blocks together, publish."""
+
+import contextlib
+import glob
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from megatron.core.datasets.index_format import DType, get_bin_path, get_idx_path
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import sha256_of_file, sync_directory
+from megatron.training.data_preparation.blocks import find_inputs, plan_blocks
+from megatron.training.data_preparation.config import PreparationConfig
+from megatron.training.data_preparation.manifest import FileRecord, Manifest, TokenizerRecord, get_manifest_path
+from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, place_of_block
+from megatron.training.data_preparation.progress import Counts, ProgressDisplay
+from megatron.training.data_preparation.stitching import Stitcher
+from megatron.training.data_preparation.worker import run_worker
+from megatron.training.tokenizer.base import Tokenizer
+
+_LEVEL = "document"
+_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What was made."""
+
+    prefixes: tuple[str, ...]
+    manifests: tuple[Manifest, ...]
+    dropped_examples: tuple[str, ...]
+    seconds: float
+
+
+def prepare(
+    config: PreparationConfig, tokenizer: Tokenizer, console: Console, warn: Callable[[str], None]
+) -> PreparedData:
+    """Make the data set of each key. Nothing is under its final name before all of it is whole.
+
+    Raises UserError with file:line for a bad line (unless they are skipped), and for files that cannot be read or
+    written.
+    """
+    began = time.monotonic()
+    assert config.input and config.output_prefix
+    plan = plan_blocks(find_inputs(config.input), config.workers)
+    prefixes = tuple(f"{config.output_prefix}_{key}_{_LEVEL}" for key in config.json_keys)
+    for path in map(get_bin_path, prefixes):
+        if os.path.exists(path):
+            warn(f"{path}: exists, and will be replaced")
+    with _working_folder(config.output_prefix, warn) as folder:
+        job = Job(
+            tokenizer=tokenizer,
+            keys=tuple(config.json_keys),
+            partitions=1 if config.keep_sequential_samples else config.partitions,
+            eod=tokenizer.eod if config.append_eod else None,
+            on_error=config.on_error,
+            longest_line=config.max_line_bytes,
+            dtype=DType.optimal_dtype(tokenizer.vocab_size),
+            folder=folder,
+            plan=plan,
+            parent=os.getpid(),
+        )
+        tokenizer.encode_texts([""])  # what is compiled or loaded on first use is so once, before workers are forked
+        stitcher = Stitcher(job)
+        _run(job, max(1, min(config.workers, len(plan.units))), stitcher, config.log_interval, console)
+        if stitcher.fault is not None:
+            raise UserError(f"{stitcher.fault} (--on-error skip leaves such lines out and counts them)")
+        stitcher.finish()
+        if stitcher.output(0).counts.documents == 0:
+            raise UserError(f"--input {' '.join(config.input)}: no document in it")
+        manifests = tuple(_manifest(job, stitcher, key) for key in range(len(job.keys)))
+        for key, (final, manifest) in enumerate(zip(prefixes, manifests, strict=True)):
+            output = stitcher.output(key)
+            _publish(output.bin_path, output.idx_path, manifest, final)
+    return PreparedData(prefixes, manifests, tuple(stitcher.counts.examples), time.monotonic() - began)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _run(job: Job, workers: int, stitcher: Stitcher, log_interval: int, console: Console) -> None:
+    """Start workers and take their messages until all is there, or one cannot go on."""
+    context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
+    shared = Shared(
+        context.Value("q", 0), context.RawValue("q", place_of_block(1 << 20, 0)), context.RawArray("q", 3 * workers)
+    )
+    processes: dict[Connection, Any] = {}
+    try:
+        for number in range(workers):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=run_worker, args=(number, job, shared, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes[ours] = process
+        with ProgressDisplay(console, job.plan.total_bytes, log_interval) as display:
+            _take_messages(processes, shared, stitcher, display)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+    assert stitcher.done or stitcher.fault is not None, "workers ended before the input did"
+
+
+def _take_messages(
+    processes: dict[Connection, Any], shared: Shared, stitcher: Stitcher, display: ProgressDisplay
+) -> None:
+    working = dict(processes)
+    while working and stitcher.fault is None:
+        for connection in wait(list(working), timeout=_POLL_SECONDS):
+            assert isinstance(connection, Connection)
+            try:
+                message: Message = connection.recv()
+            except EOFError:
+                process = working.pop(connection)
+                process.join()
+                _check_ending(process.exitcode)
+                continue
+            if isinstance(message, Failure):
+                raise (
+                    UserError(message.message)
+                    if message.expected
+                    else RuntimeError(f"a worker failed:\n{message.message}")
+                )
+            stitcher.take(message)
+        display.update(Counts.of_workers(shared.progress))
+
+
+def _check_ending(exit_code: int) -> None:
+    if exit_code < 0:
+        hint = "; if that was for lack of memory, use fewer --workers" if exit_code == -9 else ""
+        raise UserError(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
+    assert exit_code == 0, f"a worker ended with code {exit_code}"
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _working_folder(prefix: str, warn: Callable[[str], None]) -> Iterator[Path]:
+    """A folder beside the output, so that files can be renamed from it; gone at the end, whatever happens."""
+    parent, name = os.path.split(prefix)
+    start = f".{name}.preparing."
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        left = sorted(path.name for path in Path(parent).glob(f"{glob.escape(start)}*"))
+        folder = Path(tempfile.mkdtemp(prefix=start, dir=parent or "."))
+    except OSError as error:
+        raise UserError(f"--output-prefix {prefix}: {error.filename}: {error.strerror}") from None
+    if left:
+        warn(f"{folder.parent}: {', '.join(left)}: of a run that goes on or was killed; remove what a killed one left")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _manifest(job: Job, stitcher: Stitcher, key: int) -> Manifest:
+    output = stitcher.output(key)
+    return Manifest(
+        tokenizer=TokenizerRecord.of(job.tokenizer),
+        key=job.keys[key],
+        level=_LEVEL,
+        append_eod=job.eod is not None,
+        dtype=np.dtype(job.dtype).name,
+        documents=output.counts.documents,
+        sequences=output.counts.sequences,
+        tokens=output.counts.tokens,
+        documents_with_special_literals=output.counts.special_documents,
+        special_literals_matched=job.tokenizer.matches_special_literals,
+        lines=stitcher.counts.lines,
+        blank_lines=stitcher.counts.blank_lines,
+        dropped_lines=dict(stitcher.counts.dropped),
+        inputs=tuple({"name": Path(file.path).name, "bytes": file.size} for file in job.plan.files),
+        files={
+            "bin": FileRecord(output.bin_path.stat().st_size, output.bin_sha256),
+            "idx": FileRecord(output.idx_path.stat().st_size, sha256_of_file(output.idx_path)),
+        },
+    )
+
+
+def _publish(bin_path: Path, idx_path: Path, manifest: Manifest, prefix: str) -> None:
+    """Give the files their names. An old index goes first: a .bin is never found beside the index of another."""
+    final_bin, final_idx, final_manifest = (
+        Path(path) for path in (get_bin_path(prefix), get_idx_path(prefix), get_manifest_path(prefix))
+    )
+    with open(bin_path, "rb") as file:
+        os.fsync(file.fileno())
+    final_manifest.unlink(missing_ok=True)
+    final_idx.unlink(missing_ok=True)
+    os.replace(bin_path, final_bin)
+    os.replace(idx_path, final_idx)
+    sync_directory(final_bin.parent)
+    manifest.write(final_manifest)

@@ -1,0 +1,167 @@
+"""A worker process: takes blocks of the input, writes ids to its own files, and sends nothing but counts."""
+
+import errno
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+
+from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.batches import DocumentBatch
+from megatron.training.data_preparation.blocks import LineReader, Unit
+from megatron.training.data_preparation.messages import (
+    BlockReport,
+    Failure,
+    FileEnd,
+    Job,
+    LineFault,
+    Shared,
+    place_of_block,
+)
+from megatron.training.data_preparation.records import BadLine, texts_of_line
+from megatron.training.data_preparation.shards import ShardPaths, StreamName, StreamWriter
+
+_BATCH_BYTES = 1 << 20
+_EXAMPLES = 3
+
+
+def run_worker(number: int, job: Job, shared: Shared, connection: Connection) -> None:
+    """The process's main function."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        with ExitStack() as stack:
+            writers = {
+                stream: stack.enter_context(StreamWriter(ShardPaths.of(job.folder, number, stream), job.dtype))
+                for stream in job.streams
+            }
+            _Worker(number, job, shared, connection, writers).work()
+    except BrokenPipeError:
+        pass  # the parent is gone, and with it all that this was for
+    except UserError as error:
+        connection.send(Failure(str(error), expected=True))
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        where = error.filename or (job.folder.parent if full else "")
+        connection.send(Failure(f"{where}: {error.strerror}" if where else str(error), expected=full))
+    except MemoryError:
+        connection.send(
+            Failure("out of memory; fewer --workers, or a smaller --max-line-bytes, need less", expected=True)
+        )
+    except Exception:
+        connection.send(Failure(traceback.format_exc(), expected=False))
+    finally:
+        connection.close()
+
+
+class _Worker:
+    def __init__(
+        self,
+        number: int,
+        job: Job,
+        shared: Shared,
+        connection: Connection,
+        writers: dict[StreamName, StreamWriter],
+    ) -> None:
+        self._number = number
+        self._job = job
+        self._shared = shared
+        self._connection = connection
+        self._writers = writers
+
+    def work(self) -> None:
+        for unit in self._units():
+            if self._is_wanted(unit, unit.first_block):
+                with LineReader(unit.file, self._job.longest_line) as reader:
+                    self._do_unit(unit, reader)
+
+    def _units(self) -> Iterator[Unit]:
+        units = self._job.plan.units
+        while True:
+            with self._shared.next_unit.get_lock():
+                index = self._shared.next_unit.value
+                self._shared.next_unit.value += 1
+            if index >= len(units):
+                return
+            yield units[index]
+
+    def _is_wanted(self, unit: Unit, block: int) -> bool:
+        return place_of_block(unit.file.index, block) < self._shared.stop_from.value
+
+    def _want_no_more(self, report: BlockReport) -> None:
+        """What lies before the bad line may hold another, which is then the first; what lies behind is not wanted."""
+        with self._shared.next_unit.get_lock():
+            place = place_of_block(report.file, report.block)
+            self._shared.stop_from.value = min(self._shared.stop_from.value, place)
+
+    def _do_unit(self, unit: Unit, reader: LineReader) -> None:
+        size = self._job.plan.block_bytes
+        block = unit.first_block
+        while unit.blocks is None or block < unit.first_block + unit.blocks * unit.step:
+            if not self._is_wanted(unit, block):
+                return
+            if os.getppid() != self._job.parent:
+                os._exit(1)
+            reader.seek_line(block * size)
+            if unit.blocks is None and reader.ended and reader.position <= block * size:
+                self._connection.send(FileEnd(unit.file.index, -(-reader.position // size)))
+                return
+            report = self._do_block(unit, block, reader)
+            if report.stopped:
+                self._want_no_more(report)
+            self._connection.send(report)
+            block += unit.step
+
+    def _do_block(self, unit: Unit, block: int, reader: LineReader) -> BlockReport:
+        report = BlockReport(self._number, unit.file.index, block)
+        batches = [DocumentBatch(part, self._job, self._writers) for part in range(self._job.partitions)]
+        read_before = reader.bytes_read
+        for line in reader.lines_before((block + 1) * self._job.plan.block_bytes):
+            number = report.lines
+            report.lines += 1
+            batch = batches[number % self._job.partitions]
+            try:
+                if line is None:
+                    raise BadLine("too long", f"longer than --max-line-bytes {self._job.longest_line}")
+                if not line.strip():
+                    report.blank_lines += 1
+                    continue
+                batch.add(number, texts_of_line(line, self._job.keys), len(line))
+            except BadLine as error:
+                if self._drop(report, LineFault(number, error.fault, error.message)):
+                    break
+            if batch.bytes >= _BATCH_BYTES:
+                self._flush(batch, report)
+                read_before = self._tell_progress(unit, reader, read_before)
+                if report.stopped:
+                    break
+        for batch in batches:
+            self._flush(batch, report)
+        self._tell_progress(unit, reader, read_before)
+        report.faults = sorted(report.faults, key=lambda fault: fault.line)[:_EXAMPLES]
+        report.streams = {stream: writer.end_block() for stream, writer in self._writers.items()}
+        return report
+
+    def _drop(self, report: BlockReport, fault: LineFault) -> bool:
+        """Note a bad line; True when that ends the work."""
+        report.dropped[fault.fault] += 1
+        report.faults.append(fault)
+        report.stopped = self._job.on_error == "stop"
+        return report.stopped
+
+    def _flush(self, batch: DocumentBatch, report: BlockReport) -> None:
+        for fault in batch.flush():
+            self._drop(report, fault)
+
+    def _tell_progress(self, unit: Unit, reader: LineReader, read_before: int) -> int:
+        """Add to what the parent shows. A compressed file is read by several; each counts its part."""
+        read = reader.bytes_read
+        base = 3 * self._number
+        progress = self._shared.progress
+        progress[base] += (read - read_before) // (unit.step if unit.blocks is None else 1)
+        progress[base + 1] = sum(writer.counts.documents for writer in self._writers.values()) // len(self._job.keys)
+        progress[base + 2] = sum(writer.counts.tokens for writer in self._writers.values())
+        return read

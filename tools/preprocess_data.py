@@ -1,0 +1,104 @@
+"""Turn .jsonl files into a data set of token ids (.bin and .idx) that a run reads.
+
+python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --tokenizer-type GPT2BPETokenizer \
+    --vocab-file vocab.json --merge-file merges.txt --append-eod
+
+writes corpus_text_document.bin, .idx and .manifest.json. docs/data.md says more.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+
+from megatron.core.exceptions import UserError
+from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megatron.training.config.tool_flags import Section, read_tool_flags
+from megatron.training.data_preparation.config import PreparationConfig, preparation_problems
+from megatron.training.data_preparation.manifest import Manifest
+from megatron.training.data_preparation.prepare import PreparedData, prepare
+from megatron.training.tokenizer.build import build_tokenizer
+
+USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
+ABOUT = (
+    "Turn .jsonl files into a data set of token ids: PREFIX_KEY_document.bin and .idx, and a manifest of what they "
+    "were made of. Each process reads its own parts of the input and writes its own files; the result is the same for "
+    "any number of processes."
+)
+SECTIONS = (
+    Section("input and output", PreparationConfig, preparation_problems),
+    Section("tokenizer", TokenizerConfig, tokenizer_problems),
+)
+RENAMED = {"--vocab": "--vocab-file"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    console = Console()
+    try:
+        flags = read_tool_flags(sys.argv[1:] if argv is None else argv, SECTIONS, USAGE, ABOUT, RENAMED)
+        preparation, tokenizer_config = flags.configs
+        for warning in flags.warnings:
+            _warn(warning)
+        if not preparation.append_eod:
+            _warn("without --append-eod nothing marks where a document ends, and the next one follows at once")
+        if preparation.partitions > 1 and not preparation.keep_sequential_samples:
+            _warn(
+                f"--partitions {preparation.partitions}: documents are put in another order than the input's "
+                "(--keep-sequential-samples keeps it)"
+            )
+        tokenizer = build_tokenizer(tokenizer_config)
+        if tokenizer.speed_note is not None:
+            _warn(f"{tokenizer.type_name}: slow, by the tokenizers library, since {tokenizer.speed_note}")
+        prepared = prepare(preparation, tokenizer, console, _warn)
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    _report(prepared)
+    return 0
+
+
+def _report(prepared: PreparedData) -> None:
+    for prefix, manifest in zip(prepared.prefixes, prepared.manifests, strict=True):
+        print(
+            f"{prefix}: {manifest.documents:,} documents, {manifest.sequences:,} sequences, {manifest.tokens:,} tokens "
+            f"({manifest.dtype})"
+        )
+        if manifest.documents_with_special_literals:
+            _report_literals(manifest)
+    first = prepared.manifests[0]
+    if first.blank_lines:
+        print(f"blank lines, passed over: {first.blank_lines:,}")
+    if first.dropped_lines:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in first.dropped_lines.items())
+        print(f"dropped lines: {sum(first.dropped_lines.values()):,} ({kinds}); the first:")
+        for example in prepared.dropped_examples:
+            print(f"  {example}")
+    megabytes = sum(file["bytes"] for file in first.inputs) / 1e6
+    print(f"{megabytes:,.1f} MB in {prepared.seconds:.1f} s, {megabytes / prepared.seconds:.1f} MB/s")
+
+
+def _report_literals(manifest: Manifest) -> None:
+    how = "that token" if manifest.special_literals_matched else "ordinary text"
+    print(f"  {manifest.documents_with_special_literals:,} of the documents spell out a special token, taken as {how}")
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
