@@ -219,6 +219,11 @@ def default_collection() -> ProcessGroupCollection:
     return ProcessGroupCollection.from_grid(RankGrid(1), rank=0)
 
 
+def has_default_collection() -> bool:
+    """A default was set."""
+    return _default is not None
+
+
 def set_default_collection(collection: ProcessGroupCollection | None) -> None:
     """Set or clear (None) what `default_collection` gives."""
     global _default

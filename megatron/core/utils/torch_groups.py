@@ -1,0 +1,103 @@
+"""Making torch process groups by hand; published helpers of scripts that build their own."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.rank_grid import Axes, hierarchical_groups
+
+
+def create_group(
+    ranks: list[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> ProcessGroup:
+    """As torch.distributed.new_group: every rank of the world calls, members only with `use_local_synchronization`."""
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+
+
+def create_hierarchical_groups(
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Sequence[Any] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
+    """This rank's group at each level of a cut of `ranks`, innermost first; and gloo twins if asked. All ranks call."""
+    plain, gloo = [], []
+    for level, groups in enumerate(hierarchical_groups(list(ranks), hierarchical_group_sizes)):
+        for members in groups:
+            options = pg_options[level] if pg_options is not None else None
+            group = create_group(list(members), timeout, None, options, group_desc=group_desc)
+            twin = create_group(list(members), timeout, "gloo") if create_gloo_process_groups else None
+            if rank in members:
+                plain.append(group)
+                gloo.extend([twin] if twin is not None else [])
+    return plain, gloo
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any = None) -> dict[int, ProcessGroup]:
+    """This rank's group of neighbours for every power of two below the number of ranks, by size. All ranks call."""
+    made = {}
+    size = 2
+    while size < len(ranks):
+        for first in range(0, len(ranks), size):
+            members = list(ranks[first : first + size])
+            group = create_group(members, pg_options=pg_options)
+            if rank in members:
+                made[size] = group
+        size *= 2
+    return made
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """Groups that extend along the masked axes of a grid of these sizes, fastest axis first.
+
+    The grid repeats where the world is larger.
+    """
+    axes = Axes(tuple(map(str, range(len(parallel_size)))), tuple(parallel_size))
+    along = [name for name, masked in zip(axes.names, mask, strict=True) if masked]
+    groups = axes.groups(along)
+    period = len(groups) * len(groups[0])
+    return [[rank + start for rank in group] for start in range(0, world_size, period) for group in groups]
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
+    """NCCL options of a group from a table by group name; None where the table does not name it."""
+    if pg_name not in nccl_comm_cfgs:
+        return None
+    settings = dict(nccl_comm_cfgs[pg_name])
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=settings.pop("is_high_priority_stream", False))
+    for name, value in settings.items():
+        setattr(options.config, name, value)
+    return options
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one entry of such a table."""
+    key, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
+
+
+def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
+    """Let collectives of a group (default: the world) take this long."""
+    dist.distributed_c10d._set_pg_timeout(timeout, pg)

@@ -1,0 +1,160 @@
+"""The published functions about groups: every name, their values, a world of real processes, life twice over."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
+
+from megatron.core import parallel_state
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import default_collection
+
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data/published_parallel_state.json").read_text())
+
+
+@pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])
+def test_every_published_name_takes_its_published_parameters(entry: dict[str, Any]) -> None:
+    parameters = inspect.signature(getattr(parallel_state, entry["name"])).parameters
+    published = [word.split(":")[0].split("=")[0].strip() for word in entry["params"]]
+    assert list(parameters)[: len(published)] == published or entry["name"].startswith("default_")
+
+
+@pytest.fixture
+def clean() -> Any:
+    parallel_state.destroy_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_lone_process_needs_no_torch_distributed() -> None:
+    assert parallel_state.is_unitialized()
+    with pytest.raises(UserError, match=r"initialize_model_parallel\(\) first"):
+        parallel_state.get_tensor_model_parallel_rank()
+    assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
+    parallel_state.initialize_model_parallel()
+    assert parallel_state.is_initialized()
+    assert parallel_state.get_data_parallel_world_size(with_context_parallel=True) == 1
+    assert parallel_state.get_all_ranks() == "0_0_0_0_0"
+    assert parallel_state.is_pipeline_first_stage() and parallel_state.is_pipeline_last_stage()
+    with pytest.raises(UserError, match="exist already"):
+        parallel_state.initialize_model_parallel()
+
+
+@pytest.mark.usefixtures("clean")
+def test_what_does_not_fit_or_is_to_come_is_refused() -> None:
+    with pytest.raises(UserError, match=r"= 2 x 1 x 1 = 2 does not divide the 1 ranks"):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with pytest.raises(UserError, match="not yet: use_sharp, num_distributed_optimizer_instances"):
+        parallel_state.initialize_model_parallel(use_sharp=True, num_distributed_optimizer_instances=2)
+
+
+@pytest.mark.usefixtures("clean")
+def test_setters_override_and_virtual_stages_count() -> None:
+    parallel_state.initialize_model_parallel()
+    parallel_state.set_tensor_model_parallel_world_size(4)
+    parallel_state.set_tensor_model_parallel_rank(3)
+    parallel_state.set_pipeline_model_parallel_world_size(2)
+    parallel_state.set_pipeline_model_parallel_rank(1)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
+    assert parallel_state.get_tensor_model_parallel_world_size() == 4
+    assert parallel_state.get_tensor_model_parallel_rank() == 3
+    assert parallel_state.is_pipeline_last_stage() and not parallel_state.is_pipeline_first_stage()
+    assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
+    assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
+
+
+def values_on_four_ranks() -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for sizes in ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, {"context_parallel_size": 4}):
+        parallel_state.initialize_model_parallel(**sizes)  # type: ignore[arg-type]
+        total = torch.tensor([dist.get_rank()])
+        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
+        data = torch.ones(1)
+        dist.all_reduce(data, group=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True))
+        seen[next(iter(sizes))] = {
+            "ranks": parallel_state.get_all_ranks(),
+            "model": int(total),
+            "data": int(data),
+            "next": parallel_state.get_pipeline_model_parallel_next_rank(),
+            "first": parallel_state.get_tensor_model_parallel_src_rank(),
+            "embedding": parallel_state.is_rank_in_embedding_group(),
+            "position": parallel_state.is_rank_in_position_embedding_group(),
+            "context": parallel_state.get_context_parallel_global_ranks(),
+            "default": default_collection().size("tp"),
+        }
+        parallel_state.destroy_model_parallel()
+    return seen
+
+
+def test_values_in_a_world_of_four_and_twice_in_one_process() -> None:
+    for rank, seen in enumerate(run_on_ranks(values_on_four_ranks, 4)):
+        cut, whole = seen["tensor_model_parallel_size"], seen["context_parallel_size"]
+        assert cut == {
+            "ranks": f"{rank % 2}_0_0_{rank // 2}_0",
+            "model": 6,
+            "data": 1,
+            "next": (rank + 2) % 4,
+            "first": rank // 2 * 2,
+            "embedding": True,
+            "position": rank < 2,
+            "context": [rank],
+            "default": 2,
+        }
+        assert whole["ranks"] == f"0_0_{rank}_0_0"
+        assert (whole["data"], whole["model"], whole["context"]) == (4, rank, [0, 1, 2, 3])
+
+
+def hierarchical() -> list[tuple[int, ...]]:
+    parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
+    groups = parallel_state.get_hierarchical_context_parallel_groups()
+    members = [tuple(dist.get_process_group_ranks(group)) for group in groups if group is not None]
+    by_hand, _ = parallel_state.create_hierarchical_groups(dist.get_rank(), range(4), [2, 2])
+    assert [tuple(dist.get_process_group_ranks(group)) for group in by_hand] == members
+    hybrid = parallel_state.create_hybrid_dp_cp_groups(dist.get_rank(), range(4))
+    assert {size: group.size() for size, group in hybrid.items()} == {2: 2}
+    parallel_state.destroy_model_parallel()
+    return members
+
+
+def test_hierarchical_context_groups() -> None:
+    assert run_on_ranks(hierarchical, 4) == [[(0, 1), (0, 2)], [(0, 1), (1, 3)], [(2, 3), (0, 2)], [(2, 3), (1, 3)]]
+
+
+def test_masked_groups_repeat_over_a_larger_world() -> None:
+    groups = parallel_state.generate_masked_orthogonal_rank_groups(16, [2, 2, 2], [False, True, False])
+    assert groups[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert groups[4:] == [[8 + rank for rank in group] for group in groups[:4]]
+
+
+SCRIPT = """
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+print("rank", parallel_state.get_data_parallel_rank(), "of", parallel_state.get_data_parallel_world_size())
+"""
+
+
+def test_torchruns_environment_is_enough(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ]
