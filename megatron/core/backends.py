@@ -5,10 +5,13 @@ the record holds and never asks again. Where an operation has a kernel for one k
 `by_device(...)`, so that a model may be built on one device and moved to another.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
@@ -17,7 +20,8 @@ from megatron.core.ops import attention_kernels
 from megatron.core.ops.attention import AttentionVariant
 from megatron.core.ops.attention_kernels import AttentionKernel, Situation
 from megatron.core.ops.cross_entropy import cross_entropy
-from megatron.core.ops.dropout import bias_dropout_add
+from megatron.core.ops.dropout import bias_dropout_add, keep_rows
+from megatron.core.ops.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear
@@ -36,6 +40,7 @@ class Backend:
     layer_norm: Callable[..., Tensor] = layer_norm
     rms_norm: Callable[..., Tensor] = rms_norm
     apply_rope: Callable[..., Tensor] = apply_rope
+    keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss
@@ -43,32 +48,51 @@ class Backend:
     """In order of preference; a layer takes the first that does not refuse."""
 
     def describe(self) -> str:
-        """One line: the backend and the operations in which it differs from plain torch."""
+        """One line: the backend, and the operations that are not plain torch."""
         own = [
-            f"{name} by {getattr(self, name).__name__}"
-            for name in LOCAL.__dataclass_fields__
-            if name not in ("name", "attention") and getattr(self, name) is not getattr(LOCAL, name)
+            f"{field.name} by {getattr(self, field.name).__name__}"
+            for field in dataclasses.fields(self)
+            if field.name not in ("name", "attention") and getattr(self, field.name) is not field.default
         ]
-        return f"backend {self.name}: " + (", ".join(own) if own else "every operation by plain torch")
-
-
-LOCAL = Backend("local")
-"""Plain torch, on any device."""
-
-
-def choose_backend(config: ModelParallelConfig, layer_number: int | None = None) -> Backend:
-    """The backend of a layer (counted from 1 over the whole model; None: embedding, head, a lone module)."""
-    return LOCAL
+        return f"backend {self.name}: plain torch" + (" but for " + ", ".join(own) if own else "")
 
 
 def by_device(cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """`cuda` for tensors on a GPU, `cpu` for all others; the first argument tells."""
+    """`cuda` for tensors on a GPU, `cpu` for all others; the first tensor among the arguments tells."""
 
-    def dispatch(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (cuda if tensor.is_cuda else cpu)(tensor, *args, **kwargs)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        first = next(argument for argument in args if isinstance(argument, Tensor))
+        return (cuda if first.is_cuda else cpu)(*args, **kwargs)
 
-    dispatch.__name__ = f"{cuda.__name__} on CUDA"
+    dispatch.__name__ = f"{cuda.__name__} on CUDA and {cpu.__name__} elsewhere"
     return dispatch
+
+
+LOCAL = Backend("local", keep_rows=by_device(cpu=keep_rows_compiled, cuda=keep_rows))
+"""Plain torch on any device, and numba for random masks on a CPU."""
+
+
+@functools.cache
+def triton_backend() -> Backend | None:
+    """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
+    try:
+        from megatron.core.ops import dropout_triton
+    except ImportError:
+        return None
+    return dataclasses.replace(
+        LOCAL,
+        name="triton",
+        keep_rows=by_device(cpu=keep_rows_compiled, cuda=dropout_triton.keep_rows_triton),
+        bias_dropout_add=by_device(cpu=bias_dropout_add, cuda=dropout_triton.bias_dropout_add_triton),
+    )
+
+
+def choose_backend(config: ModelParallelConfig, layer_number: int | None = None) -> Backend:
+    """The backend of a layer (counted from 1 over the whole model; None: embedding, head, a lone module): LOCAL where
+    `transformer_impl` asks for it and where there is no GPU or no Triton."""
+    if getattr(config, "transformer_impl", "auto") == "local" or not torch.cuda.is_available():
+        return LOCAL
+    return triton_backend() or LOCAL
 
 
 # ---------------------------------------------------------------------------------------------------------------------

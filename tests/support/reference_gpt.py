@@ -12,7 +12,7 @@ from torch import Tensor
 def reference_logits(
     weights: dict[str, Tensor], config, model: dict, tokens: Tensor, positions: Tensor | None = None, hidden_pairs=None
 ) -> Tensor:
-    """Logits [b, s, V]. `model`: the keywords of GPTModel. `hidden_pairs` bool [b, s, s]: pairs hidden beside the causal
+    """Logits [b, s, V]. `model`: the keywords of GPTModel. `hidden_pairs` bool [b, s, s]: hidden beside the causal
     ones."""
     b, s = tokens.shape
     positions = torch.arange(s).expand(b, s) if positions is None else positions

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.backends import choose_backend
 from megatron.core.collectives import group_size
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import dropout_tokens
@@ -118,7 +119,9 @@ class TransformerBlock(MegatronModule):
         if packed_seq_params is not None:
             cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
             tokens = Tokens(seq_length, batch_size, cu_seqlens=cu_seqlens, max_seqlen=longest)
-        dropout = dropout_tokens(tokens, device) if self.training and drops(self.config) else None
+        dropout = None
+        if self.training and drops(self.config):
+            dropout = dropout_tokens(tokens, device, choose_backend(self.config).keep_rows)
         return LayerInputs(tokens, attention_mask=attention_mask, dropout=dropout)
 
 

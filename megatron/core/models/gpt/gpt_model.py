@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.ops.dropout import dropout_tokens
+from megatron.core.ops.dropout import DropoutTokens, dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -191,12 +192,17 @@ class GPTModel(MegatronModule):
             tokens,
             rotation=self.rotary_pos_emb(positions) if self.rotary_pos_emb is not None else None,
             attention_mask=attention_mask,
-            dropout=dropout_tokens(tokens, source.device) if self.training and drops(self.config) else None,
+            dropout=self._dropout(tokens, source.device),
             cache=cache,
         )
         if given is None:
             given = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
         return given, inputs
+
+    def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:
+        if not (self.training and drops(self.config)):
+            return None
+        return dropout_tokens(tokens, device, self.backend.keep_rows)
 
     def _describe(
         self,
@@ -219,4 +225,15 @@ class GPTModel(MegatronModule):
             tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
         if position_ids is not None:
             tokens = dataclasses.replace(tokens, positions=position_ids)
+        if self.position_embedding_type == "learned_absolute":
+            self._check_length(tokens)
         return tokens
+
+    def _check_length(self, tokens: Tokens) -> None:
+        """Raise UserError for positions beyond the learned ones, as far as the host knows the positions."""
+        length = tokens.first_position + tokens.seq_length if tokens.cu_seqlens is None else tokens.max_seqlen
+        if tokens.positions is None and length is not None and length > self.max_sequence_length:
+            raise UserError(
+                f"{length} tokens in a row, but the model has learned positions for {self.max_sequence_length} "
+                "(max_position_embeddings)"
+            )

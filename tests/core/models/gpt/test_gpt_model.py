@@ -190,7 +190,7 @@ def test_packed_documents_equal_separate_ones(backend: AttnBackend, model: dict)
 
 
 def test_padded_vocabulary_changes_nothing() -> None:
-    gpt, model = build({}, UNTIED)
+    gpt, _ = build({}, UNTIED)
     padded, _ = build({}, UNTIED, vocab_padding_multiple=16)
     assert padded.output_layer.weight.shape == (48, 16) and padded.embedding.word_embeddings.weight.shape == (48, 16)
     with torch.no_grad():

@@ -48,7 +48,6 @@ class LanguageModelEmbedding(MegatronModule):
         if num_tokentypes:
             raise UserError(f"not yet: num_tokentypes {num_tokentypes}; use 0")
         self.backend = choose_backend(config)
-        self.max_sequence_length = max_sequence_length
         assert config.embedding_init_method is not None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
@@ -66,11 +65,6 @@ class LanguageModelEmbedding(MegatronModule):
         """int64 [b, s] and [b or 1, s] -> [s, b, h]. Nothing is dropped without a `place`."""
         hidden = self.word_embeddings(input_ids.t())  # [s, b, h]
         if self.position_embeddings is not None:
-            if position_ids.shape[1] > self.max_sequence_length:
-                raise UserError(
-                    f"{position_ids.shape[1]} tokens in a row, but the model has learned positions for "
-                    f"{self.max_sequence_length} (max_position_embeddings)"
-                )
             hidden = hidden + self.position_embeddings(position_ids.t())
         if self.config.fp32_residual_connection:
             hidden = widened(hidden)

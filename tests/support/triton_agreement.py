@@ -1,0 +1,51 @@
+"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: Triton kernels against their definitions."""
+
+import itertools
+
+import torch
+
+from megatron.core.ops.dropout import Draw, DropoutPlace, bias_dropout_add, dropout_tokens, keep_rows
+from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+from megatron.core.tokens import RandomPlace, Tokens
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def masks() -> None:
+    draw = Draw((3123456789, 3987654321), torch.tensor(2**33 + 7, device=DEVICE), 0.1)
+    for rows, count in ((8, 17), (2, 1300)):
+        row = torch.arange(rows, device=DEVICE) * 3 + 2**33
+        first = torch.arange(rows, device=DEVICE) % 7 + 5
+        arguments = (draw, row, row >> 32, first, count)
+        assert torch.equal(keep_rows(*arguments), keep_rows_triton(*arguments)), (rows, count)
+
+
+def bias_dropout_residual() -> None:
+    tokens = dropout_tokens(Tokens(2, 2, random=RandomPlace(12, 7, 100)), DEVICE)
+    place = DropoutPlace(tokens, 3, "mlp")
+    narrow = itertools.product((torch.float32, torch.bfloat16), (True, False), (None, torch.float32), (70,))
+    for dtype, bias, residual, width in (*narrow, (torch.float16, True, torch.float16, 1030)):
+        results = [run(f, dtype, bias, residual, width, place) for f in (bias_dropout_add, bias_dropout_add_triton)]
+        for expected, ours in zip(*results, strict=True):
+            if expected is not None:
+                assert expected.dtype == ours.dtype
+                # Triton's interpreter cuts bfloat16 off where it should round.
+                cut = DEVICE.type == "cpu" and torch.bfloat16 in (dtype, residual)
+                tolerance = 2**-6 if cut else 1e-6
+                assert (expected - ours).abs().max() <= tolerance * expected.abs().max(), (dtype, bias, residual, width)
+
+
+def run(function, dtype, bias, residual, width, place) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, width, generator=generator).to(DEVICE, dtype).requires_grad_()
+    b = torch.randn(width, generator=generator).to(DEVICE, dtype).requires_grad_() if bias else None
+    r = torch.randn(4, width, generator=generator).to(DEVICE, residual).requires_grad_() if residual else None
+    output = function(x, b, r, 0.3, place)
+    output.backward(torch.randn(4, width, generator=generator).to(DEVICE, output.dtype))
+    return [output, x.grad, b.grad if bias else None, r.grad if residual else None]
+
+
+if __name__ == "__main__":
+    masks()
+    bias_dropout_residual()
+    print("agree")
