@@ -150,4 +150,5 @@ def delete(disk: Disk, folder: Path) -> None:
     """Remove a checkpoint so that a reader finds all of it or nothing."""
     doomed = beside(folder, "deleted")
     disk.rename(folder, doomed)
+    disk.sync_directory(folder.parent)
     disk.remove_tree(doomed)

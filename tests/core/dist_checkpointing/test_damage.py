@@ -1,0 +1,245 @@
+"""Damaged files: every one is detected, named, and the next older whole checkpoint is taken instead."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from support.checkpoints import make_chunk, save_as
+
+from megatron.core.dist_checkpointing.checkpoint import broken_tensors, check_files, open_checkpoint
+from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.folders import TRACKER
+from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint, Manifest
+from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.reading import load
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+
+
+def save_two_ranks(root, step):
+    """A checkpoint of two ranks whose values are the iteration."""
+    tensors = {"a": ((6, 5), torch.float32), "b": ((9,), torch.bfloat16), "c": ((), torch.int64)}
+    ranks = []
+    for rank in range(2):
+        chunks = []
+        for name, (shape, dtype) in tensors.items():
+            numel = torch.Size(shape).numel()
+            cut = (numel // 2 * rank, numel if rank else numel // 2)
+            chunks.append(Chunk(name, shape, Box.whole(shape), cut, torch.full((cut[1] - cut[0],), step, dtype=dtype)))
+        ranks.append(chunks)
+    return save_as(root, ranks, step)
+
+
+def wanted():
+    return [
+        make_chunk("a", (6, 5), empty=True),
+        make_chunk("b", (9,), dtype=torch.bfloat16, empty=True),
+        make_chunk("c", (), dtype=torch.int64, empty=True),
+    ]
+
+
+def load_values(root, **options):
+    targets, said = wanted(), []
+    loaded = load(root, targets, say=said.append, **options)
+    assert {float(value) for target in targets for value in target.tensor.flatten()} == {loaded.manifest.iteration}
+    return loaded.manifest.iteration, said
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step in (10, 20):
+        save_two_ranks(tmp_path, step)
+    return tmp_path
+
+
+FILES = ["rank_00000.safetensors", "rank_00001.safetensors", "rank_00000.json", "rank_00001.json", MANIFEST]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_is_found(root, name):
+    """A bit of every third byte of every file: lengths, headers, padding, data, JSON, digests."""
+    path = root / "iter_0000020" / name
+    content, generator = path.read_bytes(), random.Random(name)
+    for position in range(generator.randrange(3), len(content), 3):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        iteration, said = load_values(root)
+        assert iteration == 10, f"byte {position} of {name}"
+        assert len(said) == 1 and said[0].startswith(f"WARNING: checkpoint {root / 'iter_0000020'} is broken: {path}:")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["removed", "emptied", "cut by a byte", "a byte longer", "a directory"])
+def test_files_that_are_gone_or_of_another_size(root, name, damage):
+    path = root / "iter_0000020" / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "a directory":
+        path.mkdir()
+    elif damage != "removed":
+        path.write_bytes({"emptied": b"", "cut by a byte": content[:-1], "a byte longer": content + b" "}[damage])
+    iteration, said = load_values(root)
+    assert iteration == 10 and len(said) == 1 and str(path) in said[0]
+
+
+def test_the_oldest_whole_one_is_reached_and_every_broken_one_named(root):
+    for step in (30, 40):
+        save_two_ranks(root, step)
+    for step in (20, 30, 40):
+        (root / f"iter_{step:07d}" / "rank_00001.safetensors").unlink()
+    iteration, said = load_values(root)
+    assert iteration == 10 and [f"iter_{step:07d}" in note for step, note in zip((40, 30, 20), said, strict=True)]
+
+
+def test_when_none_is_whole_that_is_an_error_not_a_fresh_start(root):
+    for step in (10, 20):
+        (root / f"iter_{step:07d}" / MANIFEST).write_text("{")
+    with pytest.raises(UserError, match=r"no whole checkpoint in .*iter_0000020/manifest\.json.*iter_0000010/manifest"):
+        load(root, wanted(), say=lambda note: None)
+    with pytest.raises(UserError, match="no whole checkpoint in"):
+        find_checkpoint(root, say=lambda note: None)
+
+
+def test_a_tensor_that_a_broken_checkpoint_spoilt_is_not_called_untouched(root):
+    """The newer one holds a key that the older lacks; its own data is bad. The key may not keep what was half read."""
+    save_as(root, [[make_chunk("new", (4,)), *wanted()]], 30)
+    path = root / "iter_0000030" / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="already overwritten new"):
+        load(root, [make_chunk("new", (4,), empty=True), *wanted()], tolerance=Tolerance(missing=True))
+
+
+def test_a_hole_between_files_that_are_each_whole_is_found(root):
+    """The manifest forgets a rank: all digests agree, but elements are missing."""
+    path = root / "iter_0000020" / MANIFEST
+    manifest = Manifest.from_bytes(path.read_bytes(), path)
+    forgetful = Manifest(
+        20, {"rank_00000.json": manifest.indexes["rank_00000.json"]}, manifest.common, manifest.config, manifest.layout
+    )
+    path.write_bytes(forgetful.to_bytes())
+    iteration, said = load_values(root)
+    assert iteration == 10 and "elements of a are in no file" in said[0]
+
+
+def test_all_broken_tensors_are_listed(root):
+    path = root / "iter_0000020" / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    checkpoint = open_checkpoint(path.parent)
+    assert list(broken_tensors(checkpoint)) == []
+    for chunk in checkpoint.indexes[0].chunks:
+        content[chunk.offset] ^= 1
+    path.write_bytes(content)
+    check_files(checkpoint)  # sees no tensors
+    assert [finding.path for finding in broken_tensors(checkpoint)] == [path] * len(checkpoint.indexes[0].chunks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tracker, and asking for one
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff\xfe\x00", b"-5", b"1e3", b"20 30", b"9" * 40])
+def test_a_tracker_with_garbage(root, content):
+    (root / TRACKER).write_bytes(content)
+    iteration, said = load_values(root)
+    assert iteration == 20 and len(said) == 1 and "which is no iteration" in said[0]
+
+
+@pytest.mark.parametrize("content", [b"20", b"20\n", b" 0000020 "])
+def test_a_tracker_as_people_and_editors_write_it(root, content):
+    (root / TRACKER).write_bytes(content)
+    assert load_values(root) == (20, [])
+
+
+def test_a_tracker_that_is_missing_or_points_to_nothing(root):
+    (root / TRACKER).unlink()
+    iteration, said = load_values(root)
+    assert iteration == 20 and said == [
+        f"WARNING: {root / TRACKER} is missing: looking for the newest whole checkpoint"
+    ]
+    (root / TRACKER).write_text("777")
+    iteration, said = load_values(root)
+    assert iteration == 20 and len(said) == 1 and "says 777, which is not there" in said[0]
+
+
+def test_a_tracker_and_no_checkpoint_at_all_is_an_error(tmp_path):
+    (tmp_path / TRACKER).write_text("20")
+    with pytest.raises(UserError, match="says 20, but .* holds no checkpoint"):
+        load(tmp_path, wanted())
+
+
+def test_a_tracker_that_was_set_back_by_hand_is_followed(root):
+    (root / TRACKER).write_text("10")
+    later = (root / "iter_0000020" / MANIFEST).stat().st_mtime_ns + 10**9
+    os.utime(root / TRACKER, ns=(later, later))
+    assert load_values(root) == (
+        10,
+        ["iter_0000020 is left out: the tracker was set back to 10 after it was saved"],
+    )
+
+
+def test_a_bit_flip_in_the_tracker_that_gives_another_number(root):
+    """1 and 2 and 3 differ by a bit: what is not there is not followed, what is there is a checkpoint that is whole."""
+    for bit in range(8):
+        (root / TRACKER).write_bytes(bytes([b"2"[0] ^ 1 << bit]) + b"0")
+        assert load_values(root)[0] in (10, 20)
+
+
+def test_asking_for_one(root):
+    assert load_values(root, step=10) == (10, [])
+    with pytest.raises(UserError, match=r"--ckpt-step 15: .* has no such checkpoint; there are: 10, 20"):
+        load(root, wanted(), step=15)
+
+
+def test_asking_for_a_broken_one_is_an_error(root):
+    (root / "iter_0000020" / "rank_00000.json").unlink()
+    with pytest.raises(UserError, match=r"no whole checkpoint in .*rank_00000\.json: No such file"):
+        load(root, wanted(), step=20, say=lambda note: None)
+
+
+def test_nothing_there(tmp_path):
+    assert load(tmp_path, wanted()) is None
+    assert load(tmp_path / "nowhere", wanted()) is None
+    assert find_checkpoint(tmp_path / "nowhere") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files of other programs and other releases
+
+
+@pytest.mark.parametrize(
+    "files",
+    [["mp_rank_00/model_optim_rng.pt"], ["__0_0.distcp", ".metadata", "common.pt", "metadata.json"], ["common.pt"]],
+)
+def test_another_programs_checkpoint_is_one_clear_error(tmp_path, files):
+    for name in files:
+        path = tmp_path / "iter_0000005" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"\x80")
+    (tmp_path / TRACKER).write_text("5")
+    with pytest.raises(UserError, match=r"iter_0000005 holds another program's checkpoint") as error:
+        load(tmp_path, wanted())
+    assert not isinstance(error.value, BrokenCheckpoint)
+
+
+def test_a_newer_format_is_not_passed_over(root):
+    path = root / "iter_0000020" / MANIFEST
+    fields = json.loads(path.read_bytes())
+    content = path.read_bytes().replace(b'"format_version": 1', b'"format_version": 2')
+    blank = content.replace(fields["sha256"].encode(), b"0" * 64)
+    path.write_bytes(blank.replace(b"0" * 64, hashlib.sha256(blank).hexdigest().encode(), 1))
+    with pytest.raises(UserError, match=r"version 2; this release reads 'megatron safetensors' version 1"):
+        load(root, wanted())
+
+
+def test_a_folder_that_was_copied_elsewhere_loads(root, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    shutil.copytree(root / "iter_0000010", other / "iter_0000010")
+    assert load_values(other)[0] == 10

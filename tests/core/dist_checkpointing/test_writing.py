@@ -1,0 +1,243 @@
+"""What a save leaves on disk: files that safetensors reads, equal shares, retention, and errors that leave no trace."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from support.checkpoints import filled, make_chunk, save_as
+
+from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
+from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
+from megatron.core.dist_checkpointing.planning import share_out
+from megatron.core.dist_checkpointing.reading import load
+from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box, Constant, declare, name_parameters
+
+EMPTY = {"config": {}, "layout": {}}
+
+
+def save_step(root, step, **options):
+    return save(root, [make_chunk("a", (4,))], step=step, common={"iteration": step}, **EMPTY, **options)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_safetensors_reads_what_is_written(tmp_path):
+    chunks = [
+        make_chunk("half", (3,), dtype=torch.bfloat16),
+        make_chunk("scalar", ()),
+        make_chunk("wide", (5,), dtype=torch.float64),
+        make_chunk("grid", (4, 6), Box((0, 3), (4, 3))),
+        make_chunk("rest", (4, 6), Box((0, 0), (4, 6)), (1, 24)),
+    ]
+    aside = tmp_path / "aside"
+    aside.mkdir()
+    _write_rank(Disk(), aside, 0, chunks)
+    tensors = load_file(aside / "rank_00000.safetensors")
+    expected = {"half": 0, "scalar": 1, "wide": 2, "grid[0:4,3:6]": 3, "rest[0:4,0:6](1:24)": 4}
+    assert set(tensors) == set(expected)
+    for key, index in expected.items():
+        assert torch.equal(tensors[key].flatten(), filled(chunks[index])), key
+    assert tensors["grid[0:4,3:6]"].shape == (4, 3)
+
+
+def test_the_files_of_a_checkpoint(tmp_path):
+    saved = save_step(tmp_path, 10)
+    assert saved.folder == tmp_path / "iter_0000010" and saved.nbytes == sum(
+        path.stat().st_size for path in saved.folder.glob("*.safetensors")
+    )
+    assert names(saved.folder) == ["manifest.json", "rank_00000.json", "rank_00000.safetensors"]
+    assert (tmp_path / TRACKER).read_bytes() == b"10"
+    manifest = json.loads((saved.folder / MANIFEST).read_text())
+    assert manifest["format_version"] == 1 and manifest["iteration"] == 10
+    assert manifest["common"] == {"iteration": 10} and manifest["layout"] == {"world_size": 1}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=20),
+    replicas=st.integers(1, 6),
+)
+def test_replicas_share_the_writing_evenly(sizes, replicas):
+    holders = tuple(range(replicas))
+    chunks = [
+        Chunk(
+            f"t{i:03d}", (n,), Box.whole((n,)), None, torch.from_numpy(np.broadcast_to(np.int8(0), n).copy()), holders
+        )
+        for i, n in enumerate(sizes)
+    ]
+    shares = [share_out(reversed(chunks), rank) for rank in holders]
+    loads = [sum(chunk.flat.nbytes for chunk in share) for share in shares]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) <= 2 << 20  # whole small chunks, at most one too many at either end
+    pieces = sorted((chunk.name, chunk.range) for share in shares for chunk in share)
+    assert all(a[0] != b[0] or a[1][1] == b[1][0] for a, b in zip(pieces, pieces[1:], strict=False))
+
+
+def test_different_groups_of_holders_are_shared_out_apart(tmp_path):
+    """A norm held by all four ranks, a weight cut in two by tensor parallelism and held twice each."""
+    ranks = []
+    for rank in range(4):
+        box = Box((rank % 2 * 2, 0), (2, 3))
+        ranks.append(
+            [
+                make_chunk("norm", (3,), holders=(0, 1, 2, 3)),
+                make_chunk("weight", (4, 3), box, holders=(rank % 2, rank % 2 + 2)),
+            ]
+        )
+    save_as(tmp_path, ranks)  # checks that every element is stored exactly once
+
+
+def test_ranks_that_list_different_chunks_are_found_out(tmp_path):
+    chunks = [make_chunk("a", (4,), holders=(0, 1)), make_chunk("b", (4,), holders=(0, 1))]
+    big = torch.zeros(1 << 19)
+    extra = Chunk("0", (1 << 19,), Box.whole((1 << 19,)), None, big, (0, 1))
+    with pytest.raises(BrokenCheckpoint):
+        save_as(tmp_path, [chunks, [extra, *chunks]])
+    assert not (tmp_path / "iter_0000010").exists()
+
+
+def test_padding_is_in_no_chunk():
+    module = torch.nn.Linear(3, 8, bias=False)
+    module.weight = declare(torch.nn.Parameter(torch.randn(8, 3)), Constant(0.0), global_shape=(7, 3))
+    name_parameters(module)
+    (chunk,) = model_chunks(module, lambda info: (0, 1))
+    assert chunk.name == "weight" and chunk.tensor.numel() == 21 and chunk.holders == (0, 1)
+    assert chunk.tensor.data_ptr() == module.weight.data_ptr()
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path):
+    save_step(tmp_path, 10)
+    changed = Chunk("a", (4,), Box.whole((4,)), None, torch.full((4,), 7.0))
+    save(tmp_path, [changed], step=10, common={}, **EMPTY)
+    target = make_chunk("a", (4,), empty=True)
+    load(tmp_path, [target])
+    assert (target.tensor == 7).all() and names(tmp_path) == ["iter_0000010", TRACKER]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Retention
+
+
+def test_keep_last(tmp_path):
+    for step in (10, 20, 30, 40):
+        saved = save_step(tmp_path, step, keep_last=2)
+    assert names(tmp_path) == ["iter_0000030", "iter_0000040", TRACKER]
+    assert saved.notes == ["deleted iter_0000020 (--keep-last 2)"]
+
+
+def test_keep_last_does_not_count_broken_ones(tmp_path):
+    for step in (10, 20, 30):
+        save_step(tmp_path, step)
+    (tmp_path / "iter_0000030" / "rank_00000.json").write_text("{}")
+    save_step(tmp_path, 40, keep_last=2)
+    assert names(tmp_path) == ["iter_0000020", "iter_0000030", "iter_0000040", TRACKER]
+
+
+def test_keep_last_keeps_what_was_just_saved_and_leaves_the_future_alone(tmp_path):
+    """The run was rolled back from 40 to 10 and saves 20."""
+    for step in (10, 30, 40):
+        save_step(tmp_path, step)
+    save_step(tmp_path, 20, keep_last=1)
+    assert names(tmp_path) == ["iter_0000020", "iter_0000030", "iter_0000040", TRACKER]
+
+
+def test_keep_last_leaves_other_folders_alone(tmp_path):
+    foreign = tmp_path / "iter_0000001" / "mp_rank_00"
+    foreign.mkdir(parents=True)
+    (foreign / "model_optim_rng.pt").write_bytes(b"")
+    save_step(tmp_path, "release")
+    for step in (10, 20):
+        save_step(tmp_path, step, keep_last=1)
+    assert names(tmp_path) == ["iter_0000001", "iter_0000020", TRACKER, "release"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_disk_full_is_one_clear_error_and_leaves_no_trace(tmp_path):
+    """A real process that may not write files of more than 64 KiB."""
+    save_step(tmp_path, 10)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    code = f"""
+import resource, torch
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+from pathlib import Path
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+chunk = Chunk("a", (100000,), Box.whole((100000,)), None, torch.zeros(100000))
+try:
+    save(Path({str(tmp_path)!r}), [chunk], step=20, common={{}}, config={{}}, layout={{}})
+except UserError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "rank_00000.safetensors: File too large; this checkpoint is not written, earlier ones are" in done.stdout
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert names(tmp_path) == ["iter_0000010", TRACKER]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_no_space_left(tmp_path):
+    class Full(Disk):
+        def create(self, path):
+            return open("/dev/full", "wb", buffering=0) if path.suffix == ".safetensors" else super().create(path)
+
+    with pytest.raises(UserError, match="No space left on device; this checkpoint is not written"):
+        save_step(tmp_path, 10, disk=Full())
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file"):
+        save_step(tmp_path / "file", 10)
+
+
+def test_leftovers_of_killed_saves_are_removed_and_told(tmp_path):
+    for name in ("iter_0000010.tmp-00ff", "iter_0000005.deleted-0a", "iter_0000007.replaced-0b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank_00000.safetensors").write_bytes(b"x")
+    saved = save_step(tmp_path, 20)
+    assert names(tmp_path) == ["iter_0000007", "iter_0000020", TRACKER]  # 7 had no successor: it got its name back
+    assert len(saved.notes) == 1 and "iter_0000010.tmp-00ff" in saved.notes[0]
+
+
+def test_memory_beyond_the_tensors_is_bounded(tmp_path):
+    """Saving and loading 256 MB must not take a copy of it."""
+    count = 1 << 26
+    code = f"""
+import resource, torch
+from pathlib import Path
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.reading import load
+from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.parameters import Box
+chunk = Chunk("a", ({count},), Box.whole(({count},)), None, torch.ones({count}))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+save(Path({str(tmp_path)!r}), [chunk], step=1, common={{}}, config={{}}, layout={{}})
+load(Path({str(tmp_path)!r}), [chunk])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64  # MiB
+
+
+def test_the_tracker_is_a_bare_number(tmp_path):
+    save_step(tmp_path, 123456789)
+    assert read_tracker(tmp_path).step == 123456789
+    assert (tmp_path / "iter_123456789").is_dir()
