@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "object":
-        np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+        np.save(path, np.array([Payload(tmp_path / "executed")], dtype=object), allow_pickle=True)
     elif damage == "shape":
         np.save(path, np.arange(299_999))
     elif damage == "no array":
@@ -72,6 +73,17 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     assert np.array_equal(found["a"], np.arange(300_000))
     assert np.array_equal(cache.load_or_build(NAMES, valid, never)["a"], np.arange(300_000))
     assert bool(caplog.records) == (damage not in ("no array", "no description"))
+    assert not (tmp_path / "executed").exists()
+
+
+class Payload:
+    """Whoever unpickles it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
 
 
 def _build_and_report(folder, barrier, builds, results, seconds):
