@@ -1,0 +1,82 @@
+"""Products and row look-ups hand their weight gradients to the sink; without one they are ordinary operations."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.ops.embedding import embedding
+from megatron.core.ops.linear import linear
+
+
+class Sink:
+    """Keeps what it is given, as a runner does that computes weight gradients later."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[Tensor, Tensor]] = []
+        self.rows: list[tuple[Tensor, Tensor]] = []
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        self.products.append((output_gradient, inputs))
+
+    def add_rows(self, index: Tensor, gradient: Tensor) -> None:
+        self.rows.append((index, gradient))
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_gradients(shape: tuple[int, ...], with_bias: bool) -> None:
+    x, w, b = values(*shape), values(6, 5, seed=1), values(6, seed=2) if with_bias else None
+    assert torch.equal(linear(x, w, b), F.linear(x, w, b))
+    inputs = [x, w] if b is None else [x, w, b]
+    assert torch.autograd.gradcheck(linear, inputs)
+
+
+def test_linear_feeds_the_sink_and_leaves_no_gradient() -> None:
+    x, w, b = values(3, 4, 5), nn.Parameter(values(6, 5, seed=1).detach()), values(6, seed=2)
+    w.gradient_sink = Sink()
+    dy = values(3, 4, 6, seed=3).detach()
+    linear(x, w, b).backward(dy)
+    assert w.grad is None and torch.allclose(b.grad, dy.sum((0, 1)))
+    ((rows, columns),) = w.gradient_sink.products
+    assert rows.shape == (12, 6) and columns.shape == (12, 5)
+    assert not rows.requires_grad and not columns.requires_grad  # keeping them keeps no graph alive
+    expected = torch.autograd.grad(F.linear(x, w), [x, w], dy)
+    assert torch.allclose(x.grad, expected[0]) and torch.allclose(rows.T @ columns, expected[1])
+
+
+def test_linear_reads_its_weight_at_backward() -> None:
+    # Under full sharding the storage is given up after forward and filled again before backward.
+    x, w = values(3, 5), nn.Parameter(values(6, 5, seed=1).detach())
+    expected = torch.autograd.grad(F.linear(x, w).sum(), x)[0]
+    kept = w.detach().clone()
+    y = linear(x, w)
+    w.untyped_storage().resize_(0)
+    w.untyped_storage().resize_(kept.untyped_storage().nbytes())
+    w.data.copy_(kept)
+    y.sum().backward()
+    assert torch.allclose(x.grad, expected)
+
+
+def test_half_on_a_cpu_is_float32_rounded() -> None:
+    x, w = values(4, 600).half(), values(3, 600, seed=1).half()
+    assert torch.equal(linear(x, w), (x.float() @ w.float().T).half())
+
+
+def test_embedding() -> None:
+    index = torch.tensor([[1, 3, 1], [0, 3, 3]])
+    table = nn.Parameter(values(5, 4).detach())
+    dy = values(2, 3, 4, seed=1).detach()
+    output = embedding(index, table)
+    assert torch.equal(output, table[index])
+    output.backward(dy)
+    expected = torch.zeros(5, 4, dtype=torch.float64).index_add(0, index.view(-1), dy.view(-1, 4))
+    assert torch.allclose(table.grad, expected)
+    table.grad, table.gradient_sink = None, Sink()
+    embedding(index, table).backward(dy)
+    ((rows, gradient),) = table.gradient_sink.rows
+    assert table.grad is None and torch.equal(rows, index.view(-1)) and torch.equal(gradient, dy.view(-1, 4))
