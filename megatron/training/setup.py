@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.training.checkpointing import Checkpoints
-from megatron.training.state import TrainState
 from torch import nn
 
 from megatron.core.distributed import finalize_model_grads
@@ -15,6 +13,7 @@ from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.training import global_vars
+from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
@@ -28,6 +27,7 @@ from megatron.training.logging.finite import GradientProbe
 from megatron.training.parallelize import parallelize
 from megatron.training.pieces import Context, Pieces, SampleCounts, Stage
 from megatron.training.run import Run
+from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
 
 
@@ -54,7 +54,7 @@ def set_up(
     optimizer = build_optimizer(context, pieces, model)
     scheduler = build_scheduler(config, optimizer)
     connect(config, model, optimizer)
-    checkpoints = Checkpoints(config.checkpoint, environment.groups)
+    checkpoints = Checkpoints(config, environment.groups)
     checkpoints.load(state, model, optimizer, scheduler)
     splits = build_splits(config, environment, state, pieces.build_datasets(context, sample_counts(config)))
     log = build_log(config, environment, state, padded)

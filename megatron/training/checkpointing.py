@@ -1,0 +1,189 @@
+"""What goes into a run's checkpoints, when one is loaded, and what is said about it."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.reading import Loaded, load
+from megatron.core.dist_checkpointing.writing import save
+from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.run_description import architecture_differences, check_architecture, describe_run
+from megatron.training.state import TrainState
+
+FORMAT = "safetensors"
+_ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
+
+
+class Checkpoints:
+    """Saves and loads a run as its flags say. Every rank calls `save` and `load` together."""
+
+    def __init__(self, config: PretrainConfig, groups: ProcessGroupCollection) -> None:
+        self.config = config
+        self.flags: CheckpointConfig = config.checkpoint
+        self.groups = groups
+        self.last_saved: int | None = None
+        """Iteration of the newest checkpoint under --save that this run wrote or went on from."""
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Write a checkpoint of this state under --save; whole on disk on return. Raises UserError, the same on all
+        ranks, when it cannot be written; earlier checkpoints are then untouched."""
+        assert self.flags.save is not None
+        root = Path(self.flags.save)
+        self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
+        keep_optimizer = not self.flags.no_save_optim
+        saved = save(
+            root,
+            chain(self._weights(model), optimizer.state_chunks() if keep_optimizer else ()),
+            step=state.iteration,
+            common={
+                "train_state": state.to_json(),
+                "scheduler": scheduler.state_dict(),
+                "optimizer": optimizer.common_state() if keep_optimizer else None,
+            },
+            config=describe_run(self.config),
+            layout={name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")},
+            keep_last=self.flags.keep_last,
+        )
+        self.last_saved = state.iteration
+        self._say(
+            f"  successfully saved checkpoint from iteration {state.iteration:7d} to {root} {self._place()} "
+            f"({saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s)",
+            *(f"  {note}" for note in saved.notes),
+        )
+
+    # Loading ---------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> bool:
+        """Go on from the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; False for a fresh start.
+
+        Raises UserError, the same on all ranks, when there is one that cannot be loaded, or none and
+        --exit-on-missing-checkpoint.
+        """
+        flags = self.flags
+        if flags.load is not None:
+            loaded = self._read(Path(flags.load), model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
+            if loaded is not None:
+                self._restore(loaded, state, optimizer, scheduler)
+                return True
+        if flags.pretrained_checkpoint is not None:
+            if self._read(Path(flags.pretrained_checkpoint), model, optimizer, weights_only=True) is not None:
+                return True
+            raise UserError(f"--pretrained-checkpoint {flags.pretrained_checkpoint} holds no checkpoint")
+        if flags.load is not None:
+            if flags.exit_on_missing_checkpoint:
+                raise UserError(f"--load {flags.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+            self._say(f"no checkpoint in {flags.load}: starting a new run")
+        return False
+
+    def _read(
+        self,
+        root: Path,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        weights_only: bool,
+        step: int | None = None,
+    ) -> Loaded | None:
+        """Fill weights, and optimizer state unless that is not wanted; main weights always follow the weights."""
+        with_optimizer = not (weights_only or self.flags.no_load_optim)
+        wanted = chain(self._weights(model), _state_to_read(optimizer, with_optimizer))
+        loaded = load(
+            root,
+            wanted,
+            step=step,
+            tolerance=self._tolerance(with_optimizer),
+            accept=lambda manifest: self._accept(manifest, weights_only, with_optimizer),
+            say=self._say,
+        )
+        if loaded is not None:
+            iteration = loaded.manifest.iteration
+            what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
+            self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
+        return loaded
+
+    def _tolerance(self, with_optimizer: bool) -> Tolerance:
+        goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
+        return Tolerance(goes_on, goes_on, () if with_optimizer else (_ALL_OPTIMIZER_STATE,))
+
+    def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
+        """Refuse a checkpoint of another model, or one that lacks what is wanted, in terms of flags."""
+        if weights_only:
+            for difference in architecture_differences(self.config, manifest.config):
+                self._say(f"WARNING: {difference}")
+        else:
+            check_architecture(self.config, manifest.config)
+        if with_optimizer and manifest.common.get("optimizer") is None:
+            raise UserError(
+                f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
+                "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+            )
+
+    def _restore(
+        self, loaded: Loaded, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    ) -> None:
+        """Everything but tensors. With --finetune the run begins at iteration 0."""
+        common = loaded.manifest.common
+        if self.flags.finetune or "train_state" not in common:
+            return
+        state.restore(TrainState.from_json(common["train_state"]))
+        scheduler.load_state_dict(common["scheduler"])
+        if not self.flags.no_load_optim:
+            optimizer.load_common_state(common["optimizer"])
+        if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
+            self.last_saved = state.iteration
+
+    # Both ------------------------------------------------------------------------------------------------------------
+
+    def _weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
+        for part in model:
+            yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
+
+    def _place(self) -> str:
+        return "[ t {}/{}, p {}/{} ]".format(
+            *(number for name in ("tp", "pp") for number in (self.groups.rank(name) + 1, self.groups.size(name)))
+        )
+
+    def _say(self, *sentences: str) -> None:
+        if self.groups.global_rank == 0 and sentences:
+            print("\n".join(sentences), flush=True)
+
+
+def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Chunk]:
+    masters = optimizer_state_name(MASTER, "")
+    return (chunk for chunk in optimizer.state_chunks() if all_of_it or chunk.name.startswith(masters))
+
+
+def read_run_description(root: str | Path, step: int | None = None) -> dict[str, Any]:
+    """What the newest whole checkpoint under `root` (or that of one iteration) says about the run that wrote it:
+    `command_line`, `architecture`. Raises UserError when there is none."""
+    checkpoint = find_checkpoint(Path(root), step)
+    if checkpoint is None:
+        raise UserError(f"{root} holds no checkpoint")
+    return dict(checkpoint.manifest.config)

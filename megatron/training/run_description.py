@@ -1,0 +1,123 @@
+"""What a checkpoint says about the run that wrote it, and how another run compares with it."""
+
+import platform
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron.core.config_fields import value_text
+from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import Flag, flag_table, spelling_of
+from megatron.training.config.pretrain_config import PretrainConfig
+
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "normalization",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "gated_linear_unit",
+    "activation_func",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "apply_residual_connection_post_layernorm",
+    "position_embedding_type",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "no_rope_freq",
+    "softmax_scale",
+    "softmax_type",
+    "qk_layernorm",
+    "qk_l2_norm",
+    "attention_output_gate",
+    "window_size",
+    "window_attn_skip_freq",
+    "untie_embeddings_and_output_weights",
+    "multi_latent_attention",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "mtp_num_layers",
+)
+"""Fields that decide what function the weights are of: with another value, the same weights are another model."""
+
+
+def describe_run(config: PretrainConfig) -> dict[str, Any]:
+    """A JSON object: the flags that were given, the architecture in effect, and what it ran on."""
+    return {
+        "command_line": command_line_of(config),
+        "architecture": architecture_of(config),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def architecture_of(config: PretrainConfig) -> dict[str, Any]:
+    """The architecture by field name, as JSON values."""
+    values = config.flat()
+    return {name: _json_value(values[name]) for name in ARCHITECTURE}
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return value.__name__ if callable(value) and hasattr(value, "__name__") else value_text(value)
+
+
+def command_line_of(config: PretrainConfig) -> list[str]:
+    """Words that give this config: every setting that a flag or the script chose. A script's own flags are left out."""
+    values = config.flat()
+    words: list[str] = []
+    for field, flag in flag_table().items():
+        if config.provenance.get(field) in ("flag", "script") and field in values:
+            words += _words(flag, values[field])
+    return words
+
+
+def _words(flag: Flag, value: Any) -> Iterator[str]:
+    if flag.switch is not None:
+        spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
+        yield from spellings[:1]
+    elif value is not None:
+        yield flag.spelling
+        yield from (value_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def architecture_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
+    """A sentence for each architecture value that is not the one in another run's description."""
+    ours, theirs = architecture_of(config), described.get("architecture", {})
+    return [
+        f"{spelling_of(name)} is {_shown(ours[name])} in this run and {_shown(theirs[name])} in the checkpoint"
+        for name in ARCHITECTURE
+        if name in theirs and theirs[name] != ours[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else value_text(value)
+
+
+def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> None:
+    """Raises UserError naming every flag that makes this run's model another than the described one."""
+    differences = architecture_differences(config, described)
+    if differences:
+        raise UserError(f"{'; '.join(differences)}: give the same, or --finetune to change the model on purpose")
