@@ -107,6 +107,7 @@ def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) ->
     line = dataclasses.replace(args._line, values={name: getattr(args, name) for name in args._line.values})
     changed = {name for name, value in line.values.items() if value != args._line.values[name]}
     line.script = line.script | changed
+    line.given = {name: flag for name, flag in line.given.items() if name not in changed}
     surroundings = dataclasses.replace(Surroundings.of_this_process(), world_size=args.world_size)
     try:
         config = resolve(line, defaults, surroundings)

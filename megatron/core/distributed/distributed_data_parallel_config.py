@@ -36,10 +36,8 @@ class DistributedDataParallelConfig:
     check_for_large_grads: bool = not_yet(False)
     """Look for unexpectedly large gradients before they are reduced."""
 
-    bucket_size: int | None = flag(
-        None, on="--ddp-bucket-size", no_effect="gradients are reduced layer by layer; a bucket is a layer"
-    )
-    """Elements that are reduced together."""
+    bucket_size: int | None = flag(None, on="--ddp-bucket-size")
+    """Elements that are reduced together, in whole layers; as many as suit the number of ranks when not given."""
 
     pad_buckets_for_high_nccl_busbw: bool = flag(
         False,
@@ -49,7 +47,9 @@ class DistributedDataParallelConfig:
     """Pad what is reduced to a large power of two."""
 
     reduce_scatter_with_fp32_accumulation: bool = flag(
-        False, on="--ddp-reduce-scatter-with-fp32-accumulation", no_effect="gradients are always summed in float32"
+        False,
+        on="--ddp-reduce-scatter-with-fp32-accumulation",
+        no_effect="gradients are summed in float32 unless --grad-reduce-in-bf16",
     )
     """Send gradients in their own type and sum them in float32."""
 

@@ -115,6 +115,12 @@ def _recompute_problems(config: Any) -> Iterator[str]:
             yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
         if config.recompute_num_layers is None:
             yield "{recompute_granularity} needs {recompute_num_layers:name}; 1 recomputes each layer by itself"
+    elif config.recompute_granularity == "selective":
+        for field in ("recompute_method", "recompute_num_layers"):
+            if getattr(config, field) is not None:
+                yield f"{{{field}}} goes with {{recompute_granularity:name}} full only"
+        if set(config.recompute_modules or ()) - {"core_attn"}:
+            yield "{recompute_modules}: not yet; what works so far is core_attn"
 
 
 @dataclass(kw_only=True)

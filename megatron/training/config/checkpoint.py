@@ -34,7 +34,7 @@ class CheckpointConfig:
     keep_last: int | None = flag(None, only_with="save")
     """Checkpoints to keep; older ones are deleted once a newer one is complete. All when not given."""
 
-    save_retain_interval: int | None = not_yet(None)
+    save_retain_interval: int | None = flag(None, no_effect="not yet: all checkpoints are kept, or --keep-last of them")
     """Steps between checkpoints that are kept; others are deleted."""
 
     load: str | None = None

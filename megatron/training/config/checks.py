@@ -131,6 +131,11 @@ def _one_activation(s: Settings) -> Iterator[str]:
         yield f"{' and '.join(given)} choose different activations; give one"
 
 
+def _gradient_types(s: Settings) -> Iterator[str]:
+    if s.grad_reduce_in_bf16 and s.is_given("grad_reduce_in_fp32"):
+        yield "{grad_reduce_in_bf16} and {grad_reduce_in_fp32} contradict each other; give one"
+
+
 def _library(s: Settings) -> Iterator[str]:
     yield from parallel_problems(s)
     yield from transformer_problems(s)
@@ -332,6 +337,7 @@ RULES: tuple[Rule, ...] = (
     _positions,
     _rotary,
     _one_activation,
+    _gradient_types,
     _library,
     _ranks,
     _global_batch,

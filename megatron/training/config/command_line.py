@@ -44,12 +44,13 @@ def read_command_line(
 
     `extra_args_provider` adds a script's own arguments to the parser, and may change defaults with `set_defaults`.
     """
-    line = CommandLine({field: flag.default for field, flag in flag_table().items()})
-    parser, own = _parser_of(extra_args_provider, line)
+    line = CommandLine({name: flag.default for name, flag in flag_table().items()})
+    parser = _parser_of(extra_args_provider, line) if extra_args_provider is not None else None
+    theirs = parser._option_string_actions if parser is not None else {}
     occurrences, strays = split_words(argv)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
     if any(occurrence.spelling in ("--help", "-h") for occurrence in occurrences):
-        parser.print_help()
+        (parser or Parser()).print_help()
         raise SystemExit(0)
     occurrences, line.warnings = translate_all(occurrences)
     table = flags_by_spelling()
@@ -57,13 +58,14 @@ def read_command_line(
     for occurrence in occurrences:
         if occurrence.spelling in table:
             take_flag(line, table[occurrence.spelling], occurrence)
-        elif occurrence.spelling in parser._option_string_actions:
+        elif occurrence.spelling in theirs:
             foreign.append(occurrence)
         elif ignore_unknown_args:
             line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
         else:
-            line.problems.append(unknown_flag(occurrence.spelling, (*table, *parser._option_string_actions)))
-    _take_foreign(line, parser, own, foreign)
+            line.problems.append(unknown_flag(occurrence.spelling, (*table, *theirs)))
+    if parser is not None:
+        _take_foreign(line, parser, foreign)
     return line
 
 
@@ -167,7 +169,7 @@ class Parser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         formatter.start_section("this script's own flags")
         formatter.add_arguments(
-            action for action in self._actions if action.option_strings and action.option_strings[0] not in own
+            action for action in self._actions if action.dest != "help" and not own.keys() & action.option_strings
         )
         formatter.end_section()
         return help_text(self.prog, formatter.format_help())
@@ -188,29 +190,26 @@ def argument_parser() -> Parser:
     return parser
 
 
-def _parser_of(provider: ExtraArgsProvider | None, line: CommandLine) -> tuple[Parser, set[str]]:
-    """The parser with a script's arguments, and the names that are our own."""
+def _parser_of(provider: ExtraArgsProvider, line: CommandLine) -> Parser:
+    """The parser with a script's arguments; takes over the defaults that the script sets for ours."""
     parser = argument_parser()
-    own = {action.dest for action in parser._actions} | {"help"}
-    if provider is None:
-        return parser, own
     try:
         returned = provider(parser)
     except argparse.ArgumentError as error:
         line.problems.append(f"extra_args_provider: {error}; this flag exists already")
-        return parser, own
+        return parser
     if not isinstance(returned, argparse.ArgumentParser):
         line.problems.append("extra_args_provider must return the parser that it was given")
-        return parser, own
+        return parser
     for name, flag in flag_table().items():
         default = parser.get_default(name)
         if default is not flag.default and default != flag.default:
             line.values[name] = default
             line.script.add(name)
-    return parser, own
+    return parser
 
 
-def _take_foreign(line: CommandLine, parser: Parser, own: set[str], occurrences: Sequence[Occurrence]) -> None:
+def _take_foreign(line: CommandLine, parser: Parser, occurrences: Sequence[Occurrence]) -> None:
     words = [word for occurrence in occurrences for word in (occurrence.spelling, *occurrence.words)]
     try:
         namespace, rest = parser.parse_known_args(words)
@@ -221,4 +220,5 @@ def _take_foreign(line: CommandLine, parser: Parser, own: set[str], occurrences:
         line.problems.append(str(error))
         return
     line.problems += [f"{word}: this word belongs to no flag" for word in rest]
+    own = flag_table().keys() | {"help"}
     line.extra = {name: value for name, value in vars(namespace).items() if name not in own}

@@ -37,7 +37,7 @@ class DataConfig:
     mock_data: bool = False
     """Made-up data, to try a run without any."""
 
-    seq_length: int | None = None
+    seq_length: int
     """Tokens of a sample. Required."""
 
     encoder_seq_length: int | None = None

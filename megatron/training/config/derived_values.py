@@ -45,7 +45,7 @@ def _positions(s: Settings) -> None:
 def _number_formats(s: Settings) -> None:
     if s.apply_query_key_layer_scaling:
         s.derive("attention_softmax_in_fp32", True)
-    if s.fp16 or s.bf16:
+    if (s.fp16 or s.bf16) and not s.grad_reduce_in_bf16:
         s.derive("grad_reduce_in_fp32", True)
 
 
@@ -118,6 +118,14 @@ def _checkpoint_format(s: Settings) -> str | None:
     return None
 
 
+def _recomputation(s: Settings) -> str | None:
+    if s.recompute_activations and s.recompute_granularity is None:
+        s.derive("recompute_granularity", "selective")
+    if s.recompute_granularity == "selective" and not set(s.recompute_modules or ()) - {"core_attn"}:
+        return "--recompute-granularity selective: attention keeps no scores as it is; there is nothing to recompute"
+    return None
+
+
 def _kernels(s: Settings) -> str | None:
     if s.transformer_impl == "transformer_engine":
         return "--transformer-impl transformer_engine: not yet; our own layers compute the same function"
@@ -142,6 +150,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _data,
     _files,
     _checkpoint_format,
+    _recomputation,
     _kernels,
     _evaluation,
 )

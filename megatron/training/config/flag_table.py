@@ -124,6 +124,12 @@ def parent_of(flag: Flag) -> tuple[Flag, str] | None:
     return (parent, value) if parent is not None else None
 
 
+def is_inert(flag: Flag) -> bool:
+    """Whether a flag is accepted and changes nothing: by itself, or because it goes with such a flag."""
+    parent = parent_of(flag)
+    return flag.declaration.no_effect is not None or (parent is not None and is_inert(parent[0]))
+
+
 def is_to_come(flag: Flag) -> bool:
     """Whether a feature is still to come: only the default works, or only what goes with such a flag."""
     supported = flag.declaration.supported
@@ -159,16 +165,18 @@ def flags_of(config_class: type, group: str) -> list[Flag]:
 
 def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, group: str) -> Flag:
     declaration = declaration_of(field)
-    default = field.default
+    default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
+    elif default is dataclasses.MISSING:  # a run must have it: given, derived, or a problem
+        default = None
     default = APP_DEFAULTS.get(field.name, default)
     words = _word_type(annotation)
     if declaration.parse is not None:
         words = _Words(str, declaration.parse)
     elif declaration.words is not None:
         words = _Words(str, _choice(declaration.words), tuple(declaration.words))
-    switch = _switch(field.name, declaration, default) if words.kind is bool else None
+    switch = _switch(field.name, declaration, bool(default)) if words.kind is bool else None
     nargs = declaration.nargs if switch is None else 0
     if nargs is None and words.is_list:
         nargs = "+"

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from megatron.core.config_fields import value_text
-from megatron.training.config.flag_table import Flag, can_be, flag_table, is_to_come
+from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come
 
 _COLUMN = 36
 """Where descriptions begin."""
@@ -24,8 +24,8 @@ def help_text(program: str, extra: str = "") -> str:
 def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = "") -> str:
     """Help for any flags."""
     width = min(shutil.get_terminal_size().columns, 120)
-    inert = [flag for flag in flags if flag.declaration.no_effect is not None]
-    to_come = [flag for flag in flags if flag.declaration.no_effect is None and is_to_come(flag)]
+    to_come = [flag for flag in flags if is_to_come(flag)]
+    inert = [flag for flag in flags if is_inert(flag) and flag not in to_come]
     working = [flag for flag in flags if flag not in inert and flag not in to_come]
     lines = [usage, "", *_filled(about, width)]
     for group in dict.fromkeys(flag.group for flag in working):
@@ -44,7 +44,9 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
 
 def _entry(flag: Flag, width: int) -> list[str]:
     head = "  " + ", ".join(flag.spellings) + _placeholder(flag)
-    body = textwrap.wrap(flag.help + _default(flag), max(width - _COLUMN, 30), break_on_hyphens=False)
+    turns_off = flag.switch is not None and not flag.switch[flag.spelling]
+    text = ("Turns this off: " if turns_off else "") + flag.help + _default(flag)
+    body = textwrap.wrap(text, max(width - _COLUMN, 30), break_on_hyphens=False)
     if len(head) <= _COLUMN - 2 and body:
         return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
     return [head, *(" " * _COLUMN + line for line in body)]

@@ -18,7 +18,7 @@ class ModelConfig:
 
     # Positions -------------------------------------------------------------------------------------------------------
 
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int
     """Positions that the model knows; as --seq-length when not given."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = flag(
@@ -59,7 +59,7 @@ class ModelConfig:
     """MLP with GELU in its tanh form."""
 
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion")
-    """Without the flag GELU takes its tanh form (given that linear layers have biases), with it the exact form."""
+    """GELU takes its tanh form where linear layers have biases; otherwise the exact one."""
 
     bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", no_effect=_ONE_KERNEL)
     """SwiGLU and its bias in one kernel."""

@@ -46,7 +46,7 @@ class ParallelConfig:
     enable_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups", no_effect=_GLOO)
     """Make gloo groups beside the device's."""
 
-    ddp_num_buckets: int | None = flag(None, no_effect="gradients are reduced layer by layer; a bucket is a layer")
+    ddp_num_buckets: int | None = flag(None, no_effect="--ddp-bucket-size says how much is reduced together")
     """Parts in which gradients are reduced."""
 
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
@@ -62,8 +62,8 @@ class ParallelConfig:
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag("auto", only_with="use_megatron_fsdp")
     """With --use-megatron-fsdp: type in which gradients are sent."""
 
-    grad_reduce_in_bf16: bool = not_yet(False)
-    """Accumulate and reduce gradients in bfloat16 instead of float32."""
+    grad_reduce_in_bf16: bool = False
+    """Send gradients in the model's type when they are reduced; they are accumulated in float32 in any case."""
 
     nccl_communicator_config_path: str | None = not_yet(None)
     """File that tunes NCCL's communicators."""

@@ -52,7 +52,10 @@ def resolve(
 
     Raises ConfigurationError with all problems.
     """
-    settings = Settings(line, surroundings or Surroundings.of_this_process())
+    try:
+        settings = Settings(line, surroundings or Surroundings.of_this_process())
+    except UserError as error:
+        raise ConfigurationError([*line.problems, str(error)]) from error
     extra = dict(line.extra)
     notes = list(line.warnings) + _take_script_defaults(settings, extra, args_defaults or {})
     notes += derive_values(settings)
@@ -165,7 +168,7 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
     """Make the config objects out of settings that were checked."""
     values = settings.values
     transformer = TransformerConfig(**transformer_fields(TransformerConfig, values))
-    return PretrainConfig(
+    config = PretrainConfig(
         model=_part(ModelConfig, settings, transformer=transformer),
         parallel=_part(ParallelConfig, settings),
         optimizer=_part(
@@ -191,6 +194,9 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
         notes=tuple(dict.fromkeys(notes)),
         extra=dict(extra),
     )
+    final = config.flat()
+    changed = {field for field, value in values.items() if field in final and final[field] != value}
+    return dataclasses.replace(config, provenance={**config.provenance, **dict.fromkeys(changed, "derived")})
 
 
 def _part(config_class: type, settings: Settings, **fixed: Any) -> Any:

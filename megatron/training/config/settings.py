@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
 
 Source = Literal["default", "flag", "derived", "script"]
@@ -20,8 +21,11 @@ class Surroundings:
 
     @classmethod
     def of_this_process(cls) -> "Surroundings":
-        """From WORLD_SIZE, which torchrun sets, and the devices of this machine."""
-        return cls(int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.is_available())
+        """From WORLD_SIZE, which torchrun sets, and the devices of this machine. UserError if it is no number."""
+        words = os.environ.get("WORLD_SIZE", "1")
+        if not words.isdecimal() or int(words) < 1:
+            raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8")
+        return cls(int(words), torch.cuda.is_available())
 
 
 class Settings:

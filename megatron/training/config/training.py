@@ -10,10 +10,10 @@ from megatron.core.config_fields import flag, not_yet
 class TrainingConfig:
     """Batches and iterations."""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int
     """Sequences that one rank takes through the model at once. Required."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int
     """Sequences of one step, over all ranks; micro batch size x data parallel ranks when not given."""
 
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
@@ -27,7 +27,7 @@ class TrainingConfig:
     """Global batch sizes from given numbers of tokens on."""
 
     train_iters: int | None = None
-    """Steps to train, over all runs. This or --train-samples is required."""
+    """Steps to train, over all runs. This or --train-samples is required (except of a dry run)."""
 
     train_samples: int | None = None
     """Sequences to train on, over all runs, instead of --train-iters."""
@@ -54,7 +54,7 @@ class TrainingConfig:
     )
     """How often to give cached GPU memory back."""
 
-    recompute_activations: bool = not_yet(False)
+    recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
 
     disable_jit_fuser: bool = flag(False, no_effect="nothing is compiled behind your back")

@@ -69,11 +69,13 @@ class AttentionConfig:
     attention_output_gate: bool = not_yet(False)
     """Multiply attention's output by a learnt gate."""
 
-    apply_query_key_layer_scaling: bool = False
-    """Divide scores by the layer number before the softmax and multiply inside it; computes the softmax in float32."""
+    apply_query_key_layer_scaling: bool = flag(
+        False, no_effect="it cancels out of a softmax in float32, which is how it is computed"
+    )
+    """Divide scores by the layer number before the softmax and multiply inside it, against overflow in float16."""
 
-    attention_softmax_in_fp32: bool = True
-    """Compute the softmax of attention in float32. Only unfused attention in half precision can do otherwise."""
+    attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is computed in float32 at least, always")
+    """Compute the softmax of attention in float32."""
 
     multi_latent_attention: bool = not_yet(False)
     """Multi-head latent attention: keys and values from a low-rank state."""

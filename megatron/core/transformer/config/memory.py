@@ -10,7 +10,7 @@ from megatron.core.config_fields import flag, not_a_flag, not_yet
 class MemoryConfig:
     """What is kept for backward, and where; what is captured into graphs."""
 
-    recompute_granularity: Literal["full", "selective"] | None = flag(None, supported=[None, "full"])
+    recompute_granularity: Literal["full", "selective"] | None = None
     """Forget activations and compute them again in backward: of whole layers, or of --recompute-modules."""
 
     recompute_method: Literal["uniform", "block"] | None = flag(None, only_with="recompute_granularity")
@@ -21,7 +21,7 @@ class MemoryConfig:
     """With --recompute-granularity full: layers in a group (uniform), or layers recomputed (block)."""
 
     recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
-    """With --recompute-granularity selective: parts of a layer that are recomputed."""
+    """With --recompute-granularity selective: parts of a layer that are recomputed; core_attn when not given."""
 
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
     """With full recomputation: spread the kept layer inputs over tensor parallel ranks."""

@@ -1,0 +1,59 @@
+"""Patterns over layers and tuples, without evaluating anything."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.flag_grammars import integer_tuple, layer_pattern
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4),
+        ("([0]*3+[1]*58)", [0] * 3 + [1] * 58),
+        ("[0]*3+[1]*58", [0] * 3 + [1] * 58),
+        ("([0,1]*24)", [0, 1] * 24),
+        ("([0]+[1]*26)", [0] + [1] * 26),
+        ("2*[1, 0]", [1, 0, 1, 0]),
+        ("([0]*(1+2))", [0] * 3),
+        ("[1,2*3]", [1, 6]),
+        ("[]", []),
+        ("[1,]", [1]),
+    ],
+)
+def test_layer_patterns(text: str, value: int | list[int]) -> None:
+    assert layer_pattern(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x", "", "[", "[1", "[1]]", "([1]", "[1]+2", "[1]*[2]", "[[1]]", "[1];", "__import__('os')[0]", "[1]*9999999",
+        "[1]**2", "[1 2]", "[1]+", "[-1]",
+    ],
+)  # fmt: skip
+def test_everything_else_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError):
+        layer_pattern(text)
+
+
+@given(st.text(alphabet="0123456789[]()+*, ", max_size=30))
+def test_no_text_gives_anything_but_a_value_or_a_value_error(text: str) -> None:
+    try:
+        value = layer_pattern(text)
+    except ValueError:
+        return
+    assert isinstance(value, int) or all(isinstance(item, int) for item in value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("127,0", (127, 0)), ("(127,0)", (127, 0)), ("-1,0", (-1, 0)), ("( 8 , 8 )", (8, 8))]
+)
+def test_tuples(text: str, value: tuple[int, ...]) -> None:
+    assert integer_tuple(text) == value
+
+
+def test_a_tuple_of_words_is_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        integer_tuple("a,b")

@@ -1,0 +1,159 @@
+"""The library's configs: published fields and defaults, derived values, refusals."""
+
+import dataclasses
+import enum
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.config_fields import field_docstrings
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.exceptions import UserError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.parameters import Normal
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+PUBLISHED = json.loads((Path(__file__).parents[2] / "data/flags/published_config_fields.json").read_text())
+CONFIGS: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        ModelParallelConfig,
+        TransformerConfig,
+        MLATransformerConfig,
+        OptimizerConfig,
+        DistributedDataParallelConfig,
+    )
+}
+OURS = {"seed", "fp64"}
+OTHER_DEFAULTS = {"transformer_impl": "auto"}
+
+
+def small(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(**{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4} | fields)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_published_field_is_there_with_its_default(name: str) -> None:
+    fields = {field.name: field for field in dataclasses.fields(CONFIGS[name])}
+    for statement in PUBLISHED[name]:
+        field, _, rest = statement.partition(":")
+        assert field in fields, statement
+        published = rest.rpartition(" = ")[2].strip("'")
+        if published == "factory":
+            assert fields[field].default_factory is list
+        else:
+            ours = fields[field].default
+            shown = repr(ours) if isinstance(ours, enum.Enum) else str(ours)
+            assert shown == OTHER_DEFAULTS.get(field, published), statement
+
+
+def test_we_add_only_these_fields() -> None:
+    for name, cls in CONFIGS.items():
+        published = {s.partition(":")[0] for base in cls.__mro__ for s in PUBLISHED.get(base.__name__, [])}
+        added = {field.name for field in dataclasses.fields(cls)} - published
+        assert added <= OURS, name
+
+
+@pytest.mark.parametrize("cls", CONFIGS.values(), ids=CONFIGS)
+def test_every_field_says_what_it_means(cls: type) -> None:
+    assert {field.name for field in dataclasses.fields(cls)} <= field_docstrings(cls).keys()
+
+
+def test_derived_values() -> None:
+    config = small()
+    assert (config.ffn_hidden_size, config.kv_channels, config.num_query_groups) == (256, 16, 4)
+    assert config.add_qkv_bias and config.params_dtype is torch.float32
+    assert config.init_method == config.embedding_init_method == Normal(0.02)
+    assert config.output_layer_init_method == Normal(0.02 / math.sqrt(2 * 2))
+    assert small(add_bias_linear=False).add_qkv_bias is False
+    assert small(embedding_init_method_std=1.0).embedding_init_method == Normal(1.0)
+
+
+def test_a_given_init_method_stands_and_serves_the_embedding_too() -> None:
+    config = small(init_method=nn.init.zeros_)
+    assert config.init_method is nn.init.zeros_ and config.embedding_init_method is nn.init.zeros_
+    assert isinstance(config.output_layer_init_method, Normal)
+
+
+@pytest.mark.parametrize(
+    ("flag", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp64", torch.float64)]
+)
+def test_number_formats(flag: str, dtype: torch.dtype) -> None:
+    config = small(**{flag: True})
+    assert config.params_dtype is dtype and config.pipeline_dtype is dtype
+    assert small(params_dtype=torch.bfloat16).params_dtype is torch.bfloat16
+
+
+def test_the_published_example_builds_a_config() -> None:
+    TransformerConfig(
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float16,
+    )
+
+
+def test_a_config_can_be_extended_by_a_user() -> None:
+    @dataclasses.dataclass
+    class Mine(TransformerConfig):
+        extra: int = 3
+
+    assert Mine(num_layers=1, hidden_size=8, num_attention_heads=2).extra == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, "num_layers 0 must be at least 1"),
+        ({"hidden_size": 65}, "hidden_size 65 does not divide by num_attention_heads 4; 64 or 68 works"),
+        ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4; the nearest that does is"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be at least 0 and less than 1"),
+        ({"init_method_std": float("nan")}, "init_method_std nan must be at least 0"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 are set together; choose one"),
+        ({"seed": 0}, "seed 0 must be larger than 0"),
+        ({"num_moe_experts": 8}, "num_moe_experts 8: not yet"),
+        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size 2: not yet; what works so far is 1"),
+        ({"recompute_granularity": "full"}, "recompute_granularity full needs recompute_method uniform or block"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "recompute_modules mlp: not yet"),
+    ],
+)
+def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        small(**fields)
+    assert message in str(caught.value)
+
+
+def test_several_mistakes_come_together() -> None:
+    with pytest.raises(UserError) as caught:
+        small(num_layers=0, hidden_dropout=2.0)
+    assert "num_layers" in str(caught.value) and "hidden_dropout" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adam_beta1": 1.0}, "adam_beta1 1.0 must be at least 0 and less than 1"),
+        ({"adam_eps": 0.0}, "adam_eps 0.0 must be larger than 0"),
+        ({"clip_grad": -1.0}, "clip_grad -1.0 must be at least 0; 0 turns clipping off"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr 0.001 is larger than lr 0.0001"),
+        ({"optimizer": "muon"}, "optimizer muon: not yet; what works so far is adam or sgd"),
+        ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
+        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer: not yet"),
+    ],
+)
+def test_the_optimizer_config_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        OptimizerConfig(**fields)
+    assert message in str(caught.value)
+
+
+def test_full_sharding_is_still_to_come() -> None:
+    with pytest.raises(UserError, match="use_megatron_fsdp: not yet"):
+        DistributedDataParallelConfig(use_megatron_fsdp=True)

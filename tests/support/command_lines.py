@@ -1,0 +1,38 @@
+"""Command lines for tests of flags."""
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import Surroundings
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+"""The fewest flags that make a run."""
+
+
+def configured(flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False) -> PretrainConfig:
+    """The config of a command line on a machine of our choice."""
+    return configure(f"{base} {flags}".split(), surroundings=Surroundings(ranks, has_cuda))
+
+
+def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[str]:
+    """What is said about a command line; empty if it is right."""
+    try:
+        configured(flags, base=base, ranks=ranks)
+    except ConfigurationError as error:
+        assert isinstance(error, UserError)
+        return error.problems
+    return []
+
+
+def without(flag: str) -> str:
+    """SMALL without one flag and its value."""
+    words = SMALL.split()
+    at = words.index(flag)
+    end = at + 1
+    while end < len(words) and not words[end].startswith("--"):
+        end += 1
+    return " ".join(words[:at] + words[end:])

@@ -1,0 +1,199 @@
+"""Words to values: kinds of flags, mistakes, retired flags, arguments of scripts."""
+
+import argparse
+
+import pytest
+from support.command_lines import configured, problems_of
+
+from megatron.training.config.command_line import read_command_line, split_words, unknown_flag
+from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.retired import Occurrence
+
+
+def read(words: str) -> dict[str, object]:
+    line = read_command_line(words.split())
+    assert line.problems == []
+    return line.values
+
+
+def complaints(words: str) -> list[str]:
+    return read_command_line(words.split()).problems
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def test_each_kind_of_value() -> None:
+    values = read(
+        "--num-layers 3 --lr 1e-3 --swiglu --disable-bias-linear --normalization RMSNorm --data-path 1 a 2 b "
+        "--window-size (127,0) --moe-layer-freq ([0]*3+[1]*2) --rampup-batch-size 1 2 30 --attention-backend unfused "
+        "--exit-signal SIGUSR1 --profile-ranks 0 1 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none"
+    )
+    assert values["num_layers"] == 3 and values["lr"] == 1e-3
+    assert values["swiglu"] is True and values["add_bias_linear"] is False
+    assert values["normalization"] == "RMSNorm" and values["data_path"] == ["1", "a", "2", "b"]
+    assert values["window_size"] == (127, 0) and values["moe_layer_freq"] == [0, 0, 0, 1, 1]
+    assert values["rampup_batch_size"] == [1, 2, 30] and values["profile_ranks"] == [0, 1]
+    assert values["attention_backend"].name == "unfused" and values["exit_signal"].name == "SIGUSR1"
+    assert values["moe_aux_loss_coeff"] == 0.1 and values["moe_router_load_balancing_type"] == "none"
+    assert read("--moe-aux-loss-coeff 0.1 0.2")["moe_aux_loss_coeff"] == [0.1, 0.2]
+
+
+def test_equals_signs_and_negative_numbers() -> None:
+    assert read("--lr=1e-3")["lr"] == 1e-3
+    assert read("--null-tokenizer-pad-id -1 --window-size -1,0")["window_size"] == (-1, 0)
+    assert read_command_line(["--data-path=--odd"]).values["data_path"] == ["--odd"]
+
+
+def test_the_last_of_two_wins() -> None:
+    assert read("--lr 1 --lr 2")["lr"] == 2.0
+
+
+def test_quotes_that_a_shell_left_in_a_word_reach_the_value() -> None:
+    assert read("--split '99,1,0'")["split"] == "'99,1,0'"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--lr abc", "--lr abc: expected a number"),
+        ("--lr", "--lr: a value is missing"),
+        ("--lr 1 2", "--lr 1 2: takes one value; 2 belongs to no flag"),
+        ("--num-layers 2.5", "--num-layers 2.5: expected a whole number; 2 works"),
+        ("--swiglu yes", "--swiglu yes: this flag takes no value"),
+        ("--normalization Norm", "--normalization Norm: choose from LayerNorm, RMSNorm"),
+        ("--normalization", "--normalization: a value is missing; choose from LayerNorm, RMSNorm"),
+        ("--rampup-batch-size 1 2", "--rampup-batch-size 1 2: takes 3 values, not 2"),
+        ("--moe-layer-freq [1", "--moe-layer-freq [1: '[1': a bracket is not closed"),
+        ("train --lr 1", "train: this word belongs to no flag"),
+        ("--exit-signal 15", "--exit-signal 15: choose from SIGHUP"),
+    ],
+)
+def test_a_wrong_value_names_flag_value_and_what_works(words: str, message: str) -> None:
+    assert complaints(words)[0].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--hiden-size", "--hiden-size: unknown flag; did you mean --hidden-size"),
+        ("--num_layers", "--num_layers: unknown flag; did you mean --num-layers?"),
+        ("--micro-batch", "--micro-batch: flags are not shortened here; did you mean --micro-batch-size?"),
+        ("--rl-profile", "--rl-profile: not yet: this flag of Megatron-LM has no counterpart here so far"),
+        ("--xyzzy", "--xyzzy: unknown flag; --help lists all"),
+    ],
+)
+def test_an_unknown_flag_gets_a_suggestion(flag: str, message: str) -> None:
+    assert unknown_flag(flag, flags_by_spelling()).startswith(message)
+
+
+def test_abbreviations_are_not_taken() -> None:
+    assert problems_of("--global-batch 4") and problems_of("--global-batch=4")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    problems = problems_of("--lr abc --hiden-size 3 --swiglu 1 --global-batch-size 5 --bf16 --fp16 --num-experts 4")
+    assert [problem.split()[0] for problem in problems] == [
+        "--lr", "--hiden-size:", "--swiglu", "--num-experts", "--fp16", "--global-batch-size",
+    ]  # fmt: skip
+
+
+def test_nothing_more_is_said_about_a_value_that_could_not_be_read() -> None:
+    assert problems_of("--micro-batch-size x --global-batch-size 7") == [
+        "--micro-batch-size x: expected a whole number"
+    ]
+
+
+def test_split_words() -> None:
+    occurrences, strays = split_words(["a", "--x", "1", "-2", "--y=3", "4", "-h"])
+    assert strays == ["a"]
+    assert occurrences == [Occurrence("--x", ("1", "-2")), Occurrence("--y", ("3", "4")), Occurrence("-h")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments of a script
+
+
+def with_two(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("mine")
+    group.add_argument("--my-number", type=int, default=3)
+    group.add_argument("--my-switch", action="store_true")
+    parser.set_defaults(num_layers=7)
+    return parser
+
+
+def test_a_script_adds_arguments_and_defaults() -> None:
+    line = read_command_line(["--my-number", "4", "--lr", "1"], with_two)
+    assert line.problems == [] and line.extra == {"my_number": 4, "my_switch": False}
+    assert line.values["num_layers"] == 7 and line.script == {"num_layers"}
+    assert read_command_line(["--num-layers", "2"], with_two).values["num_layers"] == 2
+
+
+def test_mistakes_in_a_scripts_arguments_join_the_others() -> None:
+    line = read_command_line(["--my-number", "x", "--lr", "y"], with_two)
+    assert len(line.problems) == 2 and "my-number" in line.problems[1]
+
+
+def test_a_missing_required_argument_of_a_script_is_told() -> None:
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--wanted", required=True)
+        return parser
+
+    assert "--wanted" in read_command_line([], provider).problems[0]
+
+
+def test_a_flag_that_exists_cannot_be_added() -> None:
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--num-layers")
+        return parser
+
+    assert "--num-layers" in read_command_line([], provider).problems[0]
+
+
+def test_a_provider_that_forgets_to_return_the_parser_is_told() -> None:
+    assert read_command_line([], lambda parser: None).problems == [  # type: ignore[arg-type,return-value]
+        "extra_args_provider must return the parser that it was given"
+    ]
+
+
+def test_unknown_flags_can_be_let_through() -> None:
+    line = read_command_line(["--mine", "3", "--lr", "1"], ignore_unknown_args=True)
+    assert line.problems == [] and line.warnings == ["--mine: unknown, and ignored as the script asks"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Retired flags
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--activations-checkpoint-method uniform", ("full", "uniform", 1)),
+        ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2", ("full", "block", 2)),
+        ("--activations-checkpoint-num-layers 2 --activations-checkpoint-method block", ("full", "block", 2)),
+        ("--checkpoint-activations", ("full", "uniform", 1)),
+    ],
+)
+def test_old_recomputation(words: str, fields: tuple[str, str, int]) -> None:
+    line = read_command_line(words.split())
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    assert tuple(line.values[name] for name in names) == fields
+    assert all("retired" in warning for warning in line.warnings) and line.warnings
+
+
+def test_old_positions() -> None:
+    assert read("--use-rotary-position-embeddings")["position_embedding_type"] == "rope"
+    assert read("--no-position-embedding")["position_embedding_type"] == "none"
+    assert read("--use-rotary-position-embeddings --no-position-embedding")["position_embedding_type"] == "rope"
+    assert read("--no-position-embedding --position-embedding-type rope")["position_embedding_type"] == "rope"
+
+
+def test_each_retired_flag_warns_once() -> None:
+    config = configured("--DDP-impl local --DDP-impl local --no-scatter-gather-tensors-in-pipeline")
+    assert sum("--DDP-impl local: retired" in note for note in config.notes) == 1
+    assert any(note.startswith("--no-scatter-gather-tensors-in-pipeline: retired") for note in config.notes)

@@ -1,0 +1,139 @@
+"""Every flag: frozen, published where it is not ours, and telling the truth."""
+
+import enum
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config_fields import value_text
+from megatron.training.config.flag_table import (
+    Flag,
+    flag_table,
+    flags_by_spelling,
+    is_inert,
+    is_to_come,
+    number,
+    parent_of,
+    whole_number,
+)
+from megatron.training.config.retired import RETIRED
+from megatron.training.config.unoffered import UNOFFERED
+
+DATA = Path(__file__).parents[2] / "data/flags"
+PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "published_flags.jsonl").read_text().splitlines())}
+
+OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
+    "--layout-invariant"
+}
+OTHER_DEFAULT = {
+    "--ckpt-format": "safetensors",
+    "--transformer-impl": "auto",
+    "--distributed-backend": None,  # by device
+    "--no-persist-layer-norm": True,  # published the other way round, as a flag that says no
+    # published as None, which is as false
+    "--no-save-optim": False,
+    "--no-save-rng": False,
+    "--no-load-optim": False,
+    "--no-load-rng": False,
+    "--use-cpu-initialization": False,
+}
+MORE_CHOICES = {"--ckpt-format": {"safetensors"}, "--transformer-impl": {"auto"}, "--tiktoken-pattern": {"v1", "v2"}}
+OTHER_ACTION = {"--no-persist-layer-norm", "--tokenizer-hf-no-include-special-tokens"}
+
+
+def spellings() -> list[str]:
+    return sorted(flags_by_spelling())
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    """A new option is added to tests/data/flags/options.txt on purpose, or not at all."""
+    assert spellings() == (DATA / "options.txt").read_text().split()
+
+
+def test_only_these_options_are_ours() -> None:
+    assert set(spellings()) - PUBLISHED.keys() == OURS
+
+
+def test_every_frequently_used_flag_is_offered() -> None:
+    offered = set(spellings()) | RETIRED
+    assert set(json.loads((DATA / "frequent_flags.json").read_text())) <= offered
+
+
+def test_what_is_not_offered_is_neither_offered_nor_retired() -> None:
+    assert not UNOFFERED & (set(spellings()) | RETIRED)
+
+
+@pytest.mark.parametrize("spelling", sorted(PUBLISHED))
+def test_a_published_flag_has_its_published_facts(spelling: str) -> None:
+    flag, facts = flags_by_spelling()[spelling], PUBLISHED[spelling]
+    assert _plain(flag.default, spelling) == OTHER_DEFAULT.get(spelling, facts["default"])
+    assert str(flag.nargs) == str(facts["nargs"])
+    if spelling not in OTHER_ACTION:
+        assert facts["action"] == _action(flag, spelling)
+    if facts["choices"] is None:
+        assert set(flag.choices or ()) == MORE_CHOICES.get(spelling, set())
+    elif spelling != "--exit-signal":  # published as numbers, read by name there too
+        published = {str(choice).rpartition(".")[2] for choice in facts["choices"]}
+        assert set(flag.choices or ()) == published | MORE_CHOICES.get(spelling, set())
+    if facts["type"] in ("int", "float") and not (flag.declaration.parse or flag.choices):
+        assert flag.parse is {"int": whole_number, "float": number}[facts["type"]]
+
+
+def _plain(default: Any, spelling: str) -> Any:
+    if spelling == "--exit-signal":
+        return int(default)
+    if isinstance(default, torch.dtype):
+        return {torch.float32: "fp32"}[default]
+    return str(default) if isinstance(default, enum.Enum) else default
+
+
+def _action(flag: Flag, spelling: str) -> str:
+    if flag.switch is None:
+        return "store"
+    return "store_true" if flag.switch[spelling] else "store_false"
+
+
+@pytest.mark.parametrize("flag", flag_table().values(), ids=lambda flag: flag.field)
+def test_a_flag_says_what_it_means_and_stands_on_real_fields(flag: Flag) -> None:
+    assert flag.help.endswith((".", ")")) and len(flag.help) < 420
+    if flag.declaration.only_with is not None:
+        parent = parent_of(flag)
+        assert parent is not None, f"{flag.field} goes with {flag.declaration.only_with}, which is no flag"
+        field, _, value = flag.declaration.only_with.partition("=")
+        assert not value or value in (parent[0].choices or ())
+    if flag.declaration.supported is not None:
+        assert flag.default in flag.declaration.supported
+    if flag.declaration.no_effect is not None:
+        assert not flag.declaration.no_effect.endswith(".")
+
+
+def test_every_flag_works_or_is_inert_or_to_come() -> None:
+    counts = {"works": 0, "inert": 0, "to come": 0}
+    for flag in flag_table().values():
+        counts["to come" if is_to_come(flag) else "inert" if is_inert(flag) else "works"] += 1
+    assert counts["works"] > 150 and sum(counts.values()) == len(flag_table())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [("abc", "expected a whole number"), ("1e6", "1000000 works"), ("10.0", "10 works"), ("inf", "whole number")],
+)
+def test_whole_numbers(word: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        whole_number(word)
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf", "x", ""])
+def test_numbers_are_finite(word: str) -> None:
+    with pytest.raises(ValueError):
+        number(word)
+
+
+def test_enum_choices_go_by_name() -> None:
+    flag = flags_by_spelling()["--attention-backend"]
+    assert value_text(flag.parse("unfused")) == "unfused"
+    with pytest.raises(ValueError, match="choose from flash, fused"):
+        flag.parse("3")

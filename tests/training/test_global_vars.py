@@ -1,0 +1,100 @@
+"""What user scripts ask for: a live view that reads everything and changes nothing that was used."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.command_lines import SMALL
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import global_vars
+from megatron.training.arguments import configure, core_transformer_config_from_args
+from megatron.training.config.settings import Surroundings
+
+
+@dataclass
+class State:
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    floating_point_operations_so_far: float = 1.5
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    def provider(parser: Any) -> Any:
+        parser.add_argument("--mine", type=int, default=1)
+        return parser
+
+    config = configure([*SMALL.split(), "--mine", "7"], provider, surroundings=Surroundings(1, False))
+    context = SimpleNamespace(config=config, state=State(), tokenizer="the tokenizer", environment=None)
+    global_vars.publish(context, padded_vocab_size=128)  # type: ignore[arg-type]
+    yield context
+    global_vars.forget()
+
+
+def test_before_a_run_the_way_is_named() -> None:
+    with pytest.raises(UserError, match="once the run is set up"):
+        global_vars.get_args()
+    with pytest.raises(UserError, match="once the run is set up"):
+        global_vars.get_tokenizer()
+
+
+def test_settings_by_field_and_by_flag(run: Any) -> None:
+    args = global_vars.get_args()
+    assert args.hidden_size == 64 and args.global_batch_size == 2 and args.train_iters == 10
+    assert args.num_experts is None and args.norm_epsilon == 1e-5 and args.mine == 7
+    assert args.padded_vocab_size == 128 and args.world_size == 1 and args.rank == 0
+    assert args.data_parallel_size == 1 and args.params_dtype is run.config.transformer.params_dtype
+    assert global_vars.get_tokenizer() == "the tokenizer"
+
+
+def test_state_is_seen_as_it_is_now(run: Any) -> None:
+    args = global_vars.get_args()
+    assert args.iteration == 0
+    run.state.iteration, run.state.consumed_train_samples = 5, 10
+    assert args.iteration == args.curr_iteration == 5 and args.consumed_train_samples == 10
+    assert args.num_floating_point_operations_so_far == 1.5
+
+
+def test_a_script_may_write_what_is_its_own(run: Any) -> None:
+    args = global_vars.get_args()
+    args.brand_new = 3
+    args.mine = 8
+    assert args.brand_new == 3 and args.mine == 8 and vars(args)["brand_new"] == 3
+    del args.brand_new
+    assert not hasattr(args, "brand_new") and getattr(args, "brand_new", "default") == "default"
+
+
+def test_a_setting_that_was_used_cannot_be_written(run: Any) -> None:
+    args = global_vars.get_args()
+    args.lr = 1e-3  # as it is
+    with pytest.raises(UserError, match=r"args.lr = 0.5: it is 0.001 and was used already; pass --lr, or hand"):
+        args.lr = 0.5
+    with pytest.raises(UserError, match="pass --num-experts"):
+        args.num_experts = 8
+    with pytest.raises(UserError, match="only the training loop changes"):
+        args.iteration = 4
+    with pytest.raises(UserError, match="change the flags that it follows from"):
+        args.world_size = 2
+    with pytest.raises(UserError, match="cannot be deleted"):
+        del args.lr
+    assert args.lr == 1e-3
+
+
+def test_vars_holds_everything(run: Any) -> None:
+    values = vars(global_vars.get_args())
+    assert values["hidden_size"] == 64 and values["iteration"] == 0 and values["mine"] == 7
+    assert "hidden_size" in dir(global_vars.get_args())
+
+
+def test_a_transformer_config_comes_out_of_it(run: Any) -> None:
+    built = core_transformer_config_from_args(global_vars.get_args())
+    assert type(built) is TransformerConfig and built == run.config.transformer
+
+
+def test_timers_and_writers(run: Any) -> None:
+    assert global_vars.get_timers() is global_vars.get_timers()
+    assert global_vars.get_tensorboard_writer() is None and global_vars.get_wandb_writer() is None
