@@ -7,8 +7,9 @@ the record holds and never asks again. Where an operation has a kernel for one k
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.ops import attention_kernels
 from megatron.core.ops.attention import AttentionVariant
-from megatron.core.ops.attention_kernels import AttentionKernel, Situation
+from megatron.core.ops.attention_kernels import CANDIDATES, AttentionKernel, Situation
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout_cpu import keep_rows_compiled
@@ -44,15 +44,16 @@ class Backend:
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss
-    attention: tuple[AttentionKernel, ...] = attention_kernels.KERNELS
-    """In order of preference; a layer takes the first that does not refuse."""
+    attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
+    """For what a config asks, in order of preference; a layer takes the first that does not refuse."""
 
     def describe(self) -> str:
         """One line: the backend, and the operations that are not plain torch."""
+        operations = [entry for entry in dataclasses.fields(self) if entry.name not in ("name", "attention")]
         own = [
-            f"{field.name} by {getattr(self, field.name).__name__}"
-            for field in dataclasses.fields(self)
-            if field.name not in ("name", "attention") and getattr(self, field.name) is not field.default
+            f"{entry.name} by {getattr(self, entry.name).__name__}"
+            for entry in operations
+            if getattr(self, entry.name) is not entry.default
         ]
         return f"backend {self.name}: plain torch" + (" but for " + ", ".join(own) if own else "")
 
@@ -116,34 +117,32 @@ class AttentionPlan:
 
 
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
-    """Choose the kernels of an attention layer. Raises UserError where `attention_backend` asks for the impossible."""
+    """Choose the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
+
+    Raises UserError where flash or fused is asked for and cannot do what training on unpacked documents needs.
+    """
     kernels = {}
-    for device_type in ("cpu", "cuda"):
-        for training in (True, False):
-            for packed in (False, True):
-                situation = Situation(device_type, config.params_dtype, training, packed)
-                kernels[situation] = _choose_kernel(backend, variant, situation, config.attention_backend)
+    for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
+        situation = Situation(device_type, config.params_dtype, training, packed)
+        kernels[situation] = _first_willing(backend, variant, situation, config.attention_backend)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    _check_asked(backend, variant, Situation(device_type, config.params_dtype, True, False), config.attention_backend)
     return AttentionPlan(kernels)
 
 
-def _choose_kernel(
+def _first_willing(
     backend: Backend, variant: AttentionVariant, situation: Situation, asked: AttnBackend
 ) -> AttentionKernel:
-    unfused = backend.attention[-1]
-    if asked in (AttnBackend.unfused, AttnBackend.local):
-        return unfused
-    reasons = []
-    for kernel in backend.attention:
-        reason = kernel.refusal(variant, situation)
-        if reason is None:
-            break
-        reasons.append(f"{kernel.name}: {reason}")
-    if asked is not AttnBackend.auto and kernel is unfused and situation.training and not situation.packed:
-        if variant.dropout:
-            way = f"attention_dropout {variant.dropout} to 0, or attention_backend to auto or unfused"
-        else:
-            way = "attention_backend to auto or unfused"
-        raise UserError(
-            f"attention_backend {asked.name} cannot compute this attention; set {way} ({'; '.join(reasons)})"
-        )
-    return kernel
+    return next(kernel for kernel in backend.attention[asked] if kernel.refusal(variant, situation) is None)
+
+
+def _check_asked(backend: Backend, variant: AttentionVariant, situation: Situation, asked: AttnBackend) -> None:
+    wanted = backend.attention[asked][:-1]
+    reasons = [f"{kernel.name}: {kernel.refusal(variant, situation)}" for kernel in wanted]
+    if not wanted or asked is AttnBackend.auto or _first_willing(backend, variant, situation, asked) in wanted:
+        return
+    way = f"attention_dropout {variant.dropout} to 0, or attention_backend" if variant.dropout else "attention_backend"
+    raise UserError(
+        f"attention_backend {asked.name} cannot compute this attention; set {way} to auto or unfused "
+        f"({'; '.join(reasons)})"
+    )

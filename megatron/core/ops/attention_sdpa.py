@@ -10,13 +10,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, hidden_keys
 
-KERNEL_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
+_ANY_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,  # the fastest on a GPU that has it
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""The order in which torch is to try its kernels on a GPU: cuDNN's is the fastest there."""
+"""The order in which torch is to try its kernels on a GPU."""
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
@@ -32,8 +32,36 @@ def sdpa_attention_cuda(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
     """As `attention.attention`, on a GPU, without dropout, sink and packed documents."""
-    with sdpa_kernel(KERNEL_ORDER, set_priority=True):
+    with sdpa_kernel(_ANY_ORDER, set_priority=True):
         return _whole(query, key, value, variant, call)
+
+
+def sdpa_attention_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+) -> Tensor:
+    """The same by cuDNN's kernel alone; torch's RuntimeError says why, where it cannot."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return _whole(query, key, value, variant, call)
+
+
+def sdpa_attention_flash(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+) -> Tensor:
+    """The same by the flash kernel alone; torch's RuntimeError says why, where it cannot."""
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _whole(query, key, value, variant, call)
+
+
+def first_usable_kernel(head_size: int, heads: int, groups: int, dtype: torch.dtype) -> str:
+    """Name of the kernel that `sdpa_attention_cuda` comes to for causal training on this GPU."""
+    shapes = [(1, heads, 128, head_size), (1, groups, 128, head_size), (1, groups, 128, head_size)]
+    query, key, value = (torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True) for shape in shapes)
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, heads != groups)
+    if torch.backends.cuda.can_use_cudnn_attention(parameters):
+        return "cuDNN"
+    if torch.backends.cuda.can_use_flash_attention(parameters):
+        return "flash"
+    return "efficient" if torch.backends.cuda.can_use_efficient_attention(parameters) else "math"
 
 
 def varlen_attention(

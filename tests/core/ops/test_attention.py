@@ -1,4 +1,4 @@
-"""Every attention kernel of a CPU against a loop over heads and queries; which kernel is chosen, and what is refused."""
+"""Attention kernels of a CPU against a loop over heads and queries; which kernel is chosen, and what is refused."""
 
 import itertools
 from types import SimpleNamespace
@@ -10,7 +10,15 @@ from torch import Tensor
 from megatron.core.backends import LOCAL, plan_attention
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
-from megatron.core.ops.attention_kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, VARLEN, Situation
+from megatron.core.ops.attention_kernels import (
+    SDPA_CPU,
+    SDPA_CUDA,
+    SDPA_CUDNN,
+    SDPA_FLASH,
+    UNFUSED,
+    VARLEN,
+    Situation,
+)
 from megatron.core.ops.attention_sdpa import sdpa_attention
 from megatron.core.transformer.enums import AttnBackend
 
@@ -125,6 +133,15 @@ def test_choice_can_be_printed() -> None:
         "evaluation by SDPA (cuDNN, flash, efficient, math), "
         "evaluation on packed documents by variable-length flash"
     )
+
+
+def test_the_kernel_asked_for_is_taken() -> None:
+    variant = AttentionVariant(1.0, True)
+    training = Situation("cuda", torch.bfloat16, True, False)
+    assert plan(variant, asked=AttnBackend.flash).kernels[training] is SDPA_FLASH
+    assert plan(variant, asked=AttnBackend.fused).kernels[training] is SDPA_CUDNN
+    packed = Situation("cuda", torch.bfloat16, True, True)
+    assert plan(variant, asked=AttnBackend.flash).kernels[packed] is VARLEN
 
 
 @pytest.mark.parametrize("asked", [AttnBackend.flash, AttnBackend.fused])

@@ -58,7 +58,7 @@ def from_gpt2(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
                 value = theirs[f"{prefix}{theirs_name}.{kind}"]
                 ours[f"{target}{ours_name}.{kind}"] = value.T if value.dim() == 2 else value
         for kind in ("weight", "bias"):
-            q, k, v = theirs[f"{prefix}attn.c_attn.{kind}"].T.chunk(3)
+            q, k, v = theirs[f"{prefix}attn.c_attn.{kind}"].t().chunk(3)
             ours[f"{target}self_attention.linear_qkv.{kind}"] = interleaved(q, k, v, 4)
     return ours
 
