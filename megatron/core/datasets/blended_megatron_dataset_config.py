@@ -78,6 +78,8 @@ class BlendedMegatronDatasetConfig:
             raise UserError(f"--seed {self.random_seed}: data is shuffled with a seed between 0 and 2^32 - 1")
         if self.num_dataset_builder_threads < 1:
             raise UserError(f"--num-dataset-builder-threads {self.num_dataset_builder_threads}: expected 1 or more")
+        if self.blend_per_split is not None and not any(self.blend_per_split):
+            self.blend_per_split = None
         if self.blend is not None and self.blend_per_split is not None:
             raise UserError("give --data-path or data for each split (--train-data-path ...), not both")
         for blend in [self.blend, *(self.blend_per_split or [])]:
@@ -102,6 +104,8 @@ class BlendedMegatronDatasetConfig:
         if self.multiple_validation_sets and (self.blend is None or self.blend[1] is not None):
             raise UserError("--multiple-validation-sets: needs data without weights (--valid-data-path or --data-path)")
         if self.blend is None:
+            if not self.mock:
+                warn_on_first_rank("no data is given (--data-path): made-up data is used, as with --mock-data")
             self.mock = True
             self.split = "1,1,1"
         elif self.split is None:

@@ -5,7 +5,9 @@ end; this stream is cut every `sequence_length` tokens (sample index), and the c
 numpy RandomState, seeded once, draws the document shuffle and then the sample shuffle, which fixes the order for good.
 """
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +17,8 @@ from megatron.core.datasets.compiled import compiled
 # The last epoch is shuffled apart when fewer than this part of its samples is used: mixed in with the others, its
 # documents would be seen less often than the rest.
 _SEPARATE_BELOW = 0.80
+
+_PIECE = 1 << 20  # documents handled at a time
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,18 @@ def build_sample_index(sequence_lengths: np.ndarray, document_index: np.ndarray,
     largest = max(len(document_index), int(sequence_lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
     cuts = np.zeros((plan.num_samples + 1, 2), dtype)
-    _cut_stream(sequence_lengths, document_index, plan.sequence_length, plan.extra_tokens, cuts)
+    place = np.array([1, 0, plan.sequence_length])
+    starts = range(0, len(document_index), _PIECE)
+
+    def lengths_from(start: int) -> np.ndarray:
+        return _gather(sequence_lengths, document_index[start : start + _PIECE])
+
+    # Gathering lengths in shuffled order misses the cache each time, which several threads can wait for at once.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for start, lengths in zip(starts, pool.map(lengths_from, starts), strict=True):
+            _cut_stream(lengths, start, plan.sequence_length, plan.extra_tokens, place, cuts)
+    if place[0] < len(cuts):  # the last sample is a partial one
+        cuts[-1] = len(document_index) - 1, sequence_lengths[document_index[-1]] - plan.extra_tokens
     return cuts
 
 
@@ -122,35 +137,35 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 
 @compiled
-def _cut_stream(
-    sequence_lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, extra_tokens: int, cuts: np.ndarray
-) -> None:
-    """Fill `cuts` from row 1 on. Cut k lies k * sequence_length tokens into the stream.
+def _gather(sequence_lengths: np.ndarray, sequence_ids: np.ndarray) -> np.ndarray:
+    lengths = np.empty(sequence_ids.shape[0], np.int64)
+    for i in range(sequence_ids.shape[0]):
+        lengths[i] = sequence_lengths[sequence_ids[i]]
+    return lengths
 
-    It belongs to the sequence that holds the last token of sample k - 1, so without extra tokens it may lie at the very
-    end of one. Lengths are gathered a block at a time: these reads miss the cache, but need not wait for each other.
+
+@compiled
+def _cut_stream(
+    lengths: np.ndarray,
+    first_entry: int,
+    sequence_length: int,
+    extra_tokens: int,
+    place: np.ndarray,
+    cuts: np.ndarray,
+) -> None:
+    """Fill `cuts` as far as the sequences of these `lengths`, the next ones of the stream, reach.
+
+    `place` is where to go on: the row to fill, the tokens before these sequences, and the tokens before the next cut.
+    Cut k lies k * sequence_length tokens into the stream. It belongs to the sequence that holds the last token of
+    sample k - 1, so without extra tokens it may lie at the very end of one.
     """
-    block = 4096
-    lengths = np.empty(block, np.int64)
-    num_documents = document_index.shape[0]
-    num_cuts = cuts.shape[0]
-    row = 1
-    begin = 0  # of the present sequence, in tokens from the begin of the stream
-    cut = sequence_length
-    for first in range(0, num_documents, block):
-        count = min(block, num_documents - first)
-        for i in range(count):
-            lengths[i] = sequence_lengths[document_index[first + i]]
-        for i in range(count):
-            end = begin + lengths[i]
-            while cut + extra_tokens <= end:
-                if row == num_cuts:
-                    return
-                cuts[row, 0] = first + i
-                cuts[row, 1] = cut - begin
-                row += 1
-                cut += sequence_length
-            begin = end
-    if row < num_cuts:  # the last sample is a partial one
-        cuts[row, 0] = num_documents - 1
-        cuts[row, 1] = sequence_lengths[document_index[num_documents - 1]] - extra_tokens
+    row, begin, cut = place
+    for i in range(lengths.shape[0]):
+        end = begin + lengths[i]
+        while cut + extra_tokens <= end and row < cuts.shape[0]:
+            cuts[row, 0] = first_entry + i
+            cuts[row, 1] = cut - begin
+            row += 1
+            cut += sequence_length
+        begin = end
+    place[0], place[1], place[2] = row, begin, cut

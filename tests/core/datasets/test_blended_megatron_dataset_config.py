@@ -15,10 +15,12 @@ def test_without_a_split_the_published_one_is_taken_and_said(caplog):
     assert "divided 969,30,1" in caplog.text
 
 
-def test_without_data_there_is_mock_data():
-    config = BlendedMegatronDatasetConfig(1, 8, split="90,5,5")
+@pytest.mark.parametrize("given", [{"split": "90,5,5"}, {"blend_per_split": [None] * 3}, {"mock": True}])
+def test_without_data_there_is_mock_data(given, caplog):
+    config = BlendedMegatronDatasetConfig(1, 8, **given)
     assert config.mock
     assert config.split == "1,1,1"
+    assert ("no data is given" in caplog.text) == ("mock" not in given)
 
 
 def test_blends_of_each_split_are_used_whole():
