@@ -33,6 +33,7 @@ def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatas
         num_dataset_builder_threads=data.num_dataset_builder_threads,
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,
+        mock=data.mock_data,
         tokenizer=tokenizer,
         mid_level_dataset_surplus=data.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=data.allow_ambiguous_pad_tokens,
