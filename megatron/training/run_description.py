@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
-from megatron.training.config.flag_table import Flag, flag_table, spelling_of
+from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 
 ARCHITECTURE = (
@@ -70,9 +70,20 @@ def describe_run(config: PretrainConfig) -> dict[str, Any]:
 
 
 def architecture_of(config: PretrainConfig) -> dict[str, Any]:
-    """The architecture by field name, as JSON values."""
+    """The architecture by field name, as JSON values, without what this model has no use for (as `rotary_base` when
+    positions are learned)."""
     values = config.flat()
-    return {name: _json_value(values[name]) for name in ARCHITECTURE}
+    return {name: _json_value(values[name]) for name in ARCHITECTURE if _matters(name, values)}
+
+
+def _matters(field: str, values: Mapping[str, Any]) -> bool:
+    flag = flag_table().get(field)
+    parent = parent_of(flag) if flag is not None else None
+    if parent is None:
+        return True
+    other, wanted = parent
+    value = values[other.field]
+    return value_text(value) == wanted if wanted else value not in (other.default, False)
 
 
 def _json_value(value: Any) -> Any:
@@ -106,9 +117,9 @@ def architecture_differences(config: PretrainConfig, described: Mapping[str, Any
     """A sentence for each architecture value that is not the one in another run's description."""
     ours, theirs = architecture_of(config), described.get("architecture", {})
     return [
-        f"{spelling_of(name)} is {_shown(ours[name])} in this run and {_shown(theirs[name])} in the checkpoint"
+        f"{spelling_of(name)} is {_shown(ours.get(name))} in this run and {_shown(theirs.get(name))} in the checkpoint"
         for name in ARCHITECTURE
-        if name in theirs and theirs[name] != ours[name]
+        if theirs and ours.get(name) != theirs.get(name)
     ]
 
 

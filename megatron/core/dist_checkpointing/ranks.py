@@ -26,6 +26,7 @@ class Ranks:
         self.group = (group or dist.group.WORLD) if several else None
         self.rank = dist.get_rank(self.group) if several else 0
         self.size = dist.get_world_size(self.group) if several else 1
+        self.global_rank = dist.get_rank() if several else 0
         on_host = not several or "gloo" in str(dist.get_backend(self.group))
         self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 

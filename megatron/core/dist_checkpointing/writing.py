@@ -73,7 +73,7 @@ def save(
     begun = ranks.from_first(lambda: _begin(disk, root, step))
     aside = root / begun["aside"]
     try:
-        mine = share_out(chunks, ranks.rank)
+        mine = share_out(chunks, ranks.global_rank)
         ranks.together(lambda: _write_rank(disk, aside, ranks.rank, mine))
         done = ranks.from_first(
             lambda: _publish(disk, aside, step, _Contents(ranks.size, common, config, layout), keep_last)

@@ -171,7 +171,7 @@ def test_a_tracker_that_is_missing_or_points_to_nothing(root):
 
 def test_a_tracker_and_no_checkpoint_at_all_is_an_error(tmp_path):
     (tmp_path / TRACKER).write_text("20")
-    with pytest.raises(UserError, match="says 20, but .* holds no checkpoint"):
+    with pytest.raises(UserError, match=r"says 20, but .* holds no checkpoint"):
         load(tmp_path, wanted())
 
 

@@ -1,5 +1,6 @@
 """What a save leaves on disk: files that safetensors reads, equal shares, retention, and errors that leave no trace."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -82,7 +83,7 @@ def test_replicas_share_the_writing_evenly(sizes, replicas):
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= 2 << 20  # whole small chunks, at most one too many at either end
     pieces = sorted((chunk.name, chunk.range) for share in shares for chunk in share)
-    assert all(a[0] != b[0] or a[1][1] == b[1][0] for a, b in zip(pieces, pieces[1:], strict=False))
+    assert all(a[0] != b[0] or a[1][1] == b[1][0] for a, b in itertools.pairwise(pieces))
 
 
 def test_different_groups_of_holders_are_shared_out_apart(tmp_path):
