@@ -44,7 +44,7 @@ class SmallModel(nn.Module):
         self.vocabulary = vocabulary
         self.embedding = nn.Module()
         self.embedding.table = nn.Parameter(torch.empty(vocabulary + padded, width, dtype=dtype))
-        declare(self.embedding.table, Normal(0.5), global_shape=(vocabulary, width))
+        declare(self.embedding.table, Normal(0.5), global_shape=(vocabulary, width), embedding_or_output=True)
         self.layers = nn.ModuleList(Layer(width).to(dtype) for _ in range(layers))
         if not tied:
             self.output_layer = nn.Module()

@@ -18,7 +18,7 @@ _BLOCKS = 256
 
 
 @triton.jit
-def _words(seed: Any, row: Any, block: Any, iteration: Any, extra: Any) -> Any:
+def _words(seed, row, block, iteration, extra):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     """Words of Philox blocks, in order: block 0's four, block 1's four, ..."""
     zero = tl.zeros_like(block)
     w0, w1, w2, w3 = tl.philox(
@@ -32,10 +32,9 @@ def _words(seed: Any, row: Any, block: Any, iteration: Any, extra: Any) -> Any:
 
 
 @triton.jit
-def _keep_rows_kernel(
-    kept: Any, row: Any, extra: Any, first: Any, iteration: Any, count: Any, seed: Any, threshold: Any,
-    BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
+def _keep_rows_kernel(  # type: ignore[no-untyped-def]
+    kept, row, extra, first, iteration, count, seed, threshold, BLOCKS: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     start = tl.load(first + i)
     number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -57,10 +56,10 @@ def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, coun
 
 
 @triton.jit
-def _apply_kernel(
-    output: Any, inputs: Any, bias: Any, residual: Any, token: Any, iteration: Any, width: Any, seed: Any,
-    threshold: Any, scale: Any, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
+def _apply_kernel(  # type: ignore[no-untyped-def]
+    output, inputs, bias, residual, token, iteration, width, seed, threshold, scale,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     place = tl.load(token + i)
     number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)

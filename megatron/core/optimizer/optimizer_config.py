@@ -34,7 +34,7 @@ class OptimizerConfig:
     min_lr: float | None = None
     """Learning rate at the end of the schedule."""
 
-    decoupled_lr: float | None = not_yet(None)
+    decoupled_lr: float | None = None
     """Learning rate of the embedding and the output layer, where it is not --lr."""
 
     decoupled_min_lr: float | None = flag(None, only_with="decoupled_lr")

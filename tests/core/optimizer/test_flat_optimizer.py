@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -270,6 +271,17 @@ def test_groups_carry_decay_and_rate() -> None:
     for name, value in weights_of(ddp).items():
         factor = 1 - 0.5 * 2 * DECAY if name.startswith("layers.1.") else 1 - LR * DECAY if value.dim() > 1 else 1.0
         assert torch.allclose(value, before[name] * factor, rtol=1e-15, atol=0.0), name
+
+
+def test_embedding_and_output_layer_can_have_a_rate_of_their_own() -> None:
+    _, optimizer = build(torch.float64, decoupled_lr=0.4, decoupled_min_lr=0.2)
+    own = [group for group in optimizer.param_groups if group["is_decoupled_lr"]]
+    assert [info_of(p).name for group in own for p in group["params"]] == ["embedding.table"]
+    assert [(group["max_lr"], group["min_lr"]) for group in own] == [(0.4, 0.2)]
+    OptimizerParamScheduler(optimizer, 0.0, LR, 0.0, 0, 100, "linear", DECAY, DECAY, 1, "constant").step(50)
+    assert [group["lr"].item() for group in optimizer.param_groups] == pytest.approx(
+        [0.3 if group["is_decoupled_lr"] else LR / 2 for group in optimizer.param_groups], rel=1e-14
+    )
 
 
 def test_state_goes_out_and_comes_back() -> None:
