@@ -1,0 +1,79 @@
+"""The description of a run in a checkpoint: its flags give the same config again; its architecture is compared."""
+
+import dataclasses
+import json
+
+import pytest
+from support.command_lines import SMALL, configured
+
+from megatron.core.exceptions import UserError
+from megatron.training.run_description import (
+    ARCHITECTURE,
+    architecture_differences,
+    check_architecture,
+    command_line_of,
+    describe_run,
+)
+
+FLAGS = [
+    "",
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --rotary-base 500000",
+    "--untie-embeddings-and-output-weights --num-query-groups 2 --group-query-attention --qk-layernorm",
+    "--bf16 --squared-relu --kv-channels 8 --attention-dropout 0 --data-path 1 a_document 2 b_document --split 9,1,0",
+    "--save a --load b --keep-last 2 --log-throughput --eval-interval 5",
+]
+
+
+def config_of(flags):
+    return configured(flags, base=SMALL.replace("--mock-data", "") if "--data-path" in flags else SMALL)
+
+
+def without_provenance(config):
+    return {
+        name: value for name, value in config.flat().items() if not (callable(value) or dataclasses.is_dataclass(value))
+    }
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_the_command_line_gives_the_same_config_again(flags):
+    base = config_of(flags)
+    words = command_line_of(base)
+    again = configured(" ".join(words), base="")
+    assert without_provenance(again) == without_provenance(base)
+    assert describe_run(again) == describe_run(base)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_description_is_json(flags):
+    described = describe_run(config_of(flags))
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_every_architecture_value_is_a_setting():
+    assert set(ARCHITECTURE) <= configured().flat().keys()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--hidden-size 128", "--hidden-size is 128 in this run and 64 in the checkpoint"),
+        ("--swiglu", "gated_linear_unit is True in this run and False in the checkpoint"),
+        ("--position-embedding-type rope", "--rotary-base is 10000 in this run and not set in the checkpoint"),
+        ("--qk-layernorm", "--qk-layernorm is True in this run and False in the checkpoint"),
+        ("--rotary-base 7", None),
+        ("--attention-dropout 0 --hidden-dropout 0 --bf16 --seed 7 --max-position-embeddings 256", None),
+    ],
+)
+def test_what_makes_another_model_is_named(flags, named):
+    config, described = configured(flags), describe_run(configured())
+    if named is None:
+        assert architecture_differences(config, described) == []
+        check_architecture(config, described)
+        return
+    assert named in architecture_differences(config, described)
+    with pytest.raises(UserError, match="--finetune to change the model on purpose"):
+        check_architecture(config, described)
+
+
+def test_a_checkpoint_that_says_nothing_of_its_run_is_not_compared():
+    assert architecture_differences(configured(), {}) == []
