@@ -118,7 +118,8 @@ def build_sample_index(sequence_lengths: np.ndarray, document_index: np.ndarray,
 
     # Gathering lengths in shuffled order misses the cache each time, which several threads can wait for at once.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for start, lengths in zip(starts, pool.map(lengths_from, starts), strict=True):
+        gathered = pool.map(lengths_from, starts) if len(starts) > 1 else map(lengths_from, starts)
+        for start, lengths in zip(starts, gathered, strict=True):
             _cut_stream(lengths, start, plan.sequence_length, plan.extra_tokens, place, cuts)
     if place[0] < len(cuts):  # the last sample is a partial one
         cuts[-1] = len(document_index) - 1, sequence_lengths[document_index[-1]] - plan.extra_tokens

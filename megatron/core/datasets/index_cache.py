@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +26,9 @@ class IndexCache:
 
     The description must hold everything that the arrays depend on, the digest of the data included, so that whoever
     writes an entry writes the same. Every file is written aside and renamed, the description last: where that is, all
-    files are, and whole. A folder that cannot be written is no error: it is said once, and the arrays stay in memory.
+    files are, and whole. Large arrays are synced to disk; small ones, of which a run may have thousands, are not waited
+    for but have a checksum. A folder that cannot be written is no error: it is said once, and the arrays stay in
+    memory.
 
     Args:
         folder: where entries are kept; None: nowhere.
@@ -47,9 +51,14 @@ class IndexCache:
         if self._folder is None:
             return None
         try:
-            if self._path("description.txt").read_text(encoding="utf-8") != self._description:
+            description, _, checksums = self._path("description.txt").read_text(encoding="utf-8").rpartition("\n")
+            if description != self._description:
                 return None
-            return {name: load_array(self._path(f"{name}.npy")) for name in names}
+            expected = json.loads(checksums)
+            arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
+            if any(_checksum(array) != expected.get(name) for name, array in arrays.items()):
+                raise ValueError("a checksum does not fit")
+            return arrays
         except FileNotFoundError:
             return None
         except (OSError, ValueError, EOFError) as error:
@@ -63,9 +72,11 @@ class IndexCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for name, array in arrays.items():
-                with open_atomically(self._path(f"{name}.npy")) as file:
+                with open_atomically(self._path(f"{name}.npy"), sync=_is_large(array)) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
-            write_atomically(self._path("description.txt"), self._description)
+            checksums = json.dumps({name: _checksum(array) for name, array in arrays.items()})
+            any_large = any(_is_large(array) for array in arrays.values())
+            write_atomically(self._path("description.txt"), f"{self._description}\n{checksums}", sync=any_large)
         except OSError as error:
             self._say_unwritable(error)
             return False
@@ -110,6 +121,8 @@ class IndexCache:
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
+            # Whoever waits for the lock of a removed file gets it all the same; nothing relies on a sole builder.
+            self._path("lock").unlink(missing_ok=True)
             os.close(lock)
 
     def _open_lock(self) -> int | None:
@@ -148,3 +161,12 @@ def load_array(path: Path) -> np.ndarray:
     """The array of an .npy file: read if it is small, else mapped read-only."""
     large = path.stat().st_size > _IN_MEMORY_BELOW
     return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
+
+
+def _is_large(array: np.ndarray) -> bool:
+    return array.nbytes > _IN_MEMORY_BELOW
+
+
+def _checksum(array: np.ndarray) -> int | None:
+    """Of a small array; large ones are not read to be checked."""
+    return None if _is_large(array) else zlib.crc32(array.tobytes())

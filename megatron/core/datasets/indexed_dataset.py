@@ -80,6 +80,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._header = read_header(get_idx_path(path_prefix))
         self._check_beliefs(sequences_per_dataset, dtype_code)
         self._replaced_documents: np.ndarray | None = None
+        self._digests: dict[bool, str] = {}
         self._open()
         self._check_sizes()
 
@@ -110,6 +111,7 @@ class IndexedDataset(torch.utils.data.Dataset):
     def set_document_indices(self, document_indices: np.ndarray) -> None:
         """Regard other runs of sequences as documents; the files stay as they are."""
         self._document_indices = self._replaced_documents = document_indices
+        self._digests.clear()
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
@@ -142,8 +144,13 @@ class IndexedDataset(torch.utils.data.Dataset):
         """Hex digest that tells this content from another in the same place, without reading all of it.
 
         Covers the token type, every sequence length, the size of the .bin and 64 of its 4 KiB blocks, spread evenly;
-        `with_documents` adds the document indices.
+        `with_documents` adds the document indices. Found once for each opened dataset.
         """
+        if with_documents not in self._digests:
+            self._digests[with_documents] = self._find_digest(with_documents)
+        return self._digests[with_documents]
+
+    def _find_digest(self, with_documents: bool) -> str:
         size = self._bin_size()
         digest = hashlib.sha256(f"{self.dtype.name} {len(self)} {size}".encode())
         digest.update(self._lengths.data)

@@ -9,11 +9,14 @@ from typing import BinaryIO
 
 
 @contextlib.contextmanager
-def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_atomically(path: str | os.PathLike[str], sync: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary sibling of `path` for writing; on a clean exit it replaces `path` in one step.
 
     On an exception the temporary file is removed and `path` is as it was. Two writers do not disturb each other: each
     has its own temporary name and the last rename wins whole.
+
+    `sync` False does not wait for the disk: after a power cut the file may be empty or of zeros. For derived data that
+    is checked when it is read.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
@@ -21,17 +24,19 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with open(aside, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    if sync:
+        sync_directory(path.parent)
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Replace the file at `path` by `content` (text as UTF-8) in one step."""
-    with open_atomically(path) as file:
+def write_atomically(path: str | os.PathLike[str], content: bytes | str, sync: bool = True) -> None:
+    """Replace the file at `path` by `content` (text as UTF-8) in one step; `sync` as in `open_atomically`."""
+    with open_atomically(path, sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 

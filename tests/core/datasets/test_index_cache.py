@@ -38,7 +38,7 @@ def test_saved_arrays_come_back_large_ones_mapped(tmp_path):
             np.array_equal(found[name], arrays()[name]) and found[name].dtype == arrays()[name].dtype for name in NAMES
         )
     names = {path.name.split("X-train")[1] for path in (tmp_path / "deep" / "cache").iterdir()}
-    assert names == {"-a.npy", "-b.npy", "-description.txt", ".lock"}
+    assert names == {"-a.npy", "-b.npy", "-description.txt"}
 
 
 def test_another_description_is_another_entry(tmp_path):
@@ -52,7 +52,9 @@ def test_without_a_folder_nothing_is_kept():
     assert np.array_equal(built["a"], np.arange(300_000))
 
 
-@pytest.mark.parametrize("damage", ["short", "empty", "object", "shape", "no array", "no description"])
+@pytest.mark.parametrize(
+    "damage", ["short", "empty", "object", "shape", "zeros", "cut description", "no array", "no description"]
+)
 def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     cache = IndexCache(tmp_path, "X", f"description {damage}")
     cache.save(arrays())
@@ -65,6 +67,12 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
         np.save(path, np.array([Payload(tmp_path / "executed")], dtype=object), allow_pickle=True)
     elif damage == "shape":
         np.save(path, np.arange(299_999))
+    elif damage == "zeros":
+        small = next(tmp_path.glob("*-b.npy"))
+        small.write_bytes(small.read_bytes()[:-28] + bytes(28))
+    elif damage == "cut description":
+        text = next(tmp_path.glob("*-description.txt"))
+        text.write_text(text.read_text()[:-3])
     elif damage == "no array":
         path.unlink()
     else:
