@@ -4,6 +4,7 @@ Tensor, sequence, context and expert parallelism change the formula, so they liv
 here, from the inside out: recompute, number format, data parallel units.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,9 @@ def parallelize(chunk: nn.Module, config: PretrainConfig, environment: Environme
     chunk = chunk.to(environment.device)
     if transformer.params_dtype is not torch.float32:
         chunk = Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk
-    return DistributedDataParallel(transformer, config.ddp, chunk, pg_collection=environment.groups)
+    # --use-distributed-optimizer is accepted with a printed reason: state is whole on every rank so far.
+    whole = dataclasses.replace(config.ddp, use_distributed_optimizer=False, overlap_param_gather=False)
+    return DistributedDataParallel(transformer, whole, chunk, pg_collection=environment.groups)
 
 
 def recompute_layers(chunk: nn.Module, method: str | None, num_layers: int | None) -> None:

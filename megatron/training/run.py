@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.training.checkpointing import Checkpoints
-from megatron.training.state import TrainState
 from torch import nn
 
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
 from megatron.training.data.step_data import StepData
@@ -24,6 +23,7 @@ from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.pieces import ForwardStep
+from megatron.training.state import TrainState
 
 
 @dataclass

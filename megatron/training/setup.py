@@ -1,8 +1,11 @@
 """From a config and the pieces of a script to a run that is ready to train."""
 
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core.distributed import finalize_model_grads
@@ -26,6 +29,7 @@ from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.parallelize import parallelize
 from megatron.training.pieces import Context, Pieces, SampleCounts, Stage
+from megatron.training.print_config import config_lines
 from megatron.training.run import Run
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
@@ -38,6 +42,7 @@ def set_up(
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
+    set_torch(config)
     state = TrainState()
     tokenizer = build_tokenizer(config.tokenizer)
     context = Context(config, environment, tokenizer, state)
@@ -47,7 +52,8 @@ def set_up(
         config.transformer.tensor_model_parallel_size,
     )
     if environment.is_first:
-        print("\n".join([*config.notes, padding_line(tokenizer.vocab_size, padded)]), flush=True)
+        shown = config_lines(config) if config.training.print_config else ()
+        print(*config.notes, *shown, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
     global_vars.publish(context)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
@@ -56,7 +62,8 @@ def set_up(
     connect(config, model, optimizer)
     checkpoints = Checkpoints(config, environment.groups)
     checkpoints.load(state, model, optimizer, scheduler)
-    splits = build_splits(config, environment, state, pieces.build_datasets(context, sample_counts(config)))
+    datasets = pieces.build_datasets(context, sample_counts(config))
+    forward_step = pieces.build_forward_step(context)
     log = build_log(config, environment, state, padded)
     exit_agreement = ExitAgreement(
         agreement_group(),
@@ -75,15 +82,26 @@ def set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        forward_backward=get_forward_backward_func(),
-        forward_step=pieces.build_forward_step(context),
-        splits=splits,
+        forward_backward=get_forward_backward_func(environment.groups.size("pp")),
+        forward_step=forward_step,
+        # Last: from here on there are processes that read ahead, which the run has to end.
+        splits=build_splits(config, environment, state, datasets),
         log=log,
         hooks=Hooks(build_hooks(config, environment)),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=build_probe(config, model),
     )
+
+
+def set_torch(config: PretrainConfig) -> None:
+    """What the flags say about torch and Python as a whole; each run sets all of it anew."""
+    deterministic = config.transformer.deterministic_mode
+    if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    if config.logging.logging_level is not None:
+        logging.getLogger().setLevel(config.logging.logging_level)
 
 
 def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]) -> MegatronOptimizer:
@@ -163,17 +181,17 @@ def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
     hooks: list[Hook] = []
     if config.training.manual_gc:
         hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
-    logging = config.logging
-    if logging.profile:
+    flags = config.logging
+    if flags.profile:
         profiler = make_profiler(
             rank=environment.rank,
-            ranks=logging.profile_ranks,
-            start=logging.profile_step_start,
-            end=logging.profile_step_end,
-            use_pytorch_profiler=logging.use_pytorch_profiler,
-            directory=logging.tensorboard_dir or config.checkpoint.save,
-            record_shapes=logging.record_shapes or logging.pytorch_profiler_collect_shapes,
-            with_stack=logging.pytorch_profiler_collect_callstack,
+            ranks=flags.profile_ranks,
+            start=flags.profile_step_start,
+            end=flags.profile_step_end,
+            use_pytorch_profiler=flags.use_pytorch_profiler,
+            directory=flags.tensorboard_dir or config.checkpoint.save,
+            record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
+            with_stack=flags.pytorch_profiler_collect_callstack,
         )
         hooks += [profiler] if profiler is not None else []
     return hooks

@@ -1,5 +1,7 @@
 """The story of a run, top to bottom: `pretrain`; its loop: `train`; one iteration: `train_step`."""
 
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.enums import ModelType
+from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.training.arguments import config_of_command_line
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.dry_run import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import SignalWatch
 from megatron.training.initialize import process_environment
@@ -58,11 +63,25 @@ def pretrain(
         pieces = pieces_of_user_script(
             train_valid_test_dataset_provider, model_provider, forward_step_func, optimizer_provider
         )
-    decision = None
+    if config.training.dry_run:
+        return print_dry_run(config, pieces)
+    try:
+        decision = run_pretraining(config, pieces, started)
+    except UserError as error:
+        rank = os.environ.get("RANK")
+        print(f"error: {error}" if rank is None else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    if decision is not None and decision.exit_code:
+        raise SystemExit(decision.exit_code)
+
+
+def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> ExitDecision | None:
+    """Set up, train, finish; returns why the run ended early, if it did. Everything it started has ended by then."""
     parallel = config.parallel
     joined = process_environment(
         config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
     )
+    decision = None
     with SignalWatch() as signals, joined as environment:
         run = set_up(config, pieces, environment, signals, started)
         try:
@@ -75,8 +94,7 @@ def pretrain(
         except BaseException:
             run.abandon()
             raise
-    if decision is not None and decision.exit_code:
-        raise SystemExit(decision.exit_code)
+    return decision
 
 
 def train(run: Run) -> ExitDecision | None:
