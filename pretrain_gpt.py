@@ -27,7 +27,7 @@ def build_model(context: Context, stage: Stage) -> GPTModel:
     model = context.config.model
     return GPTModel(
         config=model.transformer,
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=model.transformer.qk_layernorm),
         vocab_size=context.tokenizer.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=stage.pre_process,

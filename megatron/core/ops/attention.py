@@ -43,6 +43,8 @@ class AttentionVariant:
 class AttentionCall:
     """What changes from call to call."""
 
+    query_positions: Tensor | None = None
+    """int64 [b, sq]: which key each query stands at, for the variant's rule; None: the queries are the last sq keys."""
     mask: Tensor | None = None
     """bool, broadcasts to [b, heads, sq, sk]; True hides the key, in addition to what the variant hides."""
     cu_seqlens: Tensor | None = None
@@ -125,7 +127,10 @@ def hidden_keys(
     are seen."""
     query = torch.arange(first, first + rows, device=device)[:, None]  # [rows, 1]
     key = torch.arange(sk, device=device)  # [sk]
-    distance = key - (query + (sk - sq))  # [rows, sk]
+    if call.query_positions is None:
+        distance = key - (query + (sk - sq))  # [rows, sk]
+    else:
+        distance = key - call.query_positions[:, None, first : first + rows, None]  # [b, 1, rows, sk]
     hidden = None
     left, right = variant.reach
     for rule in (

@@ -89,7 +89,8 @@ def varlen_attention(
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
     sq, sk = query.shape[0], key.shape[0]
-    plain = call.mask is None and variant.window is None and (sq == sk or not variant.causal)
+    at_end = call.query_positions is None and (sq == sk or not variant.causal)
+    plain = call.mask is None and variant.window is None and at_end
     hidden = None if plain else hidden_keys(variant, call, 0, sq, sq, sk, query.device)
     context = F.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),  # [b, a, sq, d], a view

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_size
+from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.dot_product_attention import layer_flags
 from megatron.core.transformer.enums import AttnMaskType
@@ -93,6 +94,8 @@ class SelfAttention(MegatronModule):
             tp_comm_buffer_name="proj",
             offer=offer,
         )
+        if config.qk_layernorm and submodules.q_layernorm in (None, IdentityOp):
+            raise UserError("qk_layernorm is set, but the layer spec has no norm of queries; give it qk_layernorm=True")
         norm = {"config": config, "hidden_size": config.kv_channels, "eps": config.layernorm_epsilon}
         q_norm, k_norm = submodules.q_layernorm, submodules.k_layernorm
         self.q_layernorm = None if q_norm in (None, IdentityOp) else build_module(q_norm, **norm, offer=offer)
@@ -104,10 +107,13 @@ class SelfAttention(MegatronModule):
         if inputs.rotation is not None and self.has_rope:
             query = self.backend.apply_rope(query, inputs.rotation)
             key = self.backend.apply_rope(key, inputs.rotation)
-        mask = inputs.attention_mask
-        if inputs.cache is not None:
-            key, value, mask = inputs.cache.extend(self.layer_number, key, value)
-        context = self.core_attention(query, key, value, mask, inputs=inputs)  # [s, b, a * d]
+        if inputs.inference_context is None:
+            context = self.core_attention(query, key, value, inputs.attention_mask, inputs=inputs)  # [s, b, a * d]
+        else:
+            seen = inputs.inference_context.extend(self.layer_number, key, value)
+            context = self.core_attention(
+                query, seen.key, seen.value, inputs.attention_mask, inputs=inputs, query_positions=seen.query_positions
+            )
         return self.linear_proj(context.flatten(0, 1))
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:

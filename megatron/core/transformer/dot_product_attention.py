@@ -76,10 +76,12 @@ class DotProductAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         *,
         inputs: LayerInputs | None = None,
+        query_positions: Tensor | None = None,
     ) -> Tensor:
         """query [s, b, a, d], key and value [sk, b, g, d] -> [s, b, a * d].
 
         `attention_mask` (bool, True hides) comes beside this layer's own rule. Without `inputs` nothing is dropped.
+        `query_positions` [b, s] says which key each query stands at, where the queries are not the last keys.
         """
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UserError(
@@ -94,6 +96,7 @@ class DotProductAttention(MegatronModule):
             cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
         dropout = inputs.dropout_place(self.layer_number, "attention") if inputs is not None and self.training else None
         call = AttentionCall(
+            query_positions=query_positions,
             mask=attention_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,

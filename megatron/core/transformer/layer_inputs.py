@@ -10,12 +10,24 @@ from megatron.core.ops.rope import Rotation
 from megatron.core.tokens import Tokens
 
 
-class KeyValueCache(Protocol):
+@dataclass(frozen=True)
+class SeenKeys:
+    """Keys and values [sk, b, g, d] that the tokens at hand may look at."""
+
+    key: Tensor
+    value: Tensor
+    query_positions: Tensor | None
+    """int64 [b, s]: which key each of the tokens stands at; None: they are the last ones."""
+
+
+class InferenceContext(Protocol):
     """Keys and values of the tokens that were seen before, while a model writes."""
 
-    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add the keys and values [s, b, g, d] of these tokens. Gives all that they may see, [sk, b, g, d], and the
-        mask (True hides) that goes with it; None: the causal rule alone."""
+    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> SeenKeys:
+        """Add the keys and values [s, b, g, d] that a layer has for the tokens at hand."""
+
+    def select_last(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [s, b, h], those from which each row's next token is predicted: [1, b, h]."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class LayerInputs:
     """bool, broadcasts to [b, heads, s, s]; True hides a key, beside what the layer's own rule hides."""
     dropout: DropoutTokens | None = None
     """None: nothing is dropped."""
-    cache: KeyValueCache | None = None
+    inference_context: InferenceContext | None = None
 
     def dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
         """Where dropout stands in the run, at one site of one layer (counted from 1)."""

@@ -16,7 +16,7 @@ from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tokens import Tokens, position_ids
-from megatron.core.transformer.layer_inputs import KeyValueCache, LayerInputs
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
@@ -45,7 +45,9 @@ class GPTModel(MegatronModule):
         fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope", "mrope", "yarn", "none"] = "learned_absolute",
+        position_embedding_type: Literal[
+            "learned_absolute", "rope", "mrope", "yarn", "relative", "none"
+        ] = "learned_absolute",
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
         rope_scaling: bool = False,
@@ -124,12 +126,12 @@ class GPTModel(MegatronModule):
         attention_mask: Tensor | None = None,
         decoder_input: Tensor | None = None,
         labels: Tensor | None = None,
-        inference_context: KeyValueCache | None = None,
+        inference_context: InferenceContext | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         extra_block_kwargs: dict[str, Any] | None = None,
         runtime_gather_output: bool | None = None,
         *,
-        inference_params: KeyValueCache | None = None,
+        inference_params: InferenceContext | None = None,
         loss_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         tokens: Tokens | None = None,
@@ -139,19 +141,19 @@ class GPTModel(MegatronModule):
         `input_ids` [b, s]. `position_ids` [b, s]: None counts from 0 in each row or packed document. `attention_mask`
         (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
         `decoder_input` [s, b, h] takes the embedding's place. `tokens` says what the tokens are and where they stand in
-        the run; without it (or `packed_seq_params`) they are whole rows. A stage that is not the last gives hidden
-        states [s, b, h].
+        the run; without it (or `packed_seq_params`) they are whole rows. With `inference_context` the tokens continue
+        those it has seen, and the logits are those of each row's next token, [b, 1, vocab_size]. A stage that is not
+        the last gives hidden states [s, b, h].
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
         tokens = self._describe(tokens, input_ids, position_ids, decoder_input, packed_seq_params)
-        hidden, inputs = self._embed(
-            input_ids, decoder_input, tokens, attention_mask, inference_context or inference_params
-        )
+        context = inference_context or inference_params
+        hidden, inputs = self._embed(input_ids, decoder_input, tokens, attention_mask, context)
         hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
         if not self.post_process:
             return hidden
-        return self._head(hidden, labels)
+        return self._head(hidden if context is None else context.select_last(hidden), labels)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the stage before, for the next forward."""
@@ -181,7 +183,7 @@ class GPTModel(MegatronModule):
         decoder_input: Tensor | None,
         tokens: Tokens,
         attention_mask: Tensor | None,
-        cache: KeyValueCache | None,
+        context: InferenceContext | None,
     ) -> tuple[Tensor, LayerInputs]:
         """The hidden states that enter the stack, and what goes through it beside them."""
         given = decoder_input if decoder_input is not None else self.decoder.input_tensor
@@ -193,7 +195,7 @@ class GPTModel(MegatronModule):
             rotation=self.rotary_pos_emb(positions) if self.rotary_pos_emb is not None else None,
             attention_mask=attention_mask,
             dropout=self._dropout(tokens, source.device),
-            cache=cache,
+            inference_context=context,
         )
         if given is None:
             given = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))

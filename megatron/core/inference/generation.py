@@ -1,0 +1,55 @@
+"""The loop that continues prompts token by token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.inference.sampling import SamplingParams, next_tokens
+from megatron.core.inference.static_context import StaticInferenceContext
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    *,
+    end: int | None = None,
+    first_sequence: int = 0,
+) -> list[list[int]]:
+    """Continue each prompt by up to `max_new_tokens` ids; a row stops at `end`, which is not part of its result.
+
+    The model is a GPTModel, which is left in evaluation mode. What a row gets does not depend on the other rows;
+    `first_sequence` is the number of the first prompt among all that are continued with this seed.
+    """
+    if not all(prompts):
+        raise UserError("a prompt has no tokens; a model needs one to go on from")
+    model.eval()
+    device = next(model.parameters()).device
+    lengths = [len(prompt) for prompt in prompts]
+    context = StaticInferenceContext(len(prompts), max(lengths) + max_new_tokens)
+    numbers = list(range(first_sequence, first_sequence + len(prompts)))
+    tokens = fill_up(prompts).to(device)
+    positions = context.begin(torch.tensor(lengths, device=device), tokens.shape[1])
+    written: list[Tensor] = []
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    for step in range(max_new_tokens):
+        logits = model(tokens, positions.expand(len(prompts), -1), inference_context=context)
+        chosen = next_tokens(logits[:, -1], sampling, numbers, step)
+        written.append(chosen)
+        if end is not None:
+            finished |= chosen == end
+            if finished.all():
+                break
+        if step + 1 < max_new_tokens:
+            tokens, positions = chosen[:, None], context.advance()
+    rows = torch.stack(written, 1).tolist() if written else [[] for _ in prompts]
+    return [row[: row.index(end)] if end in row else row for row in rows]
+
+
+def fill_up(prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Prompts as int64 [b, longest], filled up on the right with zeros."""
+    return nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)

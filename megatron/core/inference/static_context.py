@@ -1,0 +1,74 @@
+"""Keys and values of all tokens seen so far, in buffers of a fixed size."""
+
+import torch
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.layer_inputs import SeenKeys
+
+
+class StaticInferenceContext:
+    """What rows of various lengths have seen: at most `max_sequence_length` tokens each.
+
+    A model is called first with the prompts, filled up on the right, then with one token a row at a time:
+
+        context = StaticInferenceContext(batch_size, max_length)
+        logits = model(prompts, context.begin(lengths), inference_context=context)  # of each row's next token
+        logits = model(next_tokens, context.advance(), inference_context=context)
+
+    Rows do not see the filling: it comes after their own tokens and is overwritten as they grow.
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._last = torch.zeros(0, dtype=torch.int64)
+        """Position of the last token of each row, int64 [b]."""
+        self._extent = 0
+        """Positions of the buffers that are in use, by any row."""
+        self._first_call = True
+
+    def begin(self, lengths: Tensor, filled_to: int) -> Tensor:
+        """Forget all; prompts of these lengths (int64 [b], each at least 1), filled up to `filled_to` tokens, come
+        next. Gives their positions, int64 [1, filled_to]."""
+        if lengths.shape[0] > self.max_batch_size or filled_to > self.max_sequence_length:
+            raise UserError(
+                f"{lengths.shape[0]} prompts of up to {filled_to} tokens do not fit into a context of "
+                f"{self.max_batch_size} x {self.max_sequence_length}"
+            )
+        self._last, self._extent, self._first_call = lengths - 1, filled_to, True
+        return torch.arange(filled_to, device=lengths.device)[None]
+
+    def advance(self) -> Tensor:
+        """One more token a row comes next. Gives its position in each row, int64 [b, 1]."""
+        if self._extent == self.max_sequence_length:
+            raise UserError(f"the context is full: max_sequence_length {self.max_sequence_length}")
+        self._last, self._extent, self._first_call = self._last + 1, self._extent + 1, False
+        return self._last[:, None]
+
+    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> SeenKeys:
+        """See `InferenceContext.extend`."""
+        keys, values = self._buffers_of(layer_number, key, value)
+        if self._first_call:
+            keys[: self._extent], values[: self._extent] = key, value
+            return SeenKeys(key, value, None)
+        rows = torch.arange(key.shape[1], device=key.device)
+        keys[self._last, rows], values[self._last, rows] = key[0], value[0]
+        return SeenKeys(keys[: self._extent], values[: self._extent], self._last[:, None])
+
+    def select_last(self, hidden: Tensor) -> Tensor:
+        """See `InferenceContext.select_last`."""
+        if not self._first_call:
+            return hidden
+        return hidden[self._last, torch.arange(hidden.shape[1], device=hidden.device)][None]
+
+    def _buffers_of(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The first rows of a layer's buffers [max_sequence_length, b, g, d], made when the layer first asks."""
+        if layer_number not in self._buffers:
+            length, rows = self.max_sequence_length, self.max_batch_size
+            self._buffers[layer_number] = (
+                key.new_zeros(length, rows, *key.shape[2:]),
+                value.new_zeros(length, rows, *value.shape[2:]),
+            )
+        keys, values = self._buffers[layer_number]
+        return keys[:, : key.shape[1]], values[:, : key.shape[1]]

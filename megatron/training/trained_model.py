@@ -1,0 +1,89 @@
+"""A model as a checkpoint holds it, for use without its run: generation, measurements."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.choosing import Say, find_checkpoint
+from megatron.core.dist_checkpointing.chunk import model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.reading import load
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import Surroundings
+from megatron.training.initialize import process_environment
+from megatron.training.pieces import Context, Stage
+from megatron.training.run_description import check_architecture
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.tokenizer.build import build_tokenizer
+
+_FORMATS = ("--bf16", "--fp16", "--fp64")
+_SIZES_OF_ONE_PROCESS = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A whole model in evaluation mode, and what belongs to it."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    config: PretrainConfig
+    """The run's, read for one process."""
+    iteration: int
+    device: torch.device
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens of a row that the model was trained for."""
+        return self.config.model.max_position_embeddings
+
+
+def load_trained_model(
+    build_model: Callable[[Context, Stage], nn.Module],
+    root: str | Path,
+    step: int | None = None,
+    changes: Sequence[str] = (),
+    say: Say = print,
+) -> TrainedModel:
+    """The model of the newest whole checkpoint under `root`, or of one iteration, in this process and on its device.
+
+    `build_model` is the piece of the script that trained it; the flags are those that the checkpoint says it ran with,
+    with `changes` (words of a command line, such as the tokenizer's new place) after them. On a CPU the weights of a
+    half-precision run are held in float32.
+
+    Raises UserError when there is no whole checkpoint, or its flags, files or tensors do not make a model.
+    """
+    checkpoint = find_checkpoint(Path(root), step, say)
+    if checkpoint is None:
+        raise UserError(f"{root} holds no checkpoint")
+    described = checkpoint.manifest.config
+    words = _for_one_process(described.get("command_line", []), half=torch.cuda.is_available())
+    config = configure([*words, *changes], surroundings=Surroundings(1, torch.cuda.is_available()))
+    check_architecture(config, described)
+    tokenizer = build_tokenizer(config.tokenizer)
+    with process_environment(config.grid) as environment:
+        model = build_model(Context(config, environment, tokenizer, TrainState()), Stage()).to(environment.device)
+        state_of_training = Tolerance(patterns=(optimizer_state_name("*", "*"),))
+        chunks = model_chunks(model, lambda info: ())
+        loaded = load(Path(root), chunks, step=step, tolerance=state_of_training, say=lambda sentence: None)
+    assert loaded is not None
+    return TrainedModel(model.eval(), tokenizer, config, loaded.manifest.iteration, environment.device)
+
+
+def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
+    """The flags of a run with the sizes of one process; without `half`, in float32 at least."""
+    words = [word for word in command_line if half or word not in _FORMATS[:2]]
+    for flag in _SIZES_OF_ONE_PROCESS:
+        if flag in words:
+            words += [flag, "1"]
+    return words

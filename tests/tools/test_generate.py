@@ -1,0 +1,137 @@
+"""tools/generate.py: a checkpoint and its own record are enough; flags, batches, and what is wrong with them."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support.reference_gpt import reference_logits
+
+from megatron.core.dist_checkpointing.chunk import model_chunks
+from megatron.core.dist_checkpointing.writing import save
+from megatron.core.parameters import info_of
+from megatron.training.arguments import configure
+from megatron.training.config.settings import Surroundings
+from megatron.training.initialize import process_environment
+from megatron.training.pieces import Context, Stage
+from megatron.training.run_description import describe_run
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.trained_model import load_trained_model
+
+ROOT = Path(__file__).parents[2]
+BPE = ROOT / "tests" / "data" / "golden" / "corpus" / "gpt2bpe"
+MODEL = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4"),
+    *("--seq-length", "40", "--max-position-embeddings", "40", "--micro-batch-size", "2"),
+    *("--train-iters", "3", "--lr", "1e-3", "--mock-data", "--qk-layernorm", "--disable-bias-linear", "--bf16"),
+]
+
+
+def tool() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools" / "generate.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["generate_tool"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+GENERATE = tool()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run with these flags saves, with weights that are worth generating from."""
+    root = tmp_path_factory.mktemp("run") / "checkpoints"
+    tokenizer = ["--vocab-file", str(BPE / "vocab.json"), "--merge-file", str(BPE / "merges.txt")]
+    config = configure([*MODEL, *tokenizer], surroundings=Surroundings(1, False))
+    with process_environment(config.grid) as environment:
+        context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
+        model = GENERATE.build_model(context, Stage()).cpu()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                own = parameter.view(-1)[: info_of(parameter).box.numel]
+                own.copy_(torch.randn(own.shape, generator=generator))
+    chunks = model_chunks(model, lambda info: ())
+    save(root, chunks, step=3, common={}, config=describe_run(config), layout={})
+    return root
+
+
+def run(capsys: pytest.CaptureFixture, *words: object) -> tuple[int, str, str]:
+    code = GENERATE.main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_greedy_text_is_what_the_plain_model_says(checkpoints: Path, capsys: pytest.CaptureFixture) -> None:
+    code, out, err = run(capsys, "--load", checkpoints, "--prompt", "The ", "--max-new-tokens", 8)
+    assert code == 0 and "iteration 3" in err
+    trained = load_trained_model(GENERATE.build_model, checkpoints)
+    weights = {name: value.float() for name, value in trained.model.state_dict().items()}
+    tokenizer, ids = trained.tokenizer, trained.tokenizer.tokenize("The ")
+    for _ in range(8):
+        logits = reference_logits(weights, trained.config.transformer, {"vocab_size": 600}, torch.tensor([ids]))
+        ids.append(int(logits[0, -1].argmax()))
+    assert tokenizer.eod not in ids
+    assert out == tokenizer.detokenize(ids) + "\n"
+
+
+def test_prompts_in_batches_and_alone(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "prompts.txt").write_text("What is it\na\nOnce upon a time\n", encoding="utf-8")
+    words = ["--load", checkpoints, "--prompt", "The ", "--prompts-file", tmp_path / "prompts.txt"]
+    words += ["--max-new-tokens", 8, "--temperature", 0.9, "--top-p", 0.9, "--top-k", 50]
+    together = run(capsys, *words)
+    alone = run(capsys, *words, "--batch-size", 1)
+    assert together[0] == 0 and together[1] == alone[1]
+    assert run(capsys, *words, "--seed", 5)[1] != together[1]
+    assert all(text in together[1] for text in ("The ", "What is it", "Once upon a time"))
+
+
+def test_an_empty_prompt_begins_a_document(checkpoints: Path, capsys: pytest.CaptureFixture) -> None:
+    code, out, _ = run(capsys, "--load", checkpoints, "--prompt", "", "--max-new-tokens", 3)
+    assert code == 0 and out.strip("\n")
+
+
+def test_the_tokenizer_may_have_moved(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).write_bytes((BPE / name).read_bytes())
+    words = ["--load", checkpoints, "--prompt", "The ", "--max-new-tokens", 3]
+    moved = ["--vocab-file", tmp_path / "vocab.json", "--merge-file", tmp_path / "merges.txt"]
+    assert run(capsys, *words, *moved)[1] == run(capsys, *words)[1]
+    code, _, err = run(capsys, *words, "--vocab-file", tmp_path / "none.json")
+    assert code == 2 and "none.json" in err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "--load is required"),
+        (["--load", "nowhere"], "--prompt or --prompts-file is required"),
+        (["--load", "nowhere", "--prompt", "a"], "nowhere"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--ckpt-step", 7], "--ckpt-step 7"),
+        (["--load", "CHECKPOINTS", "--prompts-file", "none.txt"], "--prompts-file none.txt"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--top-k", "-1"], "top_k -1 must be at least 0"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--top-p", "2"], "top_p 2.0 must be between 0 and 1"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--temperature", "0"], "temperature 0.0 must be larger than 0"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "40"], "39 new tokens work"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--top-n", "3"], "--top-n"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list, message: str, checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *(checkpoints if word == "CHECKPOINTS" else word for word in words))
+    assert (code == 2 and out == "" and message in err and err.startswith("error: ")) or message in err
+
+
+def test_as_a_program(checkpoints: Path) -> None:
+    words = ["--load", str(checkpoints), "--prompt", "The ", "--max-new-tokens", "3", "--no-echo"]
+    done = subprocess.run([sys.executable, str(ROOT / "tools/generate.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() and not done.stdout.startswith("The ")
