@@ -38,7 +38,6 @@ RENAMED = {"--vocab": "--vocab-file"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the tool; returns its exit code."""
-    signal.signal(signal.SIGTERM, _terminate)
     console = Console()
     try:
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, SECTIONS, USAGE, ABOUT, RENAMED)
@@ -101,4 +100,5 @@ def _terminate(number: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())

@@ -1,6 +1,5 @@
 """How the input is divided: blocks of bytes, and the lines that start in them."""
 
-import contextlib
 import glob
 import gzip
 import io
@@ -20,6 +19,7 @@ _USUAL_COMPRESSION = 4
 _GZIP = b"\x1f\x8b"
 _OTHER_ARCHIVES = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 _BUFFER = 1 << 20
+_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,20 @@ class LineReader:
         """Go to the first line that starts at `offset` or later."""
         if self._position >= offset:
             return
-        with self._naming_damage():
+        try:
             if self._file.compressed:
                 self._skip(offset - 1 - self._position)
             else:
                 self._stream.seek(offset - 1)
                 self._position = offset - 1
             self._skip_rest_of_line()
+        except _DAMAGE as error:
+            raise self._damaged(error) from None
 
     def lines_before(self, end: int) -> Iterator[bytes | None]:
         """Lines that start before `end`, with their line ends; None for one that is longer than the longest."""
         while self._position < end:
-            with self._naming_damage():
+            try:
                 line = self._stream.readline(self._longest + 1)
                 self._position += len(line)
                 if not line:
@@ -143,6 +145,8 @@ class LineReader:
                 too_long = len(line) > self._longest and not line.endswith(b"\n")
                 if too_long:
                     self._skip_rest_of_line()
+            except _DAMAGE as error:
+                raise self._damaged(error) from None
             yield None if too_long else line
 
     def _skip(self, count: int) -> None:
@@ -162,14 +166,9 @@ class LineReader:
             if piece.endswith(b"\n"):
                 return
 
-    @contextlib.contextmanager
-    def _naming_damage(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise UserError(
-                f"{self._file.path}: damaged after {self._position} bytes of text: {error}; gzip -t says more"
-            ) from None
+    def _damaged(self, error: Exception) -> UserError:
+        path, position = self._file.path, self._position
+        return UserError(f"{path}: damaged after {position} bytes of text: {error}; gzip -t says more")
 
 
 def _filled_in(pattern: str) -> list[str]:

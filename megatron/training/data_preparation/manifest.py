@@ -79,7 +79,8 @@ def read_manifest(path_prefix: str) -> Manifest | None:
             raise UserError(f"{path}: made by another release; prepare the data again, or remove the file")
         tokenizer = TokenizerRecord(**content.pop("tokenizer"))
         files = {suffix: FileRecord(**record) for suffix, record in content.pop("files").items()}
-        return Manifest(tokenizer=tokenizer, files=files, **content)
+        inputs = tuple(content.pop("inputs"))
+        return Manifest(tokenizer=tokenizer, files=files, inputs=inputs, **content)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -5,6 +5,7 @@ import glob
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from megatron.training.data_preparation.manifest import FileRecord, Manifest, To
 from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, place_of_block
 from megatron.training.data_preparation.progress import Counts, ProgressDisplay
 from megatron.training.data_preparation.stitching import Stitcher
-from megatron.training.data_preparation.worker import run_worker
+from megatron.training.data_preparation.worker import ENDING_SIGNALS, run_worker
 from megatron.training.tokenizer.base import Tokenizer
 
 _LEVEL = "document"
@@ -96,12 +97,13 @@ def _run(job: Job, workers: int, stitcher: Stitcher, log_interval: int, console:
     )
     processes: dict[Connection, Any] = {}
     try:
-        for number in range(workers):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_worker, args=(number, job, shared, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            processes[ours] = process
+        with _signals_held():
+            for number in range(workers):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=run_worker, args=(number, job, shared, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                processes[ours] = process
         with ProgressDisplay(console, job.plan.total_bytes, log_interval) as display:
             _take_messages(processes, shared, stitcher, display)
     finally:
@@ -109,6 +111,16 @@ def _run(job: Job, workers: int, stitcher: Stitcher, log_interval: int, console:
             process.kill()
             process.join()
     assert stitcher.done or stitcher.fault is not None, "workers ended before the input did"
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals to end wait until processes are forked: Python drops an exception that a handler raises during a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _take_messages(
@@ -160,6 +172,8 @@ def _working_folder(prefix: str, warn: Callable[[str], None]) -> Iterator[Path]:
         warn(f"{folder.parent}: {', '.join(left)}: of a run that goes on or was killed; remove what a killed one left")
     try:
         yield folder
+    except OSError as error:  # such as a disk that is full
+        raise UserError(f"--output-prefix {prefix}: {error.filename or folder.parent}: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,6 +1,5 @@
 """A worker process: takes blocks of the input, writes ids to its own files, and sends nothing but counts."""
 
-import errno
 import os
 import signal
 import traceback
@@ -23,6 +22,7 @@ from megatron.training.data_preparation.messages import (
 from megatron.training.data_preparation.records import BadLine, texts_of_line
 from megatron.training.data_preparation.shards import ShardPaths, StreamName, StreamWriter
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BATCH_BYTES = 1 << 20
 _EXAMPLES = 3
 
@@ -31,6 +31,7 @@ def run_worker(number: int, job: Job, shared: Shared, connection: Connection) ->
     """The process's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         with ExitStack() as stack:
@@ -44,9 +45,7 @@ def run_worker(number: int, job: Job, shared: Shared, connection: Connection) ->
     except UserError as error:
         connection.send(Failure(str(error), expected=True))
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        where = error.filename or (job.folder.parent if full else "")
-        connection.send(Failure(f"{where}: {error.strerror}" if where else str(error), expected=full))
+        connection.send(Failure(f"{error.filename or job.folder.parent}: {error.strerror}", expected=True))
     except MemoryError:
         connection.send(
             Failure("out of memory; fewer --workers, or a smaller --max-line-bytes, need less", expected=True)

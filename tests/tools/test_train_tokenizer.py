@@ -1,0 +1,90 @@
+"""tools/train_tokenizer.py: the same files each time; both families read them alike; mistakes are named."""
+
+import gzip
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
+
+ROOT = Path(__file__).parents[2]
+CORPUS = ROOT / "tests/data/golden/corpus/corpus.jsonl"
+FILES = ["merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+
+
+@pytest.fixture
+def train(monkeypatch, capsys):
+    """Runs the tool's main; returns exit code, stdout, stderr."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    main = importlib.import_module("train_tokenizer").main
+
+    def run_main(*words):
+        code = main([str(word) for word in words])
+        return code, *capsys.readouterr()
+
+    return run_main
+
+
+def test_files_are_the_same_each_time_and_alike(tmp_path):
+    packed = tmp_path / "corpus.jsonl.gz"
+    packed.write_bytes(gzip.compress(CORPUS.read_bytes()))
+    for number, source in enumerate([CORPUS, CORPUS, packed]):
+        words = ["--input", source, "--vocab-size", 500, "--output-dir", tmp_path / str(number)]
+        command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words]  # a process each: its own hash seeds
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0 and "500 tokens" in done.stdout, done.stderr
+    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == FILES
+    for name in FILES:
+        assert len({(tmp_path / str(number) / name).read_bytes() for number in range(3)}) == 1
+    gpt2 = GPT2BPETokenizer(str(tmp_path / "0/vocab.json"), str(tmp_path / "0/merges.txt"))
+    hugging_face = HuggingFaceTokenizer(str(tmp_path / "0"))
+    text = "Great came just time or while had 你好 \n\n 12"
+    assert gpt2.tokenize(text) == hugging_face.tokenize(text) and len(gpt2.tokenize(text)) < 40
+    assert gpt2.vocab_size == hugging_face.vocab_size == 500
+    assert gpt2.eod == hugging_face.eod == 0 and hugging_face.speed_note is None
+
+
+def test_transformers_reads_the_folder(tmp_path, train):
+    from transformers import AutoTokenizer
+
+    train("--input", CORPUS, "--vocab-size", 300, "--output-dir", tmp_path)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), HuggingFaceTokenizer(str(tmp_path))
+    assert theirs("  some text\n").input_ids == ours.tokenize("  some text\n") and theirs.eos_token_id == ours.eod
+
+
+def test_a_part_of_the_input_is_taken_evenly(tmp_path, train):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": "abcdefghij"[k // 100] * 40}) + "\n" for k in range(1000)))
+    code, _, _ = train("--input", path, "--vocab-size", 267, "--max-bytes", 5000, "--output-dir", tmp_path)
+    assert code == 0
+    merges = (tmp_path / "merges.txt").read_text().split("\n")
+    assert {"a a", "e e", "j j"} <= set(merges)  # first, middle and last of it
+
+
+def test_a_small_text_gives_fewer_tokens(tmp_path, train):
+    (tmp_path / "in.jsonl").write_text('{"text": "abab"}\n')
+    code, _, errors = train("--input", tmp_path / "in.jsonl", "--output-dir", tmp_path / "out")
+    assert code == 0
+    assert errors == "warning: the text gave 258 tokens, fewer than --vocab-size 32768\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], ["--input: missing", "--output-dir: missing"]),
+        (["--input", "none", "--output-dir", "x"], ["--input none: no such file"]),
+        (["--input", CORPUS, "--output-dir", "x", "--vocab-size", 100], ["--vocab-size 100: must be at least 257"]),
+        (["--input", CORPUS, "--output-dir", "x", "--json-keys", "txt"], [f"{CORPUS}:1: no key 'txt'"]),
+        (["--input", CORPUS, "--output-dir", CORPUS, "--vocab-size", 300], [f"--output-dir {CORPUS}:"]),
+    ],
+)
+def test_mistakes(train, words, says):
+    code, _, errors = train(*words)
+    assert code == 2
+    for line, wanted in zip(errors.splitlines(), says, strict=True):
+        assert line.startswith(f"error: {wanted}")

@@ -1,0 +1,89 @@
+"""megatron/training/config/tool_flags.py: a tool's flags from its dataclasses; every mistake at once."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from megatron.core.config_fields import flag, not_yet
+from megatron.core.exceptions import UserError
+from megatron.training.config.tool_flags import Section, read_tool_flags
+
+
+@dataclass(kw_only=True, frozen=True)
+class First:
+    name: str | None = None
+    """A name."""
+
+    mode: Literal["fast", "slow"] = "fast"
+    """How to go."""
+
+    count: int = 3
+    """How many."""
+
+    loud: bool = False
+    """Say more."""
+
+    old: int | None = flag(None, no_effect="nobody needs it")
+    """Of older releases."""
+
+    gears: int = flag(1, only_with="mode=slow")
+    """With --mode slow: gears."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Second:
+    words: list[str] = flag(default_factory=lambda: ["a"])
+    """Some words."""
+
+    later: bool = not_yet(False)
+    """To come."""
+
+
+def rule(config):
+    if config.name is None:
+        yield "{name:name}: missing"
+    if config.count < 1:
+        yield "{count}: must be at least 1"
+
+
+def read(line):
+    return read_tool_flags(
+        line.split(), [Section("one", First, rule), Section("two", Second)], "tool", "About.", {"--nom": "--name"}
+    )
+
+
+def test_values():
+    flags = read("--name x --count 5 --loud --words p q --mode slow --gears 2")
+    assert flags.configs == (First(name="x", count=5, loud=True, mode="slow", gears=2), Second(words=["p", "q"]))
+    assert flags.warnings == ()
+    assert read("--name x").configs[1] == Second(words=["a"])
+
+
+def test_what_is_taken_otherwise_is_said():
+    assert read("--nom x --old 1 --gears 3").warnings == (
+        "--nom: taken as --name",
+        "--old: no effect: nobody needs it",
+        "--gears: no effect without --mode slow",
+    )
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(UserError) as error:
+        read("stray --count 0 --mode quick --later --cuont 3 --words")
+    assert str(error.value).splitlines() == [
+        "stray: this word belongs to no flag",
+        "--mode quick: choose from fast, slow",
+        "--cuont: unknown flag; did you mean --count?",
+        "--words: a value is missing",
+        "--name: missing",
+        "--count 0: must be at least 1",
+        "--later: not yet",
+    ]
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        read("--help")
+    assert stop.value.code == 0
+    assert "usage: tool" in capsys.readouterr().out

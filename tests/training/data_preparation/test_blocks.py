@@ -1,0 +1,107 @@
+"""megatron/training/data_preparation/blocks.py: every line is in exactly one block, whatever the blocks."""
+
+import gzip
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.blocks import LineReader, Plan, find_inputs, plan_blocks
+
+lines = st.lists(st.text('a"{} \ré', max_size=12).map(str.encode), max_size=20)
+
+
+def read_blocks(path, block_bytes, shares=1, longest=1 << 20):
+    """Lines of each block, as `shares` readers find them that each take every shares-th block."""
+    (file,) = find_inputs([str(path)])
+    found = {}
+    for share in range(shares):
+        with LineReader(file, longest) as reader:
+            block = share
+            while not reader.ended:
+                reader.seek_line(block * block_bytes)
+                found[block] = list(reader.lines_before((block + 1) * block_bytes))
+                block += shares
+    return [line for block in sorted(found) for line in found[block]]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("ends_with_line_end", [False, True])
+def test_lines_are_in_one_block_each(tmp_path, compressed, ends_with_line_end):
+    path = tmp_path / "x.jsonl"
+
+    @settings(max_examples=60, deadline=None, database=None, derandomize=True)
+    @given(lines, st.integers(1, 30), st.integers(1, 4))
+    def check(content, block_bytes, shares):
+        text = b"\n".join(content) + (b"\n" if ends_with_line_end else b"")
+        path.write_bytes(gzip.compress(text) if compressed else text)
+        *whole, rest = text.split(b"\n")
+        assert read_blocks(path, block_bytes, shares) == [line + b"\n" for line in whole] + ([rest] if rest else [])
+
+    check()
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"abc\n" + b"x" * 3_000_000 + b"\n" + b"12345\n" + b"y" * 11)
+    assert read_blocks(path, 1 << 20, longest=10) == [b"abc\n", None, b"12345\n", None]
+    assert read_blocks(path, 7, shares=3, longest=10) == [b"abc\n", None, b"12345\n", None]
+    assert read_blocks(path, 1 << 20, longest=5) == [b"abc\n", None, b"12345\n", None]
+
+
+def test_reading_holds_no_more_than_the_longest_line(tmp_path):
+    import tracemalloc
+
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"x" * 40_000_000 + b"\n")
+    tracemalloc.start()
+    assert read_blocks(path, 1 << 20, longest=1000) == [None]
+    assert tracemalloc.get_traced_memory()[1] < 6_000_000
+    tracemalloc.stop()
+
+
+def test_units_cover_all_blocks_once(tmp_path):
+    plain, empty, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl.gz"
+    plain.write_bytes(b"x\n" * 50_000)
+    empty.write_bytes(b"")
+    packed.write_bytes(gzip.compress(b"x\n" * 5000))
+    plan = plan_blocks(find_inputs([str(plain), str(empty), str(packed)]), workers=3)
+    blocks = [(unit.file.index, unit.first_block) for unit in plan.units if unit.blocks == 1]
+    assert blocks == [(0, k) for k in range(plan.blocks_of(plan.files[0]))]
+    assert [(unit.first_block, unit.step) for unit in plan.units if unit.blocks is None] == [(0, 3), (1, 3), (2, 3)]
+    assert plan.total_bytes == 100_000 + packed.stat().st_size
+
+
+def test_many_compressed_files_are_each_read_once(tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(b"x\n"))
+    plan = plan_blocks(find_inputs([str(tmp_path / "*.gz")]), workers=2)
+    assert [(unit.file.index, unit.step) for unit in plan.units] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+
+def test_block_sizes():
+    assert plan_blocks((), 4) == Plan((), (), 4096)
+
+
+def test_input_errors(tmp_path):
+    with pytest.raises(UserError, match=r"--input none.jsonl: no such file"):
+        find_inputs(["none.jsonl"])
+    with pytest.raises(UserError, match=r"--input .*: not a file that can be read in parts"):
+        find_inputs([str(tmp_path)])
+    (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd1234")
+    with pytest.raises(UserError, match=r"compressed with zstd; what works is plain text and gzip"):
+        find_inputs([str(tmp_path / "x.zst")])
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_a_damaged_archive_is_named(tmp_path, damage):
+    path = tmp_path / "x.jsonl.gz"
+    content = bytearray(gzip.compress(bytes(range(256)) * 4000))
+    if damage == "cut":
+        del content[len(content) // 2 :]
+    else:
+        content[-6] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"x.jsonl.gz: damaged after \d+ bytes of text"):
+        read_blocks(path, 1 << 20)

@@ -1,0 +1,341 @@
+"""megatron/training/data_preparation/prepare.py: bytes of the published tool, however many workers; nothing half."""
+
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron.core.datasets.index_format import read_header
+from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.config import PreparationConfig
+from megatron.training.data_preparation.manifest import read_manifest
+from megatron.training.data_preparation.prepare import prepare
+from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.training.tokenizer.null import NullTokenizer
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests/data/golden/corpus"
+BPE = GPT2BPETokenizer(str(GOLDEN / "gpt2bpe/vocab.json"), str(GOLDEN / "gpt2bpe/merges.txt"))
+CORPUS = str(GOLDEN / "corpus.jsonl")
+
+
+def run(tmp_path, inputs=(CORPUS,), tokenizer=BPE, warnings=None, **flags):
+    config = PreparationConfig(input=[str(path) for path in inputs], output_prefix=str(tmp_path / "out"), **flags)
+    return prepare(config, tokenizer, Console(file=io.StringIO()), [].append if warnings is None else warnings.append)
+
+
+def output(tmp_path, key="text"):
+    return tuple((tmp_path / f"out_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx"))
+
+
+def golden(name):
+    return tuple((GOLDEN / f"pp/{name}_document.{suffix}").read_bytes() for suffix in ("bin", "idx"))
+
+
+def documents(tmp_path, key="text"):
+    """Ids of each document's sequences."""
+    prefix = tmp_path / f"out_{key}_document"
+    header = read_header(f"{prefix}.idx")
+    index = Path(f"{prefix}.idx").read_bytes()
+    lengths = np.frombuffer(index, "<i4", header.num_sequences, header.lengths_offset)
+    ends = np.frombuffer(index, "<i8", header.num_document_indices, header.document_indices_offset)
+    ids = np.fromfile(f"{prefix}.bin", header.dtype)
+    sequences = [part.tolist() for part in np.split(ids, np.cumsum(lengths))[:-1]]
+    return [sequences[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def nothing_under(tmp_path):
+    return not [path for path in tmp_path.rglob("*") if "out" in path.name]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7, 20])
+def test_bytes_of_the_published_tool(tmp_path, workers):
+    run(tmp_path, workers=workers, append_eod=True)
+    assert output(tmp_path) == golden("gpt2_eod_text")
+    run(tmp_path, workers=workers)
+    assert output(tmp_path) == golden("gpt2_noeod_text")
+
+
+@pytest.mark.parametrize("workers", [1, 3, 7])
+def test_compressed_input_gives_the_same(tmp_path, workers):
+    text = Path(CORPUS).read_bytes()
+    members = [gzip.compress(text[:30_001]), gzip.compress(text[30_001:])]  # as `cat a.gz b.gz` makes them
+    (tmp_path / "corpus.jsonl.gz").write_bytes(b"".join(members))
+    run(tmp_path, [tmp_path / "corpus.jsonl.gz"], workers=workers, append_eod=True)
+    assert output(tmp_path) == golden("gpt2_eod_text")
+
+
+def test_several_files_follow_each_other(tmp_path):
+    lines = Path(CORPUS).read_bytes().splitlines(keepends=True)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:50]))
+    (tmp_path / "b.jsonl").write_bytes(gzip.compress(b"".join(lines[50:120])))
+    (tmp_path / "c.jsonl").write_bytes(b"")
+    (tmp_path / "d.jsonl").write_bytes(b"".join(lines[120:]))
+    for workers in (1, 4):
+        run(tmp_path, [tmp_path / "[a-d].jsonl"], workers=workers, append_eod=True)
+        assert output(tmp_path) == golden("gpt2_eod_text")
+
+
+def test_several_keys_and_lists(tmp_path):
+    records = [json.loads(line) for line in Path(CORPUS).read_text("utf-8").splitlines()]
+    run(tmp_path, workers=3, append_eod=True, json_keys=["text", "title", "body"])
+    assert output(tmp_path) == golden("gpt2_eod_text")
+    for key in ("title", "body"):
+        expected = []
+        for record in records:
+            texts = [record[key]] if isinstance(record[key], str) else record[key]
+            sequences = [ids for ids in map(BPE.tokenize, texts) if ids]
+            if sequences:
+                sequences[-1].append(BPE.eod)
+            expected.append(sequences)
+        assert documents(tmp_path, key) == expected
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_partitions(tmp_path, workers):
+    run(tmp_path, workers=1)
+    in_order = documents(tmp_path)
+    run(tmp_path, workers=workers, partitions=3, json_keys=["title", "text"])
+    assert documents(tmp_path) == in_order[0::3] + in_order[1::3] + in_order[2::3]
+    run(tmp_path, workers=workers, partitions=3, keep_sequential_samples=True)
+    assert output(tmp_path) == golden("gpt2_noeod_text")
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(65498, np.uint16), (65499, np.int32)])
+def test_type_of_ids(tmp_path, size, dtype):
+    (tmp_path / "x.jsonl").write_text('{"text": "1 2 3"}\n')
+    run(tmp_path, [tmp_path / "x.jsonl"], NullTokenizer(size), append_eod=True)
+    assert read_header(tmp_path / "out_text_document.idx").dtype is dtype
+    assert documents(tmp_path) == [[[1, 2, 3, size]]]
+
+
+def test_manifest(tmp_path):
+    prepared = run(tmp_path, workers=2, append_eod=True, json_keys=["text", "title"])
+    prefix = str(tmp_path / "out_text_document")
+    manifest = read_manifest(prefix)
+    assert prepared.manifests[0] == manifest and prepared.prefixes[0] == prefix
+    assert (manifest.tokenizer.digest, manifest.tokenizer.vocab_size, manifest.tokenizer.eod) == (BPE.digest, 600, 0)
+    assert (manifest.documents, manifest.sequences, manifest.tokens, manifest.lines) == (200, 189, 8507, 200)
+    assert (manifest.documents_with_special_literals, manifest.special_literals_matched) == (1, False)
+    assert (manifest.append_eod, manifest.dtype, manifest.key, manifest.dropped_lines) == (True, "uint16", "text", {})
+    assert manifest.inputs == ({"name": "corpus.jsonl", "bytes": 66516},)
+    for suffix, content in zip(("bin", "idx"), output(tmp_path), strict=True):
+        assert manifest.files[suffix].sha256 == hashlib.sha256(content).hexdigest()
+        assert manifest.files[suffix].bytes == len(content)
+    assert read_manifest(str(tmp_path / "out_title_document")).documents_with_special_literals == 0
+
+
+def corpus_with(tmp_path, bad, count=2000):
+    """Lines in many blocks, some of them replaced: {number: content}."""
+    lines = [json.dumps({"text": f"line {number} of the file"}).encode() for number in range(1, count + 1)]
+    for number, content in bad.items():
+        lines[number - 1] = content
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+BAD = {
+    1501: (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
+    1502: (b'{"text": "x"', "not JSON: Expecting"),
+    1503: (b'{"txt": "x"}', "no key 'text'; keys present: 'txt'"),
+    1504: (b'{"text": 5}', "key 'text' holds the number 5, not a text or a list of texts"),
+    1505: (b'{"text": "' + b"y" * 3000 + b'"}', "longer than --max-line-bytes 2000"),
+}
+
+
+@pytest.mark.parametrize("number", BAD)
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_bad_line_stops_with_its_place(tmp_path, number, workers, compressed):
+    path = corpus_with(tmp_path, {number: BAD[number][0], 1900: b"later"})
+    if compressed:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(UserError) as error:
+        run(tmp_path, [path], workers=workers, max_line_bytes=2000)
+    assert str(error.value).startswith(f"{path}:{number}: {BAD[number][1]}")
+    assert "--on-error skip" in str(error.value)
+    assert nothing_under(tmp_path)
+
+
+def test_the_first_bad_line_is_the_one_named(tmp_path):
+    path = corpus_with(tmp_path, {7: b"a", 1000: b"b", 1999: b"c"})
+    for _ in range(5):
+        with pytest.raises(UserError, match=rf"{path}:7: "):
+            run(tmp_path, [path], workers=6)
+
+
+def test_place_in_a_later_file(tmp_path):
+    path = corpus_with(tmp_path, {1234: b"[]"})
+    with pytest.raises(UserError, match=rf"{path}:1234: a list, not an object"):
+        run(tmp_path, [CORPUS, path], workers=3)
+
+
+def test_what_the_tokenizer_will_not_take_is_a_bad_line(tmp_path):
+    lines = [b'{"text": "%d 5"}' % number for number in range(300)]
+    lines[250] = b'{"text": "5 x"}'
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(UserError, match=r"in.jsonl:251: NullTokenizer reads ids .* found 'x'"):
+        run(tmp_path, [tmp_path / "in.jsonl"], NullTokenizer(1000), workers=2)
+    run(tmp_path, [tmp_path / "in.jsonl"], NullTokenizer(1000), workers=2, on_error="skip")
+    assert documents(tmp_path) == [[[number, 5]] for number in range(300) if number != 250]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_skipping_counts(tmp_path, workers):
+    path = corpus_with(tmp_path, {number: content for number, (content, _) in BAD.items()} | {9: b"", 11: b" \r"})
+    prepared = run(tmp_path, [path], workers=workers, max_line_bytes=2000, on_error="skip")
+    kinds = {"not UTF-8": 1, "not JSON": 1, "missing key": 1, "wrong type": 1, "too long": 1}
+    (manifest,) = prepared.manifests
+    assert (manifest.dropped_lines, manifest.blank_lines, manifest.lines, manifest.documents) == (kinds, 2, 2000, 1993)
+    assert prepared.dropped_examples[0].startswith(f"{path}:1501: not UTF-8") and len(prepared.dropped_examples) == 3
+    texts = [BPE.detokenize(ids) for (ids,) in documents(tmp_path)]
+    assert texts == [f"line {n} of the file" for n in range(1, 2001) if n not in BAD and n not in (9, 11)]
+
+
+def test_no_document_is_an_error(tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    with pytest.raises(UserError, match="no document in it"):
+        run(tmp_path, [tmp_path / "in.jsonl"])
+    assert nothing_under(tmp_path)
+
+
+def test_a_failure_leaves_earlier_output_alone(tmp_path):
+    run(tmp_path, workers=2, append_eod=True)
+    path = corpus_with(tmp_path, {5: b"x"})
+    warnings = []
+    with pytest.raises(UserError):
+        run(tmp_path, [path], warnings=warnings)
+    assert output(tmp_path) == golden("gpt2_eod_text") and read_manifest(str(tmp_path / "out_text_document"))
+    assert warnings == [f"{tmp_path}/out_text_document.bin: exists, and will be replaced"]
+
+
+def test_memory_is_that_of_the_longest_line(tmp_path):
+    """80 MB of lines of a megabyte, in processes that may grow by much less."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes((json.dumps({"text": "words of a line that is long " * 36_000}) + "\n").encode() * 80)
+    code = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from rich.console import Console
+from megatron.training.data_preparation.config import PreparationConfig
+from megatron.training.data_preparation.prepare import prepare
+from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
+bpe = GPT2BPETokenizer({str(GOLDEN / "gpt2bpe/vocab.json")!r}, {str(GOLDEN / "gpt2bpe/merges.txt")!r})
+bpe.encode_texts(["warm up " * 1000])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+config = PreparationConfig(input=[{str(path)!r}], output_prefix={str(tmp_path / "out")!r}, workers=1)
+prepare(config, bpe, Console(), print)
+after = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print("grown", (after - before) // 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split("grown")[1]) < 40
+    assert read_header(tmp_path / "out_text_document.idx").num_sequences == 80
+
+
+def wait_for_working_folder(tmp_path):
+    for _ in range(200):
+        found = list(tmp_path.glob(".out.preparing.*/worker*.tokens"))
+        if found:
+            return found[0].parent
+        time.sleep(0.05)
+    raise AssertionError("no worker has begun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_in_the_middle(tmp_path, number):
+    """No final name exists afterwards; workers end too; and the next run says what was left."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "1 2 3"}\n' * 20_000)
+    code = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.training.tokenizer.null import NullTokenizer
+NullTokenizer.encode_texts = lambda self, texts, old=NullTokenizer.encode_texts: (time.sleep(0.3), old(self, texts))[1]
+runpy.run_path({str(ROOT / "tools/preprocess_data.py")!r}, run_name="__main__")
+"""
+    words = [
+        "--input",
+        path,
+        "--output-prefix",
+        tmp_path / "out",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--workers",
+        "2",
+    ]
+    command = [sys.executable, "-c", code, *map(str, words), "--vocab-size", "9"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    folder = wait_for_working_folder(tmp_path)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number], errors
+    assert not list(tmp_path.glob("out*"))
+    assert folder.exists() == (number == signal.SIGKILL)
+    if number == signal.SIGKILL:
+        warnings = []
+        run(tmp_path, warnings=warnings)
+        assert folder.name in warnings[0]
+        sizes = [file.stat().st_size for file in folder.iterdir()]
+        time.sleep(1.5)
+        assert sizes == [file.stat().st_size for file in folder.iterdir()], "workers of a dead parent still write"
+
+
+def test_a_killed_worker_is_named(tmp_path):
+    class Deadly(NullTokenizer):
+        def encode_texts(self, texts):
+            if texts != [""]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().encode_texts(texts)
+
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "1 2 3"}\n' * 20_000)
+    with pytest.raises(UserError, match=r"a worker was ended by signal 9; .*fewer --workers; nothing was written"):
+        run(tmp_path, [tmp_path / "in.jsonl"], Deadly(9), workers=2)
+    assert nothing_under(tmp_path)
+
+
+def test_an_error_of_ours_shows_where(tmp_path):
+    class Broken(NullTokenizer):
+        def encode_texts(self, texts):
+            if texts != [""]:
+                raise ZeroDivisionError("planted")
+            return super().encode_texts(texts)
+
+    with pytest.raises(RuntimeError, match=r"(?s)a worker failed:.*in encode_texts.*ZeroDivisionError: planted"):
+        run(tmp_path, tokenizer=Broken(9))
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """The limit on file sizes stands in for a disk that is full."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "1 2 3"}\n' * 20_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(UserError, match="File too large"):
+            run(tmp_path, [path], NullTokenizer(9), workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert nothing_under(tmp_path)
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = PreparationConfig(input=[CORPUS], output_prefix=str(tmp_path / "file/out"))
+    with pytest.raises(UserError, match=r"--output-prefix .*file/out: .*file"):
+        prepare(config, BPE, Console(file=io.StringIO()), print)
