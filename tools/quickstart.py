@@ -29,6 +29,8 @@ import torch  # noqa: E402
 from megatron.core.datasets.indexed_dataset import IndexedDataset  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 from megatron.core.utils.files import open_atomically, write_atomically  # noqa: E402
+from megatron.training.trained_model import load_trained_model  # noqa: E402
+from pretrain_gpt import build_model  # noqa: E402
 
 HELD_OUT_BYTES = 400_000
 LONGEST_FILE = 400_000
@@ -226,9 +228,7 @@ def all_tokens(prefix: Path) -> np.ndarray:
 @torch.inference_mode()
 def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
     """Bits that the trained model needs for all tokens but the first, each seen with what precedes it in its window."""
-    from megatron.core.inference.load import load_for_inference
-
-    loaded = load_for_inference(checkpoints)
+    loaded = load_trained_model(build_model, checkpoints)
     length = loaded.max_sequence_length
     ids = torch.from_numpy(tokens).to(loaded.device)
     total = torch.zeros((), dtype=torch.float64, device=loaded.device)

@@ -113,7 +113,7 @@ def test_the_tokenizer_may_have_moved(checkpoints: Path, tmp_path: Path, capsys:
         ([], "--load is required"),
         (["--load", "nowhere"], "--prompt or --prompts-file is required"),
         (["--load", "nowhere", "--prompt", "a"], "nowhere"),
-        (["--load", "CHECKPOINTS", "--prompt", "a", "--ckpt-step", 7], "--ckpt-step 7"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--ckpt-step", 7], "no checkpoint of iteration 7"),
         (["--load", "CHECKPOINTS", "--prompts-file", "none.txt"], "--prompts-file none.txt"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-k", "-1"], "top_k -1 must be at least 0"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-p", "2"], "top_p 2.0 must be between 0 and 1"),
