@@ -208,7 +208,7 @@ def test_ckpt_step(saved, tmp_path):
     run = SmallRun.make(f"--load {tmp_path} --ckpt-step 2")
     run.load()
     assert run.state.iteration == 2
-    with pytest.raises(UserError, match=r"--ckpt-step 3: .* there are: 2, 4"):
+    with pytest.raises(UserError, match=r"has no checkpoint of iteration 3; it has: 2, 4"):
         SmallRun.make(f"--load {tmp_path} --ckpt-step 3").load()
 
 

@@ -60,6 +60,22 @@ def check_files(checkpoint: Checkpoint) -> None:
     check_complete(checkpoint.catalogue)
 
 
+def verify(folder: Path, tensors: bool = True) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:
+    """Everything that is wrong with a checkpoint folder: all broken tensors, or the first broken file before those.
+
+    Also gives the opened checkpoint, None where it cannot be opened. Without `tensors` their bytes are not read.
+    """
+    try:
+        checkpoint = open_checkpoint(folder)
+    except BrokenCheckpoint as error:
+        return None, [error]
+    try:
+        check_files(checkpoint)
+    except BrokenCheckpoint as error:
+        return checkpoint, [error]
+    return checkpoint, list(broken_tensors(checkpoint)) if tensors else []
+
+
 def broken_tensors(checkpoint: Checkpoint) -> Iterator[BrokenCheckpoint]:
     """Verify the checksum of every tensor; what is wrong, a finding a tensor. Reads every byte once."""
     with BlockReader(pinned=False) as reader:

@@ -76,7 +76,7 @@ def _asked_for(root: Path, available: Sequence[Folder], step: Step) -> list[Fold
     chosen = [folder for folder in available if folder.step == step]
     if not chosen:
         there = ", ".join(str(folder.step) for folder in reversed(available)) or "none"
-        raise UserError(f"--ckpt-step {step}: {root} has no such checkpoint; there are: {there}")
+        raise UserError(f"{root} has no checkpoint of iteration {step}; it has: {there}")
     return chosen
 
 

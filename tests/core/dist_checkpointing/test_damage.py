@@ -194,7 +194,7 @@ def test_a_bit_flip_in_the_tracker_that_gives_another_number(root):
 
 def test_asking_for_one(root):
     assert load_values(root, step=10) == (10, [])
-    with pytest.raises(UserError, match=r"--ckpt-step 15: .* has no such checkpoint; there are: 10, 20"):
+    with pytest.raises(UserError, match=r"has no checkpoint of iteration 15; it has: 10, 20"):
         load(root, wanted(), step=15)
 
 

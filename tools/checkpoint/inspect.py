@@ -1,0 +1,82 @@
+"""Show what a checkpoint holds: where its run was, the flags that it ran with, and its tensors.
+
+python tools/checkpoint/inspect.py --load checkpoints
+python tools/checkpoint/inspect.py --load checkpoints --iteration 2000 --tensors 'decoder.layers.0.*'
+"""
+
+import os
+import sys
+
+# This folder must not be searched for modules: this very file would stand in for Python's own inspect.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.path if path != _HERE)]
+
+import argparse  # noqa: E402
+import fnmatch  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import shlex  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
+from megatron.core.dist_checkpointing.choosing import find_checkpoint  # noqa: E402
+from megatron.core.dist_checkpointing.chunk import is_optimizer_state  # noqa: E402
+from megatron.core.exceptions import UserError  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder with checkpoints")
+    parser.add_argument("--iteration", type=int, metavar="N", help="this one instead of the newest whole one")
+    parser.add_argument(
+        "--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, all or those of a shell pattern"
+    )
+    args = parser.parse_args(argv)
+    try:
+        checkpoint = find_checkpoint(args.load, args.iteration)
+        if checkpoint is None:
+            raise UserError(f"--load {args.load} holds no checkpoint")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(summary(checkpoint)))
+    if args.tensors is not None:
+        print("\n".join(tensor_lines(checkpoint, args.tensors)))
+    return 0
+
+
+def summary(checkpoint: Checkpoint) -> Iterator[str]:
+    """The checkpoint in a few lines."""
+    manifest = checkpoint.manifest
+    yield f"{checkpoint.folder}: iteration {manifest.iteration}, {checkpoint.nbytes / 1e6:.1f} MB"
+    yield "written by: " + ", ".join(f"{name} {size}" for name, size in manifest.layout.items())
+    for title, of_optimizer in (("weights", False), ("optimizer state", True)):
+        shapes = [
+            stored[0].chunk.global_shape
+            for name, stored in checkpoint.catalogue.items()
+            if is_optimizer_state(name) == of_optimizer
+        ]
+        yield f"{title}: {len(shapes)} tensors, {sum(map(math.prod, shapes))} elements"
+    for name, value in manifest.common.items():
+        yield f"{name}: {json.dumps(value)}"
+    words = manifest.config.get("command_line")
+    if words:
+        yield f"flags: {shlex.join(words)}"
+
+
+def tensor_lines(checkpoint: Checkpoint, pattern: str) -> Iterator[str]:
+    """Name, type, shape and number of pieces of each tensor that fits a shell pattern."""
+    for name, stored in sorted(checkpoint.catalogue.items()):
+        if fnmatch.fnmatchcase(name, pattern):
+            chunk = stored[0].chunk
+            dtype = str(chunk.dtype).removeprefix("torch.")
+            pieces = f"in {len(stored)} pieces" if len(stored) > 1 else ""
+            yield f"  {name:<60} {dtype:<10} {list(chunk.global_shape)} {pieces}".rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

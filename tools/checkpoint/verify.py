@@ -1,0 +1,68 @@
+"""Say which checkpoints of a folder are whole, and what is broken in the others.
+
+python tools/checkpoint/verify.py --load checkpoints
+python tools/checkpoint/verify.py --load checkpoints --iteration 2000 --quick
+
+Reads every byte and compares every checksum. Exit code: 0 when all are whole, 1 when one is broken, 2 when there is
+none or the command line is wrong.
+"""
+
+import os
+import sys
+
+# This folder must not be searched for modules: its inspect.py would stand in for Python's own.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.path if path != _HERE)]
+
+import argparse  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+from megatron.core.dist_checkpointing.checkpoint import verify  # noqa: E402
+from megatron.core.dist_checkpointing.choosing import choose  # noqa: E402
+from megatron.core.dist_checkpointing.folders import Folder, candidates, is_foreign  # noqa: E402
+from megatron.core.exceptions import UserError  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder with checkpoints")
+    parser.add_argument("--iteration", type=int, metavar="N", help="look at this one only")
+    parser.add_argument("--quick", action="store_true", help="do not read the tensors: sizes, headers and digests only")
+    args = parser.parse_args(argv)
+    try:
+        choice = choose(args.load, args.iteration)
+        looked_at = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
+        if not looked_at:
+            raise UserError(f"--load {args.load} holds no checkpoint")
+        whole = {folder.path.name: report(folder, not args.quick) for folder in looked_at}
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for note in choice.notes:
+        print(note)
+    if args.iteration is None:
+        found = next((name for name in choice.folders if whole.get(name)), None)
+        print(f"a run would load {found}" if found else "no run could load any of these")
+    return 0 if all(whole.values()) else 1
+
+
+def report(folder: Folder, tensors: bool) -> bool:
+    """Print what is found about one folder; whether it is whole."""
+    if is_foreign(folder.path):
+        print(f"{folder.path.name}: another program's checkpoint")
+        return False
+    checkpoint, findings = verify(folder.path, tensors)
+    if findings or checkpoint is None:
+        print(f"{folder.path.name}: BROKEN", *findings, sep="\n  ", flush=True)
+        return False
+    found = f"{len(checkpoint.catalogue)} tensors, {checkpoint.nbytes / 1e6:.1f} MB"
+    print(f"{folder.path.name}: whole ({found}, written by {len(checkpoint.indexes)} ranks)", flush=True)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())
