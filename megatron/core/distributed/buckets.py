@@ -72,7 +72,6 @@ class Bucket:
         if self._wire is not None and self._wire is not self.grad_buffer:
             self.grad_buffer.copy_(self._wire)
         self._work = self._wire = None
-        self.expected = max(self.landed, self.expected or 0)
 
     def reset(self) -> None:
         """Zero the gradients, for the next step."""
@@ -128,8 +127,11 @@ class BucketQueue:
     def finish(self) -> None:
         """Wait for all reductions, beginning those that have not begun."""
         self.start()
+        went_through = any(bucket.landed for bucket in self.buckets)  # else there was no backward to learn from
         for bucket in self.buckets:
             bucket.finish()
+            if went_through:
+                bucket.expected = max(bucket.landed, bucket.expected or 0)
 
     def reset(self) -> None:
         """Zero all gradients."""

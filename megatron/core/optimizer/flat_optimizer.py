@@ -73,6 +73,7 @@ class FlatOptimizer(MegatronOptimizer):
         self.states = [UnitState.begin(unit, self.rule) for unit in self.units]
         self.device = self.units[0].param_buffer.device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
+        self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
         runs = group_runs(self.units, config, overrides)
@@ -134,8 +135,11 @@ class FlatOptimizer(MegatronOptimizer):
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
         for group, segments in zip(self.param_groups, self._segments, strict=True):
+            rate = group["lr"]
+            if not isinstance(rate, Tensor):  # a script has set a number
+                rate = torch.full((), rate, dtype=torch.float64, device=self.device)
             for alike in segments:
-                self.rule.update(alike, step, group["lr"], group["weight_decay"])
+                self.rule.update(alike, step, rate, group["weight_decay"])
         for state in self.states:
             state.publish()
 
@@ -146,9 +150,7 @@ class FlatOptimizer(MegatronOptimizer):
             parameter.grad = None
 
     def get_loss_scale(self) -> Tensor:
-        if self.grad_scaler is not None:
-            return self.grad_scaler.scale
-        return torch.ones((), dtype=torch.float32, device=self.device)
+        return self._no_scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def get_parameters(self) -> list[nn.Parameter]:
         return [slot.parameter for unit in self.units for slot in unit.slots]

@@ -64,7 +64,7 @@ class MegatronOptimizer(abc.ABC):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
-        return loss * self.get_loss_scale().to(loss.dtype)
+        return loss * self.get_loss_scale()  # at least float32: a scale can be beyond float16
 
     @abc.abstractmethod
     def get_parameters(self) -> list[nn.Parameter]:

@@ -118,6 +118,16 @@ def test_readiness_is_learned_and_then_reductions_begin_in_backward() -> None:
     assert run_on_ranks(reductions_in_backward, 2) == [[0, 4], [0, 4]]
 
 
+def test_a_step_without_a_backward_teaches_nothing() -> None:
+    ddp = wrapped(SmallModel(), overlap_grad_reduce=True, bucket_size=1)
+    ddp.finish_grad_sync()
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        accumulate(ddp, range(SAMPLES), 1, per_token=False)
+        ddp.finish_grad_sync()
+    assert relative_error(gradients_of(ddp), reference_gradients(tied=True, per_token=False)) < 1e-11
+
+
 def wire_dtypes(reduce_in_fp32: bool) -> tuple[set[torch.dtype], torch.dtype, dict[str, Tensor]]:
     sent: set[torch.dtype] = set()
     original = torch.distributed.all_reduce

@@ -221,6 +221,22 @@ def test_loss_scale_cancels() -> None:
         assert torch.equal(expected.grad_norm, got.grad_norm)
     assert error(weights_of(ddp), weights_of(plain_ddp)) < 1e-6
     assert optimizer.scale_loss(torch.tensor(2.0)) == 8192.0
+    assert optimizer.scale_loss(torch.tensor(60000.0, dtype=torch.float16)) == 60000.0 * 4096.0
+
+
+def test_a_script_may_set_the_rate_as_a_number() -> None:
+    runs = []
+    for as_number in (False, True):
+        ddp, optimizer = build(torch.float32)
+        for group in optimizer.param_groups:
+            if as_number:
+                group["lr"] = 0.02
+            else:
+                group["lr"].fill_(0.02)
+        set_gradients(ddp, 0)
+        optimizer.step()
+        runs.append(weights_of(ddp))
+    assert same(*runs)
 
 
 def all_ones_norm(dtype: torch.dtype) -> tuple[float, int, int]:
