@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -51,10 +52,10 @@ def configure(
     return resolve(line, args_defaults, surroundings)
 
 
-def exit_with_problems(error: ConfigurationError) -> NoReturn:
-    """Print each problem once for all ranks, and exit with code 2."""
+def exit_with_problems(error: UserError) -> NoReturn:
+    """Print each problem, once for all ranks, and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
-        for problem in error.problems:
+        for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr)
     raise SystemExit(2)
 

@@ -12,15 +12,18 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.distributed.units import UnitPlan, plan_units
+from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.training.arguments import exit_with_problems
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.gpt_data import blends
 from megatron.training.initialize import Environment
 from megatron.training.logging.flops import ModelShape, training_flops
 from megatron.training.pieces import Context, Pieces, Stage
+from megatron.training.print_config import config_lines
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
@@ -134,11 +137,24 @@ def tokens_to_train_on(config: PretrainConfig) -> int | None:
     training, length = config.training, config.data.seq_length
     if training.train_samples is not None:
         return training.train_samples * length
-    return None if training.train_iters is None else training.train_iters * training.global_batch_size * length
+    return training.train_iters * training.global_batch_size * length or None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Words
+
+
+def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
+    """Print what is to be said about the flags, the settings with --print-config, and what the run would be.
+
+    Where the run could not be made, prints why to stderr and exits with code 2.
+    """
+    try:
+        run = dry_run(config, pieces)
+    except UserError as error:
+        exit_with_problems(error)
+    print(*config.notes, *(config_lines(config) if config.training.print_config else ()), sep="\n")
+    print(*report_lines(config, run), sep="\n", flush=True)
 
 
 def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:

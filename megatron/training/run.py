@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -33,7 +33,7 @@ class Run:
     config: PretrainConfig
     environment: Environment
     state: TrainState
-    model: Sequence[nn.Module]
+    model: Sequence[DistributedDataParallel]
     """This rank's chunks, wrapped."""
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
-from megatron.training.hooks.signals import SignalWatch
+from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.initialize import process_environment
 from megatron.training.pieces import Pieces, pieces_of_user_script
 from megatron.training.run import Run
@@ -82,7 +83,8 @@ def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> E
         config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
     )
     decision = None
-    with SignalWatch() as signals, joined as environment:
+    watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
+    with SignalWatch(sorted(watched)) as signals, joined as environment:
         run = set_up(config, pieces, environment, signals, started)
         try:
             with signals.training():
@@ -133,7 +135,14 @@ def train_step(run: Run) -> StepResult:
     learning_rate, loss_scale = learning_rate_of(run.optimizer), run.optimizer.get_loss_scale().clone()
     update = run.optimizer.step_on_device(losses_are_finite(reports, run.device))
     run.scheduler.advance_on_device(update.update_applied, increment=run.batches.global_batch_size)
-    return StepResult(reports, update, learning_rate, loss_scale)
+    return StepResult(reports, update, learning_rate, loss_scale, norm_of_weights(run))
+
+
+def norm_of_weights(run: Run) -> Tensor | None:
+    """With --log-params-norm, of all weights after the update."""
+    if not run.config.logging.log_params_norm:
+        return None
+    return weight_norm([unit for chunk in run.model for unit in chunk.units], run.environment.groups)
 
 
 def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:

@@ -5,6 +5,7 @@ value. All rules run, whatever the others found, so they must bear missing and i
 """
 
 import math
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -310,6 +311,11 @@ def _loading(s: Settings) -> Iterator[str]:
             yield f"{{{field}}} needs {{load:name}}: the folder to load from"
 
 
+def _exit_signal(s: Settings) -> Iterator[str]:
+    if s.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
+        yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"
+
+
 def _profile(s: Settings) -> Iterator[str]:
     if s.profile and s.profile_step_end <= s.profile_step_start:
         yield "{profile_step_end} must be larger than {profile_step_start}"
@@ -352,6 +358,7 @@ RULES: tuple[Rule, ...] = (
     _files_are_there,
     _nothing_to_do,
     _loading,
+    _exit_signal,
     _profile,
     _layout_invariance,
     _numbers_are_finite,

@@ -6,6 +6,7 @@ from typing import Literal
 from megatron.core.config_fields import flag, not_yet
 
 _TENSORBOARD = "tensorboard_dir"
+_TIMING = "not yet: the time of whole steps is logged, not of their parts"
 _WANDB = "not yet: metrics go to metrics.jsonl and to TensorBoard"
 
 
@@ -31,10 +32,10 @@ class LoggingConfig:
     logging_level: int | None = None
     """Level of Python's loggers, as a number: 10 debug, 20 info, 30 warning, 40 error."""
 
-    timing_log_level: Literal[0, 1, 2] = 0
+    timing_log_level: Literal[0, 1, 2] = flag(0, no_effect=_TIMING)
     """Detail of timing: 0 the step alone, 1 its parts, 2 everything."""
 
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", no_effect=_TIMING)
     """Over ranks, log the longest time, shortest and longest, or all."""
 
     # TensorBoard -----------------------------------------------------------------------------------------------------

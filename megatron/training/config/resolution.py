@@ -183,7 +183,7 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
             check_for_nan_in_grad=settings.check_for_nan_in_loss_and_grad,
         ),
         schedule=_part(ScheduleConfig, settings),
-        training=_part(TrainingConfig, settings),
+        training=_part(TrainingConfig, settings, train_iters=settings.train_iters or 0),
         data=_part(DataConfig, settings),
         tokenizer=_part(TokenizerConfig, settings),
         evaluation=_part(EvaluationConfig, settings),

@@ -7,6 +7,7 @@ from typing import Literal
 from megatron.core.config_fields import flag, not_yet
 
 _NO_CODE = "no code of a tokenizer folder is ever run"
+_PADDING = "rows that pad the vocabulary take no part in the model; --make-vocab-size-divisible-by says how many"
 _PRETRAINING = "pretraining reads text as it is"
 _TIKTOKEN = "tokenizer_type=TikTokenizer"
 _HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer"
@@ -51,10 +52,12 @@ class TokenizerConfig:
     """NullTokenizer: ids of the text; one more ends a document. TikTokenizer: size of the vocabulary, special tokens
     included; 131072 when not given. Other tokenizers know their size, and this must not be less."""
 
-    padded_vocab_size: int | None = None
+    padded_vocab_size: int | None = flag(None, no_effect=_PADDING)
     """Size of the embedding; when not given, the vocabulary's size rounded up (--make-vocab-size-divisible-by)."""
 
-    pad_vocab_size: bool = flag(True, off="--no-pad-vocab-size", aliases=["--disable-pad-vocab-size"])
+    pad_vocab_size: bool = flag(
+        True, off="--no-pad-vocab-size", aliases=["--disable-pad-vocab-size"], no_effect=_PADDING
+    )
     """Round the vocabulary up when --padded-vocab-size is not given."""
 
     vocab_extra_ids: int = not_yet(0)

@@ -26,8 +26,8 @@ class TrainingConfig:
     step_batch_size_schedule: str | None = not_yet(None)
     """Global batch sizes from given numbers of tokens on."""
 
-    train_iters: int | None = None
-    """Steps to train, over all runs. This or --train-samples is required (except of a dry run)."""
+    train_iters: int
+    """Steps to train, over all runs. This or --train-samples is required, except for a dry run or --skip-train."""
 
     train_samples: int | None = None
     """Sequences to train on, over all runs, instead of --train-iters."""

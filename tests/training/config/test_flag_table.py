@@ -2,6 +2,7 @@
 
 import enum
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from megatron.training.config.flag_table import (
 from megatron.training.config.retired import RETIRED
 from megatron.training.config.unoffered import UNOFFERED
 
-DATA = Path(__file__).parents[2] / "data/flags"
+ROOT = Path(__file__).parents[3]
+DATA = ROOT / "tests/data/flags"
 PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "published_flags.jsonl").read_text().splitlines())}
 
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
@@ -102,7 +104,7 @@ def test_a_flag_says_what_it_means_and_stands_on_real_fields(flag: Flag) -> None
     if flag.declaration.only_with is not None:
         parent = parent_of(flag)
         assert parent is not None, f"{flag.field} goes with {flag.declaration.only_with}, which is no flag"
-        field, _, value = flag.declaration.only_with.partition("=")
+        _, _, value = flag.declaration.only_with.partition("=")
         assert not value or value in (parent[0].choices or ())
     if flag.declaration.supported is not None:
         assert flag.default in flag.declaration.supported
@@ -115,6 +117,29 @@ def test_every_flag_works_or_is_inert_or_to_come() -> None:
     for flag in flag_table().values():
         counts["to come" if is_to_come(flag) else "inert" if is_inert(flag) else "works"] += 1
     assert counts["works"] > 150 and sum(counts.values()) == len(flag_table())
+
+
+def test_every_flag_that_works_is_read_by_somebody() -> None:
+    """A value that nothing reads is not honoured, whatever its help says."""
+    config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
+    sources = [ROOT / "pretrain_gpt.py", *(ROOT / "megatron").rglob("*.py")]
+    text = "\n".join(
+        path.read_text() for path in sources if "config" not in path.parts and path.name not in config_files
+    )
+    unread = [
+        flag.spelling
+        for flag in flag_table().values()
+        if not (is_inert(flag) or is_to_come(flag) or re.search(rf"\.{flag.field}\b", text))
+    ]
+    assert set(unread) == READ_WHEN_CONFIGS_ARE_MADE
+
+
+READ_WHEN_CONFIGS_ARE_MADE = {
+    "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--openai-gelu", "--no-bias-gelu-fusion",
+    "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
+    "--embedding-init-method-std", "--tokenizer-type", "--recompute-activations", "--recompute-modules",
+    "--layout-invariant", "--ckpt-format", "--grad-reduce-in-bf16", "--transformer-impl",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -196,19 +196,28 @@ def test_a_dry_run_needs_neither() -> None:
 
 RULES = [
     # batches and ranks
-    ("--global-batch-size 5", "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6"),
+    (
+        "--global-batch-size 5",
+        "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6",
+    ),
     ("--rampup-batch-size 1 1 100", "--rampup-batch-size 1 1 100 counts in samples; give --train-samples"),
     ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
     ("--train-iters 5 --train-samples 5", "--train-iters 5 and --train-samples 5 say how long to train in two ways"),
     ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: not yet; what works so far is 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
     # the model
-    ("--hidden-size 66", "--hidden-size 66 does not divide by --num-attention-heads 4; 64 or 68 works, or set --kv-channels"),
+    ("--hidden-size 66", "--hidden-size 66 does not divide by --num-attention-heads 4; 64 or 68 works, or set"),
     ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
     ("--max-position-embeddings 100", "--seq-length 128 is longer than --max-position-embeddings 100"),
     ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
-    ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2 of --kv-channels 16 turns 3 channels"),
-    ("--position-embedding-type mrope", "--position-embedding-type mrope: not yet; what works so far is learned_absolute"),
+    (
+        "--position-embedding-type rope --rotary-percent 0.2",
+        "--rotary-percent 0.2 of --kv-channels 16 turns 3 channels",
+    ),
+    (
+        "--position-embedding-type mrope",
+        "--position-embedding-type mrope: not yet; what works so far is learned_absolute",
+    ),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
@@ -223,15 +232,24 @@ RULES = [
     ("--clip-grad -1", "--clip-grad -1.0 must be at least 0; 0 turns clipping off"),
     ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
     ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is larger than --lr 0.001"),
-    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 3", "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 say how long to"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 say how long to",
+    ),
     ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be from 0 to 1"),
-    ("--lr-warmup-iters 10", "--lr-warmup-iters 10 leaves nothing of --lr-decay-iters 10 to decay over; it must be less"),
+    (
+        "--lr-warmup-iters 10",
+        "--lr-warmup-iters 10 leaves nothing of --lr-decay-iters 10 to decay over; it must be less",
+    ),
     ("--lr-warmup-samples 10", "--lr-warmup-samples 10 does not go with --train-iters; give --lr-warmup-iters"),
     ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
     ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     ("--weight-decay-incr-style linear", "--weight-decay-incr-style linear needs --start-weight-decay"),
     ("--end-weight-decay 0.5", "--end-weight-decay 0.5 needs --weight-decay-incr-style linear or cosine"),
-    ("--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler", "--override-opt_param-scheduler and --use-"),
+    (
+        "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler",
+        "--override-opt_param-scheduler and --use-",
+    ),
     # data
     ("--data-path x", "--data-path and --mock-data say in 2 ways where data is; give one"),
     ("--data-args-path /nowhere/at/all", "--data-args-path /nowhere/at/all: no such file"),
@@ -246,11 +264,15 @@ RULES = [
     ("--save x --keep-last 0", "--keep-last 0 must be at least 1"),
     ("--log-interval 0", "--log-interval 0 must be at least 1"),
     ("--profile --profile-step-end 5", "--profile-step-end 5 must be larger than --profile-step-start 10"),
+    ("--exit-signal SIGKILL", "--exit-signal SIGKILL cannot be caught by any program; SIGTERM or SIGUSR1 can"),
     ("--error-injection-rate 5", "--error-injection-rate 5: not yet"),
-    ("--layout-invariant --eod-mask-loss", "--layout-invariant: --eod-mask-loss leaves micro-batches different numbers"),
+    (
+        "--layout-invariant --eod-mask-loss",
+        "--layout-invariant: --eod-mask-loss leaves micro-batches different numbers",
+    ),
     ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
     ("--recompute-granularity selective --recompute-modules mlp", "--recompute-modules mlp: not yet"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("flags", "message"), RULES, ids=[flags for flags, _ in RULES])
@@ -266,13 +288,22 @@ def test_ranks_that_do_not_divide() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--rampup-batch-size 2 4 100 --global-batch-size 16", "from 2 in steps of 4 the batch does not reach --global-batch-size 16; it reaches 14 or 18"),
+        (
+            "--rampup-batch-size 2 4 100 --global-batch-size 16",
+            "the batch does not reach --global-batch-size 16; it reaches 14 or 18",
+        ),
         ("--rampup-batch-size 16 4 100 --global-batch-size 16", "begins at or above --global-batch-size 16"),
-        ("--rampup-batch-size 3 1 100 --global-batch-size 16", "the batch size 3 of --rampup-batch-size does not divide"),
-        ("--train-samples 3 --global-batch-size 16", "--train-samples 3 is less than one batch of --global-batch-size 16"),
+        (
+            "--rampup-batch-size 3 1 100 --global-batch-size 16",
+            "the batch size 3 of --rampup-batch-size does not divide",
+        ),
+        (
+            "--train-samples 3 --global-batch-size 16",
+            "--train-samples 3 is less than one batch of --global-batch-size 16",
+        ),
         ("--lr-warmup-iters 1", "--lr-warmup-iters 1 does not go with --train-samples; give --lr-warmup-samples"),
     ],
-)  # fmt: skip
+)
 def test_rules_of_runs_by_samples(flags: str, message: str) -> None:
     problems = problems_of(f"--train-samples 1000 {flags}", base=without("--train-iters"))
     assert any(message in problem for problem in problems), problems
@@ -325,10 +356,11 @@ def test_a_default_that_is_given_needs_no_line() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Whatever is written, the result is a config or a list of problems
 
-_WORDS = st.sampled_from(
+_LIKELY = (
     "0 1 2 3 4 7 8 64 128 -1 1e-3 0.5 1.0 nan inf abc 1e9 99999999999999999999 , 1,2 [1] ([0]*2) '' fp32 none auto "
-    "local flash rope single cyclic WSD cosine constant full selective uniform block {} {x} %s".split()
+    "local flash rope single cyclic WSD cosine constant full selective uniform block {} {x} %s"
 )
+_WORDS = st.sampled_from(_LIKELY.split())
 
 
 @st.composite
@@ -348,7 +380,7 @@ def _values_of(draw: st.DrawFn, flag: Flag) -> list[str]:
     return draw(st.lists(st.one_of(likely, _WORDS), min_size=count, max_size=count))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(words=_some_flags(), ranks=st.sampled_from([1, 2, 3, 8]))
 def test_any_flags_give_a_config_or_problems(words: list[str], ranks: int) -> None:
     try:

@@ -1,0 +1,142 @@
+"""--dry-run: what it says is what a run is, to the byte where it can be."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.command_lines import SMALL, configured
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.dry_run import dry_run, print_dry_run, report_lines, size_text
+from megatron.training.initialize import Environment
+from megatron.training.parallelize import parallelize
+from megatron.training.pieces import Context, Pieces, Stage
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.build import build_tokenizer
+from pretrain_gpt import build_model
+
+ROOT = Path(__file__).parents[2]
+
+
+PIECES = Pieces(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+
+
+def bytes_alive() -> int:
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def bytes_of_a_real_run(config: PretrainConfig) -> int:
+    """What model, gradients and optimizer of a set-up run take, counted over all tensors that are alive."""
+    before = bytes_alive()
+    environment = Environment(0, 1, torch.device("cpu"), ProcessGroupCollection.from_grid(RankGrid(1), 0))
+    context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
+    model = [parallelize(build_model(context, Stage()), config, environment)]
+    optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=environment.groups)
+    taken = bytes_alive() - before
+    del model, optimizer
+    return taken
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--hidden-size 128 --vocab-size 5000",
+        "--hidden-size 128 --vocab-size 5000 --bf16",
+        "--hidden-size 128 --vocab-size 5000 --bf16 --optimizer sgd --untie-embeddings-and-output-weights",
+        "--hidden-size 192 --vocab-size 999 --fp64 --swiglu --disable-bias-linear --position-embedding-type rope",
+        "--hidden-size 128 --vocab-size 77 --fp16 --group-query-attention --num-query-groups 2 --qk-layernorm",
+    ],
+)
+def test_bytes_are_those_of_a_real_run(flags: str) -> None:
+    config = configured(flags)
+    said = dry_run(config, PIECES).memory
+    assert bytes_of_a_real_run(config) == pytest.approx(said.total, rel=0.02)
+
+
+def test_the_parts_of_memory_in_mixed_precision() -> None:
+    memory = dry_run(configured("--bf16"), PIECES).memory
+    assert memory.gradients == 2 * memory.weights and memory.optimizer == 6 * memory.weights
+
+
+def test_numbers_of_a_known_model() -> None:
+    config = configured(
+        "--vocab-size 50256 --global-batch-size 64 --train-iters 1000",
+        base="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 4 --lr 1 "
+        "--mock-data --tokenizer-type NullTokenizer",
+        ranks=8,
+    )
+    run = dry_run(config, PIECES)
+    assert run.parameters == 124_439_808  # GPT-2 small
+    assert (run.vocab_size, run.padded_vocab_size) == (50257, 50304)
+    assert run.tokens_per_step == 64 * 1024 and run.microbatches_per_step == 2
+    text = "\n".join(report_lines(config, run))
+    assert "1,000 steps, 65,536,000 tokens" in text and "= tensor 1 x pipeline 1 x context 1 x data 8" in text
+
+
+def test_epochs_over_the_data(tmp_path: Path) -> None:
+    for name, documents in (("a", 10), ("b", 30)):
+        with IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16) as builder:
+            for _ in range(documents):
+                builder.add_item(np.arange(100, dtype=np.uint16))
+                builder.end_document()
+            builder.finalize(str(tmp_path / f"{name}.idx"))
+    base = SMALL.replace("--mock-data", f"--data-path 1 {tmp_path}/a 3 {tmp_path}/b --split 90,10,0")
+    config = configured("--train-iters 100", base=base)
+    first, second = dry_run(config, PIECES).data
+    wanted = 100 * 2 * 128
+    assert (first.tokens, second.tokens) == (900, 2700)
+    assert first.epochs == pytest.approx(wanted / 4 / 900) and second.epochs == pytest.approx(wanted * 3 / 4 / 2700)
+
+
+def test_what_a_run_lacks_is_said_and_no_error() -> None:
+    base = " ".join(word for word in SMALL.split() if word not in ("--mock-data", "--train-iters", "10"))
+    config = configured("--dry-run", base=base)
+    assert "training    of no length yet" in list(report_lines(config, dry_run(config, PIECES)))
+
+
+def test_data_and_tokenizers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(base=SMALL.replace("--mock-data", "--data-path no/such/prefix"))
+    with pytest.raises(UserError, match="no/such/prefix"):
+        dry_run(config, PIECES)
+    with pytest.raises(SystemExit) as caught:
+        print_dry_run(config, PIECES)
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_sizes() -> None:
+    assert size_text(100) == "100 bytes" and size_text(3 * 2**30) == "3.00 GiB (3,221,225,472 bytes)"
+
+
+@pytest.mark.parametrize(("flags", "code"), [("", 0), (" --tensor-model-parallel-size 4", 2), (" --print-config", 0)])
+def test_the_program(flags: str, code: int) -> None:
+    """No process group is touched: eight ranks are asked for and nobody else is there."""
+    result = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *(SMALL + " --dry-run" + flags).split()],
+        cwd=ROOT,
+        env={**os.environ, "WORLD_SIZE": "8", "RANK": "0", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == code, result.stderr
+    assert ("memory " in result.stdout) == (code == 0)
+    assert ("num_layers " in result.stdout) == ("--print-config" in flags)
+    if code:
+        assert result.stderr == "error: --tensor-model-parallel-size 4: not yet; what works so far is 1\n"
