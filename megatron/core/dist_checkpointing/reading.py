@@ -127,7 +127,7 @@ class _Loading:
         if spoilt and not missing:
             problems.append(f"a broken newer checkpoint has already overwritten {describe_names(spoilt)}")
         if problems:
-            raise UserError(f"{checkpoint.folder}: {'; '.join(problems)}")
+            raise UserError(f"{checkpoint.folder}: {'; '.join(problems)} (--ckpt-waive-keys waives keys by name)")
 
     def _tell(self, matching: Matching, unused: Sequence[str]) -> None:
         """Say what was tolerated or converted on any rank."""

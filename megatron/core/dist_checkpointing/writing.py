@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing import folders
@@ -109,6 +110,8 @@ def _begin(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
 
 def _write_rank(disk: Disk, aside: Path, rank: int, chunks: Sequence[Chunk]) -> None:
     """This rank's data file and index, on disk when it returns."""
+    for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
+        torch.cuda.synchronize(device)  # whichever streams are still writing them
     entries = {_key(chunk): chunk for chunk in chunks}
     assert len(entries) == len(chunks), "a chunk is listed twice"
     ordered = aligned_order([Entry(key, _shape(chunk), chunk.flat) for key, chunk in entries.items()])

@@ -71,6 +71,9 @@ class CheckpointConfig:
     """What to do about tensors that a checkpoint lacks or has too many: stop, naming them, unless this is ignore_all or
     one of the log_ words, which print them and go on."""
 
+    ckpt_waive_keys: list[str] | None = flag(None, nargs="+")
+    """Shell patterns (as 'output_layer.*') of tensors that a checkpoint may lack, or hold without use, on loading."""
+
     ckpt_format: Literal["safetensors", "torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "safetensors"
     """Format of checkpoints. There is one: any other word saves in it too, and says so."""
 

@@ -28,7 +28,8 @@ DATA = ROOT / "tests/data/flags"
 PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "published_flags.jsonl").read_text().splitlines())}
 
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
-    "--layout-invariant"
+    "--layout-invariant",
+    "--ckpt-waive-keys",
 }
 OTHER_DEFAULT = {
     "--ckpt-format": "safetensors",
