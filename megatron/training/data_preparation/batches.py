@@ -42,7 +42,9 @@ class DocumentBatch:
         for key in range(len(self._writers)):
             texts = [text for document in self._documents for text in document[key]]
             counts = np.array([len(document[key]) for document in self._documents], np.int64)
-            special = sum(any(map(tokenizer.holds_special_literal, document[key])) for document in self._documents)
+            special = 0
+            if tokenizer.holds_special_literal("\n".join(texts)):
+                special = sum(any(map(tokenizer.holds_special_literal, document[key])) for document in self._documents)
             framed.append((frame_documents(tokenizer.encode_texts(texts), counts, self._job.eod), special))
         for writer, (documents, special) in zip(self._writers, framed, strict=True):
             writer.append(documents, special)

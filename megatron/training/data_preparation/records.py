@@ -1,8 +1,10 @@
 """A line of the input: the texts it holds, or what is wrong with it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
+
+_scan: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 Fault = Literal["too long", "not UTF-8", "not JSON", "missing key", "wrong type", "not encodable"]
 
@@ -21,12 +23,24 @@ def texts_of_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     record = _parse(line)
     if not isinstance(record, dict):
         raise BadLine("wrong type", f"{_kind(record)}, not an object with the key {keys[0]!r}")
-    return [_texts(record, key, may_hold_escapes=b"\\u" in line) for key in keys]
+    escapes = b"\\u" in line
+    texts = []
+    for key in keys:
+        value = record.get(key)
+        texts.append([value] if isinstance(value, str) and not escapes else _checked_texts(record, key, escapes))
+    return texts
 
 
 def _parse(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        text = line.decode()
+        try:
+            record, end = _scan(text, 0)
+            if text[end:].isspace():
+                return record
+        except StopIteration:
+            pass
+        return json.loads(text)  # what surrounds the object, or what is wrong, is looked at more slowly
     except UnicodeDecodeError as error:
         raise BadLine("not UTF-8", f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
@@ -37,7 +51,7 @@ def _parse(line: bytes) -> Any:
         raise BadLine("not JSON", f"not JSON that can be read: {error}") from None
 
 
-def _texts(record: dict[str, Any], key: str, may_hold_escapes: bool) -> list[str]:
+def _checked_texts(record: dict[str, Any], key: str, may_hold_escapes: bool) -> list[str]:
     if key not in record:
         present = ", ".join(repr(name) for name in record) or "none"
         raise BadLine("missing key", f"no key {key!r}; keys present: {present}")

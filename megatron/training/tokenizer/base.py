@@ -1,6 +1,7 @@
 """What a tokenizer is to the rest of the project: text to ids and back, its special ids, and who it is."""
 
 import hashlib
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -114,6 +115,14 @@ def pack_ids(lists: Sequence[Sequence[int]]) -> EncodedTexts:
 
 def pattern_of_literals(literals: Sequence[str]) -> re.Pattern[str] | None:
     """A pattern that finds the leftmost of these strings, the longest where several start; None if there are none."""
-    if not literals:
-        return None
-    return re.compile("|".join(re.escape(literal) for literal in sorted(literals, key=len, reverse=True)))
+    return re.compile(_alternatives(sorted(set(literals)))) if literals else None
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    """Words by first character, then by second, ...: with a thousand words as quick as with one."""
+    by_first = {first: [word[1:] for word in group] for first, group in itertools.groupby(words, lambda word: word[:1])}
+    ends = "?" if by_first.pop("", None) else ""
+    if not by_first:
+        return ""
+    branches = [re.escape(first) + _alternatives(rests) for first, rests in by_first.items()]
+    return f"(?:{'|'.join(branches)}){ends}" if ends or len(branches) > 1 else branches[0]

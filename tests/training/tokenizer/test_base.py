@@ -1,0 +1,36 @@
+"""megatron/training/tokenizer/base.py: literals are found leftmost and longest, as a plain alternation finds them."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.training.tokenizer.base import pack_ids, pattern_of_literals
+from megatron.training.tokenizer.null import NullTokenizer
+
+words = st.lists(st.text("ab|<(", min_size=1, max_size=4), min_size=1, max_size=8)
+
+
+@given(words, st.text("ab|<(", max_size=20))
+def test_literals(literals, text):
+    longest_first = sorted(literals, key=len, reverse=True)
+    plain = re.compile("|".join(map(re.escape, longest_first)))
+    ours = pattern_of_literals(literals)
+    assert [match.span() for match in ours.finditer(text)] == [match.span() for match in plain.finditer(text)]
+
+
+def test_no_literals():
+    assert pattern_of_literals([]) is None
+    assert not NullTokenizer(3).holds_special_literal("<s>")
+
+
+def test_packing():
+    packed = pack_ids([[1, 2], [], [3]])
+    assert packed.ids.tolist() == [1, 2, 3] and packed.lengths.tolist() == [2, 0, 1]
+    assert pack_ids([]).ids.size == 0
+
+
+def test_identity():
+    ours = NullTokenizer(5)
+    assert ours.unique_identifiers == {"tokenizer": "NullTokenizer", "vocab_size": 6, "digest": ours.digest}
+    assert ours.digest == NullTokenizer(5).digest != NullTokenizer(6).digest
