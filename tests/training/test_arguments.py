@@ -66,7 +66,6 @@ def _is_a_reason(problem: str) -> bool:
         words in problem
         for words in (
             ": not yet",
-            "/blend.json: no such file",
             "GPT2BPETokenizer needs both",  # BERT's commands, of which this is not the default tokenizer's script
             "is missing: ",  # commands that take their model from a checkpoint, or have no flags at all
             "--tokenizer-model: a value is missing",  # the variable was not set

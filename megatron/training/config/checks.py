@@ -9,6 +9,8 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import parallel_problems
 from megatron.core.optimizer.optimizer_config import optimizer_problems
 from megatron.core.transformer.transformer_config import transformer_problems
@@ -294,10 +296,33 @@ def _one_data_source(s: Settings) -> Iterator[str]:
 
 
 def _files_are_there(s: Settings) -> Iterator[str]:
-    for field in ("data_args_path", "per_split_data_args_path"):
+    if not s.surroundings.looks_at_files:
+        return
+    for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
         path = getattr(s, field)
         if path is not None and not Path(path).is_file():
             yield f"{{{field}}}: no such file"
+    if s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
+        yield "{tokenizer_model}: no such file or folder"
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            blend = get_blend_from_list(getattr(s, field))
+        except UserError as error:
+            yield str(error).replace("{", "{{").replace("}", "}}")
+            continue
+        for prefix in blend[0] if blend is not None else ():
+            yield from _prefix_is_there(field, prefix)
+
+
+def _prefix_is_there(field: str, prefix: str) -> Iterator[str]:
+    """A data set is two files; the nearest names are offered where there are none."""
+    missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
+    if missing:
+        folder, name = Path(prefix).parent, Path(prefix).name
+        near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
+        hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
+        text = f"{prefix}{missing[0]}: no such file{hint}".replace("{", "{{").replace("}", "}}")
+        yield f"{{{field}:name}} {text}"
 
 
 def _nothing_to_do(s: Settings) -> Iterator[str]:

@@ -138,7 +138,20 @@ def _evaluation(s: Settings) -> str | None:
     return None
 
 
+def _other_defaults(s: Settings) -> str | None:
+    """Say where what nobody gave is not what it is by default in Megatron-LM."""
+    ours = {
+        "ckpt_format": f"--ckpt-format {s.ckpt_format}",
+        "transformer_impl": f"--transformer-impl {s.transformer_impl}",
+    }
+    if not s.surroundings.has_cuda:
+        ours["distributed_backend"] = "--distributed-backend gloo (there is no GPU here)"
+    said = [words for field, words in ours.items() if not s.is_given(field)]
+    return f"defaults that are not Megatron-LM's: {', '.join(said)}" if said else None
+
+
 _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
+    _other_defaults,
     _encoder_spellings,
     _mlp_width,
     _heads,

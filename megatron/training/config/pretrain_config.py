@@ -70,7 +70,7 @@ class PretrainConfig:
             context=transformer.context_parallel_size,
             pipeline=transformer.pipeline_model_parallel_size,
             expert=transformer.expert_model_parallel_size,
-            expert_tensor=transformer.expert_tensor_parallel_size,
+            expert_tensor=transformer.expert_tensor_parallel_size if transformer.num_moe_experts else None,
             order="tp-cp-ep-pp-dp" if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         )
 

@@ -18,14 +18,17 @@ class Surroundings:
 
     world_size: int
     has_cuda: bool
+    looks_at_files: bool = False
+    """Whether this process checks that files are there: the first one does, for all."""
 
     @classmethod
     def of_this_process(cls) -> "Surroundings":
-        """From WORLD_SIZE, which torchrun sets, and the devices of this machine. UserError if it is no number."""
+        """From WORLD_SIZE and RANK, which torchrun sets, and the devices of this machine. UserError if the former is no
+        number."""
         words = os.environ.get("WORLD_SIZE", "1")
         if not words.isdecimal() or int(words) < 1:
             raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8")
-        return cls(int(words), torch.cuda.is_available())
+        return cls(int(words), torch.cuda.is_available(), looks_at_files=os.environ.get("RANK", "0") == "0")
 
 
 class Settings:
