@@ -13,6 +13,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +75,12 @@ def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> Written
     assert sys.byteorder == "little"
     header, offsets = _header(entries)
     checksums: list[list[int]] = [[] for _ in entries]
-    with disk.create(path) as file:
+    with disk.create(path) as file, ThreadPoolExecutor(1) as beside:
         disk.write(file, header)
         for index, block in _blocks([entry.flat for entry in entries]):
-            checksums[index].append(zlib.crc32(block))
+            checksum = beside.submit(zlib.crc32, block)
             disk.write(file, block)
+            checksums[index].append(checksum.result())
         disk.sync(file)
     end = offsets[-1] + entries[-1].flat.nbytes if entries else len(header)
     return Written(end, zlib.crc32(header), offsets, checksums)

@@ -1,0 +1,89 @@
+"""Measure how fast checkpoints are saved and loaded; prints rows of a table for docs/benchmarks.md.
+
+python tools/bench_checkpoints.py --folder /scratch --gigabytes 4 --device cuda
+
+The folder's own speed, one plain stream of bytes written and synced, is measured beside it.
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.reading import load
+from megatron.core.dist_checkpointing.writing import save
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+
+_BLOCK = 16 << 20
+_SMALL_TENSORS = 1000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the checkpoint (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where the tensors are (default: %(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            measure(Path(folder), int(args.gigabytes * 1e9), args.device)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def measure(folder: Path, nbytes: int, device: str) -> None:
+    """Print the table for a checkpoint of this size in this folder."""
+    chunks = make_chunks(nbytes, device)
+    total = sum(chunk.flat.nbytes for chunk in chunks)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("| what | measured |\n|---|---|")
+    row(f"plain write and sync of {total / 1e9:.2g} GB", total, lambda: write_plainly(folder / "plain", total))
+    row("save", total, lambda: save(folder, chunks, step=1, common={}, config={}, layout={}))
+    row(f"load, from the page cache, into {device} memory", total, lambda: load(folder, chunks))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
+    print(f"| host memory beyond the tensors | {grown:.0f} MiB |")
+
+
+def make_chunks(nbytes: int, device: str) -> list[Chunk]:
+    """Sixteen equal tensors, and a thousand small ones, as norms and biases are."""
+    shapes = [(nbytes // 4 // 16,)] * 16 + [(256,)] * _SMALL_TENSORS
+    tensors = (torch.full(shape, 0.5, device=device) for shape in shapes)
+    return [Chunk(f"t{i}", tuple(t.shape), Box.whole(tuple(t.shape)), None, t) for i, t in enumerate(tensors)]
+
+
+def write_plainly(path: Path, nbytes: int) -> None:
+    """One file of zeros, in large writes, synced."""
+    disk, block = Disk(), memoryview(bytes(_BLOCK))
+    with disk.create(path) as file:
+        for begin in range(0, nbytes, _BLOCK):
+            disk.write(file, block[: nbytes - begin])
+        disk.sync(file)
+
+
+def row(what: str, nbytes: int, action: Callable[[], object]) -> None:
+    """Time an action that moves this many bytes, and print its row."""
+    started = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    print(f"| {what} | {nbytes / 1e6 / seconds:.0f} MB/s ({seconds:.2f} s) |", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
