@@ -6,10 +6,17 @@ Names below are imported when they are first used, so that a tool that needs a p
 import importlib
 from typing import Any
 
-_HOMES = {"pretrain": "megatron.training.training"}
+_HOMES = {
+    "pretrain": "megatron.training.training",
+    "get_args": "megatron.training.global_vars",
+    "get_tensorboard_writer": "megatron.training.global_vars",
+    "get_timers": "megatron.training.global_vars",
+    "get_tokenizer": "megatron.training.global_vars",
+    "get_wandb_writer": "megatron.training.global_vars",
+}
 """Where each name lives."""
 
-__all__ = ["pretrain"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

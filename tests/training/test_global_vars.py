@@ -1,7 +1,9 @@
 """What user scripts ask for: a live view that reads everything and changes nothing that was used."""
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,3 +100,17 @@ def test_a_transformer_config_comes_out_of_it(run: Any) -> None:
 def test_timers_and_writers(run: Any) -> None:
     assert global_vars.get_timers() is global_vars.get_timers()
     assert global_vars.get_tensorboard_writer() is None and global_vars.get_wandb_writer() is None
+
+
+def test_our_own_code_never_asks_here() -> None:
+    root = Path(__file__).parents[2] / "megatron"
+    names = {"get_args", "get_tokenizer", "get_timers"}
+    asking = []
+    for path in sorted(root.rglob("*.py")):
+        called = {
+            node.func.id
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        asking += [path] if called & names else []
+    assert asking == []
