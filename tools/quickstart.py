@@ -1,13 +1,15 @@
-"""From real text to a trained GPT, with one command:  make quickstart  (or: python tools/quickstart.py [--corpus FILE.jsonl])
+"""From real text to a trained GPT in one command: make quickstart, or python tools/quickstart.py [--corpus FILE.jsonl]
+FILE.jsonl])
 
-Takes text that every machine has (the sources of Python's standard library) or yours, trains a byte-level BPE tokenizer,
-preprocesses, trains a small GPT with two data parallel processes (one a GPU, if there are GPUs), stops it half-way,
-resumes it from its checkpoint, and writes to runs/quickstart/: metrics.jsonl, loss.png, checkpoints/, sample.txt and
-summary.json. On two cores it takes about five minutes.
+Takes text that every machine has (the sources of Python's standard library) or yours, trains a byte-level BPE
+tokenizer, preprocesses, trains a small GPT with two data parallel processes (one a GPU, if there are GPUs), stops it
+half-way, resumes it from its checkpoint, and writes to runs/quickstart/: metrics.jsonl, loss.png, checkpoints/,
+sample.txt and summary.json. On two cores it takes about five minutes.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -42,14 +44,21 @@ class Recipe:
 
     vocab_size: int = 2048
     num_layers: int = 4
-    hidden_size: int = 192
-    num_attention_heads: int = 6
+    hidden_size: int = 128
+    num_attention_heads: int = 4
     seq_length: int = 256
-    micro_batch_size: int = 8
-    global_batch_size: int = 16
-    tokens: int = 2_400_000
+    micro_batch_size: int = 4
+    global_batch_size: int = 8
+    tokens: int = 2_000_000
     learning_rate: float = 4e-3
     tokenizer_bytes: int = 8_000_000
+    bytes_per_token: float = 3.1
+    """A little more than what the tokenizer reaches, so that the text lasts for the whole run."""
+
+    @property
+    def training_bytes(self) -> int:
+        """Text for about one pass: the table of pairs is fitted on the same tokens as the model."""
+        return int(self.tokens * self.bytes_per_token)
 
     @property
     def iterations(self) -> int:
@@ -83,7 +92,7 @@ def run_quickstart(corpus: Path | None, output: Path, recipe: Recipe) -> None:
 
     say("1/7  text")
     documents = read_jsonl(corpus) if corpus else python_sources()
-    held_out_bytes = split_corpus(documents, data)
+    held_out_bytes = split_corpus(documents, data, recipe.training_bytes)
 
     say("2/7  tokenizer")
     tool("train_tokenizer.py", "--input", data / "train.jsonl", "--vocab-size", recipe.vocab_size,
@@ -162,19 +171,23 @@ def read_jsonl(path: Path) -> Iterator[str]:
                 raise UserError(f'{path}:{number}: expected a JSON object with a key "text" ({error})') from error
 
 
-def split_corpus(documents: Iterator[str], folder: Path) -> int:
-    """Write train.jsonl and held_out.jsonl, choosing by a hash of the text; returns the bytes of held-out text."""
-    held_out_bytes = training_documents = 0
-    with open_atomically(folder / "train.jsonl") as train, open_atomically(folder / "held_out.jsonl") as held_out:
-        for text in documents:
-            raw = text.encode()
-            chosen = hashlib.sha256(raw).digest()[0] < 12 and held_out_bytes + len(raw) <= HELD_OUT_BYTES
-            (held_out if chosen else train).write(json.dumps({"text": text}).encode() + b"\n")
-            held_out_bytes += len(raw) if chosen else 0
-            training_documents += not chosen
-    if not held_out_bytes or not training_documents:
+def split_corpus(documents: Iterator[str], folder: Path, training_bytes: int) -> int:
+    """Write train.jsonl, of about so many bytes of text, and held_out.jsonl; returns the bytes of held-out text.
+
+    Documents are taken in the order of a hash of their text, so both are a fair sample of the whole.
+    """
+    texts = sorted((text.encode() for text in documents), key=lambda raw: hashlib.sha256(raw).digest())
+    held_out: list[bytes] = []
+    while texts and sum(map(len, held_out)) + len(texts[-1]) <= min(HELD_OUT_BYTES, training_bytes // 4):
+        held_out.append(texts.pop())
+    if not held_out or not texts:
         raise UserError("the corpus is too small to keep some of it out of training; give one of 50 documents or more")
-    return held_out_bytes
+    taken = itertools.accumulate(map(len, texts), initial=0)
+    train = [raw for raw, before in zip(texts, taken, strict=False) if before < training_bytes]
+    for name, part in (("train", train), ("held_out", held_out)):
+        with open_atomically(folder / f"{name}.jsonl") as file:
+            file.writelines(json.dumps({"text": raw.decode()}).encode() + b"\n" for raw in part)
+    return sum(map(len, held_out))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,15 +257,15 @@ def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
 
 
 def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Bits that a table of token pairs needs for the same tokens: interpolated Witten-Bell, fitted on the training tokens."""
+    """Bits that a table of token pairs needs for the same tokens: interpolated Witten-Bell, fitted on the training
+    tokens."""
     size = int(max(train.max(), held_out.max())) + 1
     unigram = np.bincount(train, minlength=size).astype(np.float64)
     unigram_probability = (unigram + 1.0) / (unigram.sum() + size)
     pairs, counts = np.unique(train[:-1] * size + train[1:], return_counts=True)
     followers = np.bincount(pairs // size, minlength=size).astype(np.float64)
-    occurrences = np.bincount(train[:-1], minlength=size).astype(np.float64)
-    first, second = held_out[:-1], held_out[1:]
-    place = np.minimum(np.searchsorted(pairs, first * size + second), len(pairs) - 1)
+    occurrences = np.bincount(train[:-1], minlength=size).astype(np.float64) first, second = held_out[:-1],
+    held_out[1:] place = np.minimum(np.searchsorted(pairs, first * size + second), len(pairs) - 1)
     count = np.where(pairs[place] == first * size + second, counts[place], 0).astype(np.float64)
     weight = followers[first]
     seen = occurrences[first] + weight

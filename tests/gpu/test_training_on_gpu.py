@@ -1,4 +1,4 @@
-"""The same run on one and two GPUs in bf16 as on the CPU in float32; and a step that never waits for the device."""
+"""The same run on one and two GPUs in bf16 as on the CPU in float32; and a loop that never waits for the device."""
 
 import json
 import os
@@ -10,64 +10,142 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-CORPUS = ROOT / "tests/data/golden/corpus"
-ITERATIONS = 50
+sys.path.insert(0, str(ROOT / "tools"))
 
+ITERATIONS = 50
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 FLAGS = f"""
 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu
---normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 128 --max-position-embeddings 128
---attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --train-iters {ITERATIONS} --lr 1e-3
---lr-warmup-iters 5 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --eval-iters 0
---tokenizer-type GPT2BPETokenizer --vocab-file {CORPUS}/gpt2bpe/vocab.json --merge-file {CORPUS}/gpt2bpe/merges.txt
---data-path {CORPUS}/pp/gpt2_eod_text_document --split 100,0,0 --log-interval 10
+--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 256
+--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 16
+--train-iters {ITERATIONS} --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+--eval-iters 0 --split 100,0,0 --log-interval 10
 """.split()
 
 
-def losses(folder: Path, processes: int, *more: str, gpus: bool, extra_code: str = "") -> list[float]:
-    """Train in a process of its own (or several); returns the loss of each iteration."""
-    metrics = folder / f"metrics-{processes}-{'gpu' if gpus else 'cpu'}-{len(more)}.jsonl"
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    environment = {**os.environ, "MEGATRON_TEST_SYNC": "error" if gpus else ""}
-    if not gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [*launcher, str(ROOT / "pretrain_gpt.py"), *FLAGS, "--data-cache-path", str(folder / "cache")]
-    command += ["--metrics-path", str(metrics), *more]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+def run(command: list[object], **environment: str) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, env={**os.environ, **environment}
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record["lm loss"] for record in records if "lm loss" in record and record.get("split") in (None, "train")]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(tmp_path_factory.mktemp("cpu"), 1, gpus=False)
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Flags of real text: sources of Python's library, a tokenizer trained on them, prepared by our tools."""
+    import quickstart
+
+    folder = tmp_path_factory.mktemp("data")
+    with open(folder / "text.jsonl", "w") as lines:
+        for number, text in enumerate(quickstart.python_sources()):
+            if number % 8 == 0:
+                lines.write(json.dumps({"text": text}) + "\n")
+    tools = ROOT / "tools"
+    run([sys.executable, tools / "train_tokenizer.py", "--input", folder / "text.jsonl", "--vocab-size", 2048,
+         "--output-dir", folder / "tok"])  # fmt: skip
+    tokenizer = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", f"{folder}/tok/vocab.json",
+                 "--merge-file", f"{folder}/tok/merges.txt"]  # fmt: skip
+    run([sys.executable, tools / "preprocess_data.py", "--input", folder / "text.jsonl", "--output-prefix",
+         folder / "text", *tokenizer, "--append-eod", "--workers", 4])  # fmt: skip
+    return [*tokenizer, "--data-path", f"{folder}/text_text_document", "--data-cache-path", f"{folder}/cache"]
+
+
+def losses(folder: Path, processes: int, *flags: str, gpus: bool) -> list[float]:
+    """Train in processes of their own; returns the loss of each iteration."""
+    launcher: list[object] = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+    metrics = folder / f"metrics-{processes}-{gpus}-{len(flags)}.jsonl"
+    hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    run([*launcher, ROOT / "pretrain_gpt.py", *FLAGS, "--metrics-path", metrics, *flags], **hidden)
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["lm loss"] for record in records if "lm loss" in record and "split" not in record]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses(tmp_path_factory.mktemp("cpu"), 1, *data, gpus=False)
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_bf16_on_gpus_follows_float32_on_the_cpu(processes: int, on_cpu: list[float], tmp_path: Path) -> None:
+def test_bf16_on_gpus_follows_float32_on_the_cpu(
+    processes: int, data: list[str], on_cpu: list[float], tmp_path: Path
+) -> None:
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
-    on_gpu = losses(tmp_path, processes, "--bf16", gpus=True)
-    assert len(on_cpu) == len(on_gpu) == ITERATIONS
-    apart = max(abs(a - b) for a, b in zip(on_cpu, on_gpu, strict=True))
-    print(f"{processes} GPUs: first loss {on_gpu[0]:.4f}, last {on_gpu[-1]:.4f}, largest difference {apart:.4f}")
-    assert apart < 0.02
-    assert on_gpu[-1] < on_gpu[0] - 0.5, "it has to learn something for this to mean anything"
+    on_gpu = losses(tmp_path, processes, *data, "--bf16", gpus=True)
+    apart = difference(on_cpu, on_gpu)
+    print(f"{processes} GPUs: loss {on_gpu[0]:.4f} to {on_gpu[-1]:.4f}, largest difference {apart:.4f}")
+    assert len(on_gpu) == ITERATIONS and apart < 0.02
+    assert on_gpu[-1] < on_gpu[0] - 1.0, "it has to learn something for this to mean anything"
 
 
-def test_float32_on_the_gpu_follows_the_cpu_closely(on_cpu: list[float], tmp_path: Path) -> None:
-    on_gpu = losses(tmp_path, 1, gpus=True)
-    apart = max(abs(a - b) for a, b in zip(on_cpu, on_gpu, strict=True))
+def test_float32_on_the_gpu_follows_the_cpu_closely(data: list[str], on_cpu: list[float], tmp_path: Path) -> None:
+    apart = difference(on_cpu, losses(tmp_path, 1, *data, gpus=True))
     print(f"float32: largest difference {apart:.2e}")
     assert apart < 2e-3
 
 
-def test_dropout_masks_are_those_of_the_cpu(on_cpu: list[float], tmp_path: Path) -> None:
-    dropout = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--train-iters", "10")
-    on_gpu, reference = losses(tmp_path, 1, *dropout, gpus=True), losses(tmp_path, 1, *dropout, gpus=False)
-    apart = max(abs(a - b) for a, b in zip(reference, on_gpu, strict=True))
-    assert apart < 1e-3 and abs(reference[0] - on_cpu[0]) > 1e-4
+def test_dropout_masks_are_those_of_the_cpu(data: list[str], on_cpu: list[float], tmp_path: Path) -> None:
+    flags = [
+        *data,
+        "--attention-dropout",
+        "0.1",
+        "--hidden-dropout",
+        "0.1",
+        "--train-iters",
+        "10",
+        "--lr-decay-iters",
+        "50",
+    ]
+    reference = losses(tmp_path, 1, *flags, gpus=False)
+    assert difference(reference, losses(tmp_path, 1, *flags, gpus=True)) < 1e-3
+    assert abs(reference[0] - on_cpu[0]) > 1e-4
+
+
+WATCHED = """
+import sys, time, torch
+sys.path.insert(0, {root!r})
+import pretrain_gpt
+from megatron.training import setup, training
+from megatron.training.arguments import configure
+from megatron.training.hooks.hook import Hook
+from megatron.training.pieces import Pieces
+
+class NoWaiting(Hook):
+    def on_start(self, iteration): self.after_step(iteration)
+    def after_step(self, iteration):
+        if iteration == 4: torch.cuda.set_sync_debug_mode("error")   # the first steps compile and allocate
+    def on_exit(self, iteration): torch.cuda.set_sync_debug_mode("default")
+
+hooks = setup.build_hooks
+setup.build_hooks = lambda *given: [*hooks(*given), NoWaiting()]
+if {plant}:
+    step = training.train_step
+    def waiting(run):
+        result = step(run); result.update.grad_norm.item(); return result
+    training.train_step = waiting
+pieces = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+training.run_pretraining(configure({flags!r}), pieces, time.monotonic())
+print("done")
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--fp16"], ["--bf16", "--hidden-dropout", "0.1"]], ids=str)
+def test_nothing_waits_for_the_device_between_two_log_lines(flags: list[str], data: list[str], tmp_path: Path) -> None:
+    words = [*FLAGS, *data, "--train-iters", "20", "--metrics-path", str(tmp_path / "m.jsonl"), *flags]
+    code = WATCHED.format(root=str(ROOT), plant=False, flags=words)
+    assert "done" in run([sys.executable, "-c", code])
+
+
+def test_the_watch_bites(data: list[str], tmp_path: Path) -> None:
+    words = [*FLAGS, *data, "--train-iters", "20", "--metrics-path", str(tmp_path / "m.jsonl")]
+    code = WATCHED.format(root=str(ROOT), plant=True, flags=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0 and "synchronizing CUDA operation" in done.stderr
