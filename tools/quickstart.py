@@ -1,5 +1,4 @@
 """From real text to a trained GPT in one command: make quickstart, or python tools/quickstart.py [--corpus FILE.jsonl]
-FILE.jsonl])
 
 Takes text that every machine has (the sources of Python's standard library) or yours, trains a byte-level BPE
 tokenizer, preprocesses, trains a small GPT with two data parallel processes (one a GPU, if there are GPUs), stops it
@@ -257,15 +256,18 @@ def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
 
 
 def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Bits that a table of token pairs needs for the same tokens: interpolated Witten-Bell, fitted on the training
-    tokens."""
+    """Bits that a table of token pairs, fitted on the training tokens, needs for the same held-out tokens.
+
+    Interpolated Witten-Bell: a pair's share falls back on the second token's, by how many kinds follow the first.
+    """
     size = int(max(train.max(), held_out.max())) + 1
     unigram = np.bincount(train, minlength=size).astype(np.float64)
     unigram_probability = (unigram + 1.0) / (unigram.sum() + size)
     pairs, counts = np.unique(train[:-1] * size + train[1:], return_counts=True)
     followers = np.bincount(pairs // size, minlength=size).astype(np.float64)
-    occurrences = np.bincount(train[:-1], minlength=size).astype(np.float64) first, second = held_out[:-1],
-    held_out[1:] place = np.minimum(np.searchsorted(pairs, first * size + second), len(pairs) - 1)
+    occurrences = np.bincount(train[:-1], minlength=size).astype(np.float64)
+    first, second = held_out[:-1], held_out[1:]
+    place = np.minimum(np.searchsorted(pairs, first * size + second), len(pairs) - 1)
     count = np.where(pairs[place] == first * size + second, counts[place], 0).astype(np.float64)
     weight = followers[first]
     seen = occurrences[first] + weight
