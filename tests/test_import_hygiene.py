@@ -34,7 +34,8 @@ def python(code: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_cpu_run_needs_nothing_made_for_gpus(tmp_path: Path) -> None:
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 "
-        "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 1 --eval-interval 2 "
+        "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --eval-iters 1 "
+        "--eval-interval 2 "
         f"--tokenizer-type NullTokenizer --vocab-size 100 --log-interval 1 --save {tmp_path / 'ckpt'} --save-interval 2"
     ).split()
     done = python(GUARD + RUN.format(flags=flags, script=str(ROOT / "pretrain_gpt.py")))
@@ -53,5 +54,6 @@ def test_library_imports_without_the_app() -> None:
 
 
 def test_library_import_is_light() -> None:
-    code = "import sys, megatron.core; print([m for m in ('numba', 'rich', 'transformers', 'tokenizers') if m in sys.modules])"
+    heavy = ("numba", "rich", "transformers", "tokenizers")
+    code = f"import sys, megatron.core; print([m for m in {heavy} if m in sys.modules])"
     assert python(code).stdout.strip() == "[]"

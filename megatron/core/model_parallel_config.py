@@ -92,7 +92,7 @@ class ModelParallelConfig:
     grad_scale_func: Callable[..., Any] | None = not_a_flag(None)
     """Multiplies the loss by the loss scale."""
 
-    no_sync_func: Callable[..., Any] | None = not_a_flag(None)
+    no_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = not_a_flag(None)
     """Gives a context in which gradients are accumulated without being reduced."""
 
     grad_sync_func: Callable[..., Any] | None = not_a_flag(None)

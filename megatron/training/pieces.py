@@ -1,22 +1,23 @@
 """What a script hands to `pretrain`: how to build the model, the data and the step of a run."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.state import TrainState
 from torch import Tensor, nn
 
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import Environment
+from megatron.training.state import TrainState
 
 if TYPE_CHECKING:
     from megatron.training.tokenizer.base import Tokenizer
 
 LossFunction = Callable[..., Any]
-ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, LossFunction]]
-"""Takes the next micro-batch through the model; returns the output and the function that makes a loss of it."""
+ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, LossFunction]]
+"""Takes the next micro-batch of an iterator (`StepData`) through the model; returns the output and the function that
+makes a loss of it."""
 
 
 @dataclass(frozen=True)

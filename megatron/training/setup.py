@@ -2,23 +2,23 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.splits import build_splits
+from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.hook import Hook, Hooks
@@ -31,6 +31,7 @@ from megatron.training.parallelize import parallelize
 from megatron.training.pieces import Context, Pieces, SampleCounts, Stage
 from megatron.training.print_config import config_lines
 from megatron.training.run import Run
+from megatron.training.schedule import build_scheduler
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
 
@@ -54,7 +55,7 @@ def set_up(
     if environment.is_first:
         shown = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *shown, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
-    global_vars.publish(context)
+    global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
     optimizer = build_optimizer(context, pieces, model)
@@ -74,6 +75,11 @@ def set_up(
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
     )
+    # After all else that may fail: from here on there are processes that read ahead, which the run has to end.
+    splits = build_splits(config, environment, state, datasets)
+    for note in notes_on_run(config, environment, splits):
+        if environment.is_first:
+            print(note, flush=True)
     return Run(
         config=config,
         environment=environment,
@@ -84,14 +90,35 @@ def set_up(
         batches=batches,
         forward_backward=get_forward_backward_func(environment.groups.size("pp")),
         forward_step=forward_step,
-        # Last: from here on there are processes that read ahead, which the run has to end.
-        splits=build_splits(config, environment, state, datasets),
+        splits=splits,
         log=log,
         hooks=Hooks(build_hooks(config, environment)),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=build_probe(config, model),
     )
+
+
+def notes_on_run(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:
+    """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
+    evaluation = config.evaluation
+    if config.transformer.fp16 and environment.device.type == "cpu":
+        yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
+    if evaluation.skip_train and splits.valid is None and splits.test is None:
+        raise UserError(
+            "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"
+        )
+    if evaluation.eval_iters == 0:
+        yield "--eval-iters 0: nothing is evaluated, neither in between nor at the end"
+        return
+    missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
+    if missing:
+        yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
+    if len(missing) < 2:
+        samples = evaluation.eval_iters * config.training.global_batch_size
+        yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
+    if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
+        yield "without --eval-interval the validation data is looked at once, after the last iteration"
 
 
 def set_torch(config: PretrainConfig) -> None:
@@ -118,54 +145,19 @@ def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]
     return made if isinstance(made, MegatronOptimizer) else ExternalOptimizer(config.optimizer, made, model)
 
 
-def connect(config: PretrainConfig, model: Sequence[nn.Module], optimizer: MegatronOptimizer) -> None:
+def connect(config: PretrainConfig, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
     """Tell the schedules, through the published fields of the model's config, how to end a backward pass."""
     transformer = config.transformer
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = finalize_model_grads
-    transformer.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
+    wrapped = [chunk.no_sync for chunk in model]
+    transformer.no_sync_func = wrapped if len(wrapped) > 1 else wrapped[0]
 
 
 def stops_on_nonfinite(config: PretrainConfig) -> bool:
     """A non-finite loss or gradient ends the run, instead of costing one update."""
     resilience = config.resilience
     return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"
-
-
-def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay, counted in samples as --train-iters or --train-samples say."""
-    schedule, training = config.schedule, config.training
-    batch = training.global_batch_size
-
-    def samples(of_samples: int | None, of_iterations: int | None) -> int | None:
-        if of_samples:
-            return of_samples
-        return None if of_iterations is None else of_iterations * batch
-
-    total = samples(training.train_samples, training.train_iters)
-    decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
-    if schedule.lr_warmup_fraction is not None:
-        warmup = int(schedule.lr_warmup_fraction * decay)
-    else:
-        warmup = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
-    steady = config.optimizer.weight_decay
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=schedule.lr_warmup_init,
-        max_lr=config.optimizer.lr,
-        min_lr=config.optimizer.min_lr,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=decay,
-        lr_decay_style=schedule.lr_decay_style,
-        start_wd=steady if schedule.start_weight_decay is None else schedule.start_weight_decay,
-        end_wd=steady if schedule.end_weight_decay is None else schedule.end_weight_decay,
-        wd_incr_steps=total,
-        wd_incr_style=schedule.weight_decay_incr_style,
-        use_checkpoint_opt_param_scheduler=schedule.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=schedule.override_opt_param_scheduler,
-        wsd_decay_steps=samples(schedule.lr_wsd_decay_samples, schedule.lr_wsd_decay_iters),
-        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
-    )
 
 
 def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:

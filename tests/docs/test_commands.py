@@ -1,7 +1,7 @@
 """Every command of README.md and docs/ runs as it is printed.
 
-A fenced block marked `bash` is run; other blocks are for reading. The blocks of one page run in order in one folder that
-looks like a fresh checkout with a small corpus (corpus.jsonl), its tokenizer (vocab.json, merges.txt) beside the scripts.
+A fenced block marked `bash` is run; other blocks are for reading. The blocks of one page run in order, in one folder
+that looks like a fresh checkout with a small corpus (corpus.jsonl) and its tokenizer (vocab.json, merges.txt).
 """
 
 import json

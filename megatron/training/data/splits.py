@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.training.state import TrainState
 from torch.utils.data import default_collate
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -15,6 +14,7 @@ from megatron.training.data.batch import collate_gpt
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.step_data import StepData
 from megatron.training.initialize import Environment
+from megatron.training.state import TrainState
 
 
 @dataclass
@@ -80,4 +80,6 @@ def build_splits(
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
     """How the items of a data set become a batch: ours a `Batch`, a user's whatever torch makes of them."""
-    return collate_gpt if isinstance(dataset, MegatronDataset | BlendedDataset) else default_collate
+    if isinstance(dataset, MegatronDataset | BlendedDataset):
+        return collate_gpt
+    return lambda items: default_collate(list(items))
