@@ -1,11 +1,13 @@
 """What goes into a run's checkpoints, when one is loaded, and what is said about it."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.choosing import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
@@ -20,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.global_vars import published_run
 from megatron.training.run_description import architecture_differences, check_architecture, describe_run
 from megatron.training.state import TrainState
 
@@ -188,3 +191,78 @@ def read_run_description(root: str | Path, step: int | None = None) -> dict[str,
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     return dict(checkpoint.manifest.config)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Published functions, for user scripts: they speak of the run that was set up last
+
+
+def save_checkpoint(
+    iteration: int,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Any = None,
+    pipeline_rank: int | None = None,
+    expert_rank: int | None = None,
+    tensor_rank: int | None = None,
+    pipeline_parallel: bool | None = None,
+    expert_parallel: bool | None = None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+    preprocess_common_state_dict_fn: Any = None,
+    release: bool = False,
+    tp_group: ProcessGroup | None = None,
+    pp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+) -> None:
+    """Save the run under --save as of `iteration`. Ranks and groups are the run's own whatever is given; data has no
+    state beside the count of samples. Raises UserError as `Checkpoints.save`, and for what there is not yet."""
+    asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
+    asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
+    _refuse("save_checkpoint", asked)
+    run = published_run()
+    if run.config.checkpoint.save is None:
+        raise UserError("save_checkpoint() writes under --save, which is not given")
+    flops = float(num_floating_point_operations_so_far)
+    state = dataclasses.replace(run.state, iteration=iteration, floating_point_operations_so_far=flops)
+    checkpoints = Checkpoints(run.config, run.environment.groups)
+    checkpoints.save(state, _as_list(model), optimizer, opt_param_scheduler)
+
+
+def load_checkpoint(
+    ddp_model: nn.Module | Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    skip_load_to_model_and_opt: bool = False,
+    tp_group: ProcessGroup | None = None,
+    pp_group: ProcessGroup | None = None,
+    dp_cp_group: ProcessGroup | None = None,
+) -> tuple[int, float]:
+    """Load from the folder that the flag `load_arg` names; (iteration, floating point operations so far), (0, 0.0) when
+    it holds no checkpoint. Without `strict`, keys may be missing or unused and are printed. Raises UserError as
+    `Checkpoints.load`."""
+    _refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
+    run = published_run()
+    flags = run.config.checkpoint
+    flags = dataclasses.replace(flags, load=getattr(flags, load_arg), pretrained_checkpoint=None)
+    if not strict:
+        flags = dataclasses.replace(flags, dist_ckpt_strictness="log_all")
+    checkpoints = Checkpoints(dataclasses.replace(run.config, checkpoint=flags), run.environment.groups)
+    if not checkpoints.load(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler):
+        return 0, 0.0
+    return run.state.iteration, run.state.floating_point_operations_so_far
+
+
+def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else model
+
+
+def _refuse(function: str, asked: Mapping[str, bool]) -> None:
+    for name, value in asked.items():
+        if value:
+            raise UserError(f"{function}({name}=...): not yet")

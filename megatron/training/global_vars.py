@@ -116,6 +116,13 @@ def forget() -> None:
     _published.context = _published.arguments = _published.timers = _published.tensorboard_writer = None
 
 
+def published_run() -> "Context":
+    """The run that was set up last, for the published functions that take no config. Raises UserError before any."""
+    if _published.context is None:
+        raise UserError("there is no run yet: this works inside the functions that are handed to pretrain()")
+    return _published.context
+
+
 def get_args() -> LiveArguments:
     """Settings and state of the run. Raises UserError before there is one."""
     if _published.arguments is None:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.training.checkpointing import Checkpoints, read_run_description
+from megatron.training import global_vars
+from megatron.training.checkpointing import Checkpoints, load_checkpoint, read_run_description, save_checkpoint
 from megatron.training.state import TrainState
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -152,6 +154,20 @@ def test_what_is_printed(tmp_path, capsys):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
+
+
+@pytest.fixture
+def publish():
+    """Make a small run the one that the published functions speak of."""
+
+    def make(run: SmallRun) -> SmallRun:
+        config, groups = run.checkpoints.config, run.checkpoints.groups
+        environment = SimpleNamespace(groups=groups)
+        global_vars.publish(SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None))
+        return run
+
+    yield make
+    global_vars.forget()
 
 
 @pytest.fixture
@@ -312,3 +328,33 @@ def test_the_run_that_wrote_a_checkpoint_can_be_read(saved, tmp_path):
     assert described["architecture"]["hidden_size"] == 64 and "--hidden-size" in described["command_line"]
     with pytest.raises(UserError, match="holds no checkpoint"):
         read_run_description(tmp_path / "nothing")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Published functions
+
+
+def test_published_functions_save_and_load_the_run(tmp_path, publish):
+    folder = f"--save {tmp_path} --load {tmp_path}"
+    run = publish(SmallRun.make(folder).train(3))
+    save_checkpoint(3, [run.model], run.optimizer, run.scheduler, 7e12)
+    assert run.state.floating_point_operations_so_far == 3e12  # the loop's own counts are the loop's
+    other = publish(SmallRun.make(folder, seed=77))
+    assert load_checkpoint(other.model, other.optimizer, other.scheduler) == (3, 7e12)
+    run.state.floating_point_operations_so_far = 7e12
+    assert equal(other.everything(), run.everything())
+
+
+def test_published_functions_say_what_there_is_not(tmp_path, publish):
+    run = SmallRun.make(f"--load {tmp_path}")
+    parts = (run.model, run.optimizer, run.scheduler)
+    with pytest.raises(UserError, match="there is no run yet"):
+        load_checkpoint(*parts)
+    publish(run)
+    assert load_checkpoint(*parts) == (0, 0.0)
+    with pytest.raises(UserError, match="which is not given"):
+        save_checkpoint(1, *parts, 0.0)
+    with pytest.raises(UserError, match=r"save_checkpoint\(release=...\): not yet"):
+        save_checkpoint(1, *parts, 0.0, release=True)
+    with pytest.raises(UserError, match=r"load_checkpoint\(skip_load_to_model_and_opt=...\): not yet"):
+        load_checkpoint(*parts, skip_load_to_model_and_opt=True)
