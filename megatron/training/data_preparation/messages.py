@@ -26,7 +26,6 @@ class Job:
     dtype: DTypeLike
     folder: Path
     plan: Plan
-    parent: int
 
     @property
     def streams(self) -> list[StreamName]:

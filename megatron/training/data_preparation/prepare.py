@@ -69,7 +69,6 @@ def prepare(
             dtype=DType.optimal_dtype(tokenizer.vocab_size),
             folder=folder,
             plan=plan,
-            parent=os.getpid(),
         )
         tokenizer.encode_texts([""])  # what is compiled or loaded on first use is so once, before workers are forked
         stitcher = Stitcher(job)

@@ -102,8 +102,6 @@ class _Worker:
         while unit.blocks is None or block < unit.first_block + unit.blocks * unit.step:
             if not self._is_wanted(unit, block):
                 return
-            if os.getppid() != self._job.parent:
-                os._exit(1)
             reader.seek_line(block * size)
             if unit.blocks is None and reader.ended and reader.position <= block * size:
                 self._connection.send(FileEnd(unit.file.index, -(-reader.position // size)))

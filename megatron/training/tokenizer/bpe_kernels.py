@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.training.tokenizer.jit import compiled, compiled_inline
-from megatron.training.tokenizer.word_scanners import cut_words
 
 PADDING = 8
 _EMPTY_PAIR = -1
@@ -221,25 +220,20 @@ def _emit(slots: Any, ids: Any, slot: Any, out: Any, total: Any) -> Any:
 
 
 @compiled
-def encode_words(
-    text: Any, bounds: Any, classes: Any, max_digits: Any, merges: Any, whole: Any, cache: Any, out: Any, lengths: Any
-) -> Any:
-    """Ids of the texts bounds[k]:bounds[k + 1], back to back in `out`; lengths[k] of them are text k's.
+def encode_words(text: Any, ends: Any, counts: Any, merges: Any, whole: Any, cache: Any, out: Any, lengths: Any) -> Any:
+    """Ids of words that follow each other from byte 0 on and end at `ends`; the first counts[0] are text 0, and so on.
 
-    A word that `whole` holds is that one id without any merging. `out` has room for one id a byte. Returns the number
-    of ids.
+    Writes them back to back to `out`, which has room for one a byte; lengths[k] of them are text k's. A word that
+    `whole` holds is that one id without any merging. Returns the number of ids.
     """
     slots, tails, cached_ids = cache.slots, cache.tails, cache.ids
-    longest = np.int64(0)
-    for k in range(bounds.size - 1):
-        longest = max(longest, bounds[k + 1] - bounds[k])
-    ends = np.empty(longest, np.int32)
     heap = [np.int64(0)]
     total = np.int64(0)
-    for k in range(bounds.size - 1):
+    word = 0
+    i = np.int64(0)
+    for k in range(counts.size):
         start = total
-        i = bounds[k]
-        for word in range(cut_words(text, i, bounds[k + 1], classes, max_digits, ends)):
+        for _ in range(counts[k]):
             n = ends[word] - i
             slot = np.uint64(0)
             if n <= _MAX_CACHED_BYTES:
@@ -252,6 +246,7 @@ def encode_words(
                     _keep_word(cache, slot, text, i, n, out[total : total + count], count)
                 total += count
             i = np.int64(ends[word])
+            word += 1
         lengths[k] = total - start
     return total
 

@@ -21,7 +21,7 @@ from megatron.training.tokenizer.bpe_kernels import (
     fill_words,
 )
 from megatron.training.tokenizer.third_party import load_tokenizers
-from megatron.training.tokenizer.word_scanners import LETTER, NUMBER, SPACE
+from megatron.training.tokenizer.word_scanners import LETTER, NUMBER, SPACE, cut_cl100k, cut_gpt2
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -65,7 +65,7 @@ class ByteLevelEncoder:
         whole_words_first: bool = False,
     ) -> None:
         self._max_digits = MAX_DIGITS_OF_PATTERN[pattern]
-        self._classes = _classes_of_code_points()
+        self._classes = classes_of_code_points()
         self._merges = _merge_table(vocab, merges)
         self._whole = _table_of_vocabulary(vocab) if whole_words_first else _word_table(words=1, tails=1, ids=1)
         self._cache: WordTable | None = None
@@ -81,20 +81,20 @@ class ByteLevelEncoder:
         bounds = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum([len(piece) for piece in pieces], out=bounds[1:])
         pieces.append(bytes(PADDING))
-        out = np.empty(bounds[-1], np.int32)
-        lengths = np.empty(len(texts), np.int64)
-        total = encode_words(
-            np.frombuffer(b"".join(pieces), np.uint8),
-            bounds,
-            self._classes,
-            self._max_digits,
-            self._merges,
-            self._whole,
-            self._cache,
-            out,
-            lengths,
-        )
+        joined = np.frombuffer(b"".join(pieces), np.uint8)
+        ends, counts = self._cut(joined, bounds)
+        out, lengths = np.empty(bounds[-1], np.int32), np.empty(len(texts), np.int64)
+        total = encode_words(joined, ends, counts, self._merges, self._whole, self._cache, out, lengths)
         return EncodedTexts(out[:total], lengths)
+
+    def _cut(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where words end, and how many each text has."""
+        ends, counts = np.empty(bounds[-1], np.int32), np.empty(bounds.size - 1, np.int64)
+        if self._max_digits == 0:
+            total = cut_gpt2(text, bounds, self._classes, ends, counts)
+        else:
+            total = cut_cl100k(text, bounds, self._classes, self._max_digits, ends, counts)
+        return ends[:total], counts
 
 
 @functools.cache
@@ -106,7 +106,7 @@ def printable_bytes() -> dict[int, str]:
 
 
 @functools.cache
-def _classes_of_code_points() -> np.ndarray:
+def classes_of_code_points() -> np.ndarray:
     """uint8 [0x110000]: LETTER, NUMBER, SPACE or OTHER, as the `tokenizers` library's regular expressions see it."""
     tokenizers = load_tokenizers()
     points = np.array([p for p in range(_LAST_CODE_POINT_OF_A_CLASS + 1) if not 0xD800 <= p < 0xE000], np.uint32)

@@ -13,7 +13,8 @@ def compiled(function: F) -> F:
     """Compile a loop over arrays on first use (`numba.njit`).
 
     The machine code is cached beside the module, or in the user's cache folder; where neither can be written (a
-    read-only installation without a home), it is compiled anew in each process, which takes seconds.
+    read-only installation without a home), it is compiled anew in each process, which takes seconds. A change of the
+    file makes it void; a change of another file does not, so a compiled function calls only those of its own file.
     """
     return _compile(function)
 

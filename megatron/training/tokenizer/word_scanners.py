@@ -147,31 +147,34 @@ def _cl100k_word(text: Any, i: Any, end: Any, classes: Any, max_digits: Any) -> 
 
 
 @compiled
-def _cut_gpt2(text: Any, i: Any, end: Any, classes: Any, ends: Any) -> Any:
-    count = 0
-    while i < end:
-        i = _gpt2_word(text, i, end, classes)
-        ends[count] = i
-        count += 1
-    return count
+def cut_gpt2(text: Any, bounds: Any, classes: Any, ends: Any, counts: Any) -> Any:
+    """Cut the texts bounds[k]:bounds[k + 1] by GPT-2's expression.
 
-
-@compiled
-def _cut_cl100k(text: Any, i: Any, end: Any, classes: Any, max_digits: Any, ends: Any) -> Any:
-    count = 0
-    while i < end:
-        i = _cl100k_word(text, i, end, classes, max_digits)
-        ends[count] = i
-        count += 1
-    return count
-
-
-@compiled
-def cut_words(text: Any, i: Any, end: Any, classes: Any, max_digits: Any, ends: Any) -> Any:
-    """Where the words of text[i:end] end, written to `ends`; returns their number.
-
-    `max_digits` also names the scanner: 0 is GPT-2's, otherwise cl100k's with at most that many digits to a word.
+    Writes where words end, text after text, to `ends` (int32, with room for one a byte), and the number of each text's
+    words to `counts`. Returns the number of all words.
     """
-    if max_digits == 0:
-        return _cut_gpt2(text, i, end, classes, ends)
-    return _cut_cl100k(text, i, end, classes, max_digits, ends)
+    total = 0
+    for k in range(bounds.size - 1):
+        i = bounds[k]
+        before = total
+        while i < bounds[k + 1]:
+            i = _gpt2_word(text, i, bounds[k + 1], classes)
+            ends[total] = i
+            total += 1
+        counts[k] = total - before
+    return total
+
+
+@compiled
+def cut_cl100k(text: Any, bounds: Any, classes: Any, max_digits: Any, ends: Any, counts: Any) -> Any:
+    """As `cut_gpt2`, by cl100k's expression with at most `max_digits` digits to a word."""
+    total = 0
+    for k in range(bounds.size - 1):
+        i = bounds[k]
+        before = total
+        while i < bounds[k + 1]:
+            i = _cl100k_word(text, i, bounds[k + 1], classes, max_digits)
+            ends[total] = i
+            total += 1
+        counts[k] = total - before
+    return total

@@ -222,6 +222,26 @@ def test_a_failure_leaves_earlier_output_alone(tmp_path):
     assert warnings == [f"{tmp_path}/out_text_document.bin: exists, and will be replaced"]
 
 
+@pytest.mark.parametrize("broken", [".bin", ".idx", ".manifest.json"])
+def test_a_renaming_that_fails_leaves_no_pair_that_does_not_match(tmp_path, monkeypatch, broken):
+    run(tmp_path, append_eod=True)
+    old = output(tmp_path)
+    replace = os.replace
+
+    def fail(source, target):
+        if str(target).endswith(f"_document{broken}"):
+            raise OSError(5, "planted", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match="planted"):
+        run(tmp_path)
+    names = {path.name.removeprefix("out_text_document") for path in tmp_path.iterdir()}
+    assert ".manifest.json" not in names
+    if ".idx" in names:
+        assert output(tmp_path) == golden("gpt2_noeod_text") != old
+
+
 def test_memory_is_that_of_the_longest_line(tmp_path):
     """80 MB of lines of a megabyte, in processes that may grow by much less."""
     path = tmp_path / "in.jsonl"

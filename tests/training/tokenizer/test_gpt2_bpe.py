@@ -35,6 +35,16 @@ def test_special_ids(ours):
     assert ours.holds_special_literal("a <|endoftext|>") and not ours.holds_special_literal("<|endoftext>")
 
 
+def test_digest_is_of_vocabulary_and_merges(ours, tmp_path):
+    lines = (BPE / "merges.txt").read_text("utf-8").splitlines()
+    (tmp_path / "merges.txt").write_text("\n".join(line for line in lines if line) + "\n\n", "utf-8")
+    same = GPT2BPETokenizer(str(BPE / "vocab.json"), str(tmp_path / "merges.txt"))
+    lines[5], lines[6] = lines[6], lines[5]
+    (tmp_path / "merges.txt").write_text("\n".join(lines), "utf-8")
+    other = GPT2BPETokenizer(str(BPE / "vocab.json"), str(tmp_path / "merges.txt"))
+    assert ours.digest == same.digest != other.digest
+
+
 def test_errors_name_flag_and_file(tmp_path):
     vocab, merges = str(BPE / "vocab.json"), str(BPE / "merges.txt")
     with pytest.raises(UserError, match=r"--vocab-file none.json: No such file"):

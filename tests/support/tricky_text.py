@@ -1,0 +1,14 @@
+"""Text that is hard to cut into words."""
+
+from hypothesis import strategies as st
+
+_QUOTES = ["'s", "'S", "'ll", "'LL", "'Re", "'ſ", "'", "''", " '", "'d9"]
+_SPACES = [" ", "  ", "\n", "\r\n", "\t", "\x0b", "\x1c", "\x85", "\u00a0", "\u2003", "\u200b", "\u3000", "\ufeff"]
+_WORDS = ["0", "12", "1234567", "½", "Ⅷ", "٣", "x", "abc", "ÀÉ", "ß", "ſ", "ﬁ", "e\u0301", "你好", "한", "𝔘"]
+_SIGNS = ["😀", "👩‍👩‍👧", ".", "!!", "__", "/", "//\n", "<|endoftext|>", "\U000e0041", "\U0010ffff"]
+
+TRICKY = _QUOTES + _SPACES + _WORDS + _SIGNS
+"""Quotes, blanks of all kinds, line ends, digits, letters of several widths, and marks that join them."""
+
+texts = st.lists(st.one_of(st.sampled_from(TRICKY), st.text(max_size=6)), max_size=30).map("".join)
+"""Random text that is rich in such pieces."""
