@@ -115,7 +115,7 @@ class Checkpoints:
         step: int | None = None,
     ) -> Loaded | None:
         """Fill weights, and optimizer state unless that is not wanted; main weights always follow the weights."""
-        with_optimizer = not (weights_only or self.flags.no_load_optim)
+        with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted = chain(self._weights(model), _state_to_read(optimizer, with_optimizer))
         loaded = load(
             root,
@@ -152,14 +152,16 @@ class Checkpoints:
     def _restore(
         self, loaded: Loaded, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
     ) -> None:
-        """Everything but tensors. With --finetune the run begins at iteration 0."""
+        """Everything but tensors. With --finetune the run begins at iteration 0. A run that only evaluates takes the
+        counts alone: schedule and optimizer do not matter to it."""
         common = loaded.manifest.common
         if self.flags.finetune or "train_state" not in common:
             return
         state.restore(TrainState.from_json(common["train_state"]))
-        scheduler.load_state_dict(common["scheduler"])
-        if not self.flags.no_load_optim:
-            optimizer.load_common_state(common["optimizer"])
+        if not self.config.evaluation.skip_train:
+            scheduler.load_state_dict(common["scheduler"])
+            if not self.flags.no_load_optim:
+                optimizer.load_common_state(common["optimizer"])
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
             self.last_saved = state.iteration
 

@@ -96,6 +96,7 @@ class Run:
         if data is None or iterations == 0:
             return
         training = self.config.training
+        data.begin(self.state.iteration)
         with self.log.paused():
             self.hooks.before_evaluate(self.state.iteration)
             found = evaluate(
@@ -115,6 +116,8 @@ class Run:
             if split == "valid":
                 self.state.consumed_valid_samples += found.samples
             self.hooks.after_evaluate(self.state.iteration)
+            if found.interrupted and self.environment.is_last:
+                print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
             if found.losses:
                 record = ValidationRecord(
                     self.state.iteration,
@@ -129,6 +132,19 @@ class Run:
                 self.log.validation(record)
 
     # Saving and leaving ----------------------------------------------------------------------------------------------
+
+    def decide(self) -> ExitDecision | None:
+        """Whether all ranks leave now. Before a save and at the end of training nothing is left open: a checkpoint of
+        a step that was not finite would pass over its data without a word."""
+        decision = self.exit.after_step(self.state.iteration)
+        if self.save_is_due(decision) or self.is_done():
+            self.log.flush()  # by now the host knows all that the device found
+            decision = self.exit.settle()
+        return decision
+
+    def is_done(self) -> bool:
+        """No iteration is left."""
+        return self.state.iteration >= self.config.training.train_iters
 
     def save_is_due(self, decision: ExitDecision | None) -> bool:
         checkpoint = self.config.checkpoint
@@ -152,11 +168,13 @@ class Run:
             self.log.flush()
         self.log.event("exit", self.state.iteration, reason=decision.reason.value)
         if self.environment.is_last:
-            print(f"{decision.message} (iteration {self.state.iteration})", flush=True)
+            where = "" if decision.reason is ExitReason.INTERVAL else f" (iteration {self.state.iteration})"
+            print(f"{decision.message}{where}", flush=True)
 
     def finish(self) -> None:
         """After the last iteration: the last checkpoint, then the validation and test sets."""
-        if self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
+        trained = not self.config.evaluation.skip_train
+        if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
             self.save()
         self.evaluate("valid", f"iteration {self.state.iteration} on validation set")
         self.evaluate("test", f"iteration {self.state.iteration} on test set")

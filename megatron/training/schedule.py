@@ -9,12 +9,13 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     """The scheduler that the flags describe; flags in iterations count as so many full global batches."""
     schedule, training, rates = config.schedule, config.training, config.optimizer
     batch = training.global_batch_size
-    assert batch is not None and rates.lr is not None, "the checks of the config ask for both"
+    assert batch is not None
 
     def samples(of_samples: int | None, of_iterations: int | None) -> int:
         return of_samples or (of_iterations or 0) * batch
 
-    total = samples(training.train_samples, training.train_iters)
+    # A run that only evaluates needs no length and no rate; a schedule of one step is then as good as any.
+    total = samples(training.train_samples, training.train_iters) or batch
     decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
     warmup = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
     if schedule.lr_warmup_fraction is not None:
@@ -23,7 +24,7 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         init_lr=schedule.lr_warmup_init,
-        max_lr=rates.lr,
+        max_lr=rates.lr or 0.0,
         min_lr=rates.min_lr or 0.0,
         lr_warmup_steps=warmup,
         lr_decay_steps=decay,

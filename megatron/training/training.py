@@ -104,13 +104,13 @@ def train(run: Run) -> ExitDecision | None:
     state, decision = run.state, None
     run.log.start(state.iteration)
     run.hooks.on_start(state.iteration)
-    while decision is None and state.iteration < run.config.training.train_iters:
+    while decision is None and not run.is_done():
         run.hooks.before_step(state.iteration)
         run.advance(train_step(run))
         run.hooks.after_step(state.iteration)
         if run.evaluation_is_due():
             run.evaluate("valid")
-        decision = run.exit.after_step(state.iteration)
+        decision = run.decide()
         if run.save_is_due(decision):
             run.save()
     if decision is not None:
@@ -139,8 +139,9 @@ def train_step(run: Run) -> StepResult:
 
 
 def norm_of_weights(run: Run) -> Tensor | None:
-    """With --log-params-norm, of all weights after the update."""
-    if not run.config.logging.log_params_norm:
+    """With --log-params-norm, of all weights after the update, where a log line is due."""
+    logging = run.config.logging
+    if not logging.log_params_norm or (run.state.iteration + 1) % logging.log_interval:
         return None
     return weight_norm([unit for chunk in run.model for unit in chunk.units], run.environment.groups)
 

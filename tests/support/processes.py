@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-# The server imports torch once and forks the ranks: a world starts in a fraction of a second.
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+# The server imports these once and forks the ranks: a world starts in a fraction of a second.
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "megatron.training.training", "pretrain_gpt"])
 
 TIMEOUT = 120.0
 """Seconds until a world that hangs is given up."""

@@ -2,8 +2,6 @@
 
 from dataclasses import fields
 
-from megatron.training.state import TrainState
-
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import Environment
 from megatron.training.logging.display import make_display
@@ -13,6 +11,7 @@ from megatron.training.logging.metrics import StepMetrics
 from megatron.training.logging.records import LogSink
 from megatron.training.logging.tensorboard import TagChoices, tensorboard_log
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.state import TrainState
 
 
 def build_log(

@@ -1,0 +1,182 @@
+"""Whole runs of tiny models, in this process or on the ranks of a small world, and all that became of them."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
+from torch import Tensor
+
+import pretrain_gpt
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.parameters import info_of
+from megatron.training import training
+from megatron.training.arguments import configure
+from megatron.training.config.settings import Surroundings
+from megatron.training.hooks.exit import ExitDecision
+from megatron.training.hooks.hook import Hook, Hooks
+from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+from megatron.training.pieces import Pieces
+from megatron.training.run import Run
+
+torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+
+GPT = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 "
+    "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10"
+)
+"""A model of two layers and batches of four; data and length are to be added."""
+
+
+@dataclass
+class Outcome:
+    """What became of a run, as one rank knows it."""
+
+    decision: ExitDecision | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+    lines: list[LogRecord] = field(default_factory=list)
+    validations: list[ValidationRecord] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    sample_ids: list[list[list[int]]] = field(default_factory=list)
+    """By iteration and micro-batch."""
+    at_start: dict[str, Any] = field(default_factory=dict)
+    """Everything that a checkpoint holds, before the first step."""
+    at_end: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> list[float]:
+        return [step.losses["lm loss"] for step in self.steps]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.at_end.items() if name.startswith("weight ")}
+
+
+class _Recorder(Hook, LogSink):
+    """Writes a run's story into an outcome."""
+
+    def __init__(self, run: Run, outcome: Outcome) -> None:
+        self.run, self.outcome = run, outcome
+
+    def on_start(self, iteration: int) -> None:
+        self.outcome.at_start = everything(self.run)
+
+    def after_step(self, iteration: int) -> None:
+        ids = [
+            batch.tolist() if isinstance(batch, Tensor) else list(batch) for batch in self.run.splits.train.sample_ids
+        ]
+        self.outcome.sample_ids.append(ids)
+
+    def on_exit(self, iteration: int) -> None:
+        self.outcome.at_end = everything(self.run)
+
+    def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        self.outcome.steps += steps
+
+    def line(self, record: LogRecord) -> None:
+        self.outcome.lines.append(record)
+
+    def validation(self, record: ValidationRecord) -> None:
+        self.outcome.validations.append(record)
+
+    def event(self, event: Event) -> None:
+        self.outcome.events.append(event)
+
+
+def everything(run: Run) -> dict[str, Any]:
+    """All state of a run by name: weights, optimizer, schedule, counts."""
+    weights = {
+        f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].clone()
+        for chunk in run.model
+        for p in chunk.parameters()
+    }
+    optimizer = run.optimizer.state_dict()
+    rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
+    return weights | optimizer["state"] | rest
+
+
+def train(
+    flags: str, pieces: Pieces = GPT, *, base: str = TINY, before: Callable[[Run], None] = lambda run: None
+) -> Outcome:
+    """A run of this process's rank, told by flags. `before` may tamper with the run that was set up."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = configure(f"{base} {flags}".split(), surroundings=Surroundings(world, False))
+    outcome = Outcome()
+    with _remembered(outcome, before):
+        outcome.decision = training.run_pretraining(config, pieces, time.monotonic())
+    return outcome
+
+
+@contextlib.contextmanager
+def _remembered(outcome: Outcome, before: Callable[[Run], None]) -> Iterator[None]:
+    set_up = training.set_up
+
+    def watched(*arguments: Any) -> Run:
+        run = set_up(*arguments)
+        recorder = _Recorder(run, outcome)
+        run.hooks = Hooks([*run.hooks.hooks, recorder])
+        run.log.sinks = (*run.log.sinks, recorder)
+        before(run)
+        return run
+
+    with mock.patch.object(training, "set_up", watched):
+        yield
+
+
+def train_on_ranks(flags: str, world_size: int, *, base: str = TINY) -> list[Outcome]:
+    """The same on every rank of a world of processes."""
+    return [outcomes[0] for outcomes in train_all_on_ranks([flags], world_size, base=base)]
+
+
+def train_all_on_ranks(flags: Sequence[str], world_size: int, *, base: str = TINY) -> list[list[Outcome]]:
+    """Several runs, one after the other, in one world; outcomes by rank, then by run."""
+    return run_on_ranks(_train_all, world_size, list(flags), base)
+
+
+def _train_all(flags: list[str], base: str) -> list[Outcome]:
+    return [train(each, base=base) for each in flags]
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names under which two states are not equal to the bit."""
+
+    def same(x: Any, y: Any) -> bool:
+        if isinstance(x, Tensor):
+            return isinstance(y, Tensor) and x.dtype == y.dtype and torch.equal(x, y)
+        return x == y
+
+    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not same(a[name], b[name]))
+
+
+def stream(ranks: list[Outcome]) -> list[int]:
+    """Sample ids in the order of the run: iteration, micro-batch, rank, row."""
+    return [
+        number
+        for iteration in zip(*(rank.sample_ids for rank in ranks), strict=True)
+        for micro_batches in zip(*iteration, strict=True)
+        for rows in micro_batches
+        for number in rows
+    ]
+
+
+def write_documents(prefix: Path, documents: int = 300, vocabulary: int = 40, seed: int = 0) -> str:
+    """A small corpus of very uneven documents for NullTokenizer --vocab-size 40, whose last id ends a document."""
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
+        for _ in range(documents):
+            length = int(random.choice([1, 2, 3, 5, 20, 60]))
+            first, stride = random.integers(vocabulary), random.integers(1, 4)
+            words = (first + stride * np.arange(length)) % vocabulary
+            builder.add_document(np.append(words, vocabulary), [length + 1])
+        builder.finalize(f"{prefix}.idx")
+    return str(prefix)

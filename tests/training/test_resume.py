@@ -1,0 +1,77 @@
+"""Stopping and going on: nothing changes in the same layout; in another one, nothing but rounding does."""
+
+import pytest
+from support.runs import Outcome, differences, stream, train, train_on_ranks, write_documents
+
+PRECISIONS = {
+    "bf16": "--bf16",
+    "fp32": "",
+    "fp16": "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1",
+}
+FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-warmup-iters 3 --min-lr 1e-3"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> str:
+    return write_documents(tmp_path_factory.mktemp("corpus") / "text")
+
+
+def test_dropout_is_on_by_default(corpus):
+    """The comparisons below are worth something only so long as it is."""
+    with_it = train(f"--data-path {corpus} --train-iters 1 --eval-iters 0")
+    without = train(f"--data-path {corpus} --train-iters 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0")
+    assert with_it.losses != without.losses
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
+    flags = f"{PRECISIONS[precision]} --data-path {corpus} {FLAGS}"
+    straight = train(flags)
+    folders = f"--save {tmp_path} --load {tmp_path}"
+    first = train(f"{flags} {folders} --exit-interval 10")
+    second = train(f"{flags} {folders}")
+    assert first.decision is not None and first.at_end["state"]["iteration"] == 10
+    assert differences(second.at_start, first.at_end) == []
+    assert differences(second.at_end, straight.at_end) == []
+    assert first.losses + second.losses == straight.losses and len(straight.losses) == 20
+    assert first.sample_ids + second.sample_ids == straight.sample_ids
+    assert losses_of_evaluations(first, second) == losses_of_evaluations(straight)
+    if precision == "fp16":
+        assert len({step.loss_scale for step in straight.steps}) > 2
+        assert any(not step.applied for step in straight.steps)
+
+
+def losses_of_evaluations(*outcomes: Outcome) -> list[tuple[int, str, float]]:
+    records = [record for outcome in outcomes for record in outcome.validations]
+    return [(record.iteration, record.split, record.losses["lm loss"]) for record in records]
+
+
+def test_data_workers_change_nothing(tmp_path, corpus):
+    flags = f"--data-path {corpus} {FLAGS} --save {tmp_path} --load {tmp_path}"
+    straight = train(f"--data-path {corpus} {FLAGS}")
+    first = train(f"{flags} --exit-interval 10 --num-workers 2")
+    second = train(f"{flags} --exit-interval 15 --num-workers 0")
+    third = train(f"{flags} --num-workers 1")
+    assert differences(third.at_end, straight.at_end) == []
+    assert first.losses + second.losses + third.losses == straight.losses
+    assert first.sample_ids + second.sample_ids + third.sample_ids == straight.sample_ids
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("--fp64", 1e-11), pytest.param("", 1e-5, marks=pytest.mark.slow)]
+)
+def test_other_numbers_of_data_parallel_ranks_between(tmp_path, corpus, precision, tolerance):
+    """2 ranks, then 1, then 4: what is loaded is what was saved, samples go on, losses agree to rounding."""
+    flags = f"{precision} --data-path {corpus} {FLAGS}"
+    folders = f"--save {tmp_path} --load {tmp_path}"
+    straight = train_on_ranks(flags, 2)
+    first = train_on_ranks(f"{flags} {folders} --exit-interval 8", 2)
+    (second,) = train_on_ranks(f"{flags} {folders} --exit-interval 14", 1)
+    third = train_on_ranks(f"{flags} {folders}", 4)
+    assert differences(second.at_start, first[0].at_end) == []
+    assert all(differences(rank.at_start, second.at_end) == [] for rank in third)
+    ids = [stream(first), stream([second]), stream(third)]
+    assert [number for part in ids for number in part] == stream(straight) == list(range(80))
+    losses = first[0].losses + second.losses + third[0].losses
+    assert losses == pytest.approx(straight[0].losses, rel=tolerance)
+    assert len(losses) == 20
