@@ -48,7 +48,7 @@ class Recipe:
     seq_length: int = 256
     micro_batch_size: int = 4
     global_batch_size: int = 8
-    tokens: int = 2_000_000
+    tokens: int = 1_700_000
     learning_rate: float = 4e-3
     tokenizer_bytes: int = 8_000_000
     bytes_per_token: float = 3.1
@@ -210,7 +210,7 @@ def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) 
         "--train-data-path", output / "data/train_text_document",
         "--valid-data-path", output / "data/held_out_text_document",
         *tokenizer,
-        "--eval-interval", max(1, recipe.iterations // 6), "--eval-iters", 4,
+        "--eval-interval", max(1, recipe.iterations // 6), "--eval-iters", 8,
         "--log-interval", max(1, recipe.iterations // 60), "--log-throughput",
         "--save", output / "checkpoints", "--load", output / "checkpoints",
         "--save-interval", max(2, recipe.iterations // 4), "--keep-last", 2,
@@ -237,22 +237,25 @@ def all_tokens(prefix: Path) -> np.ndarray:
     return np.concatenate([np.asarray(dataset[index]) for index in range(len(dataset))]).astype(np.int64)
 
 
-@torch.inference_mode()
 def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
-    """Bits that the trained model needs for all tokens but the first, each seen with what precedes it in its window."""
-    loaded = load_trained_model(build_model, checkpoints)
-    length = loaded.max_sequence_length
-    ids = torch.from_numpy(tokens).to(loaded.device)
-    total = torch.zeros((), dtype=torch.float64, device=loaded.device)
-    # Windows overlap by half, and only the half that has at least that much context counts (the first window whole).
+    """Bits that the trained model needs for all tokens but the first, each seen with what precedes it in its window.
+
+    Windows overlap by half, and only the half with at least that much context counts (of the first window, all).
+    """
+    trained = load_trained_model(build_model, checkpoints)
+    length = trained.max_sequence_length
     stride = length // 2
-    positions = torch.arange(length, device=loaded.device)
-    for start in range(0, max(1, len(ids) - 1 - length + stride), stride):
-        window = ids[start : start + length + 1]
-        count = len(window) - 1
-        loss = loaded.model(window[None, :-1], positions[None, :count], None, labels=window[None, 1:])
-        total += loss[0, 0 if start == 0 else length - stride :].double().sum()
-    return total.item() / math.log(2)
+    ids = torch.from_numpy(tokens).to(trained.device)
+    windows = list(ids.unfold(0, length + 1, stride)) if len(ids) > length else []
+    batches = [torch.stack(windows[first : first + 16]) for first in range(0, len(windows), 16)]
+    batches.append(ids[None, len(windows) * stride :])  # what is left is a shorter window
+    total = 0.0
+    with torch.inference_mode():
+        for number, rows in enumerate(batches):
+            losses = trained.model(rows[:, :-1], labels=rows[:, 1:]).double()
+            total += losses[:, length - stride :].sum().item()
+            total += losses[0, : length - stride].sum().item() if number == 0 else 0.0
+    return total / math.log(2)
 
 
 def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
