@@ -43,6 +43,15 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     return tensor
 
 
+def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
+    """The tensors of all ranks of a group, all of one shape and type, in group order."""
+    if group_size(group) == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor) for _ in range(group_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
 def averages_in_collective(tensor: Tensor, group: Group) -> bool:
     """The group's backend can average this tensor by itself."""
     return tensor.is_cuda and group is not None and "nccl" in dist.get_backend_config(group)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.core.collectives import all_gather, all_reduce
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
 from megatron.core.exceptions import UserError
 
@@ -27,7 +28,7 @@ class Ranks:
         self.rank = dist.get_rank(self.group) if several else 0
         self.size = dist.get_world_size(self.group) if several else 1
         self.global_rank = dist.get_rank() if several else 0
-        on_host = not several or "gloo" in str(dist.get_backend(self.group))
+        on_host = self.group is None or "cpu" in dist.get_backend_config(self.group)
         self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: Json) -> list[Json]:
@@ -37,21 +38,15 @@ class Ranks:
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self._device)
         sizes[self.rank] = mine.numel()
-        dist.all_reduce(sizes, group=self.group)
-        counts = [int(count) for count in sizes.tolist()]
+        counts = [int(count) for count in all_reduce(sizes, self.group).tolist()]
         padded = torch.zeros(max(counts), dtype=torch.uint8, device=self._device)
         padded[: mine.numel()] = mine
-        received = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(received, padded, group=self.group)
-        return [json.loads(bytes(tensor[:count].cpu().numpy())) for tensor, count in zip(received, counts, strict=True)]
+        received = zip(all_gather(padded, self.group), counts, strict=True)
+        return [json.loads(bytes(tensor[:count].cpu().numpy())) for tensor, count in received]
 
     def any_of(self, flags: torch.Tensor) -> torch.Tensor:
         """Elementwise "or" of a byte vector of 0 and 1 over the ranks."""
-        if self.group is None:
-            return flags
-        flags = flags.to(self._device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
-        return flags.cpu()
+        return all_reduce(flags.to(self._device), self.group, dist.ReduceOp.MAX).cpu()
 
     def together(self, action: Callable[[], T]) -> T:
         """Run the action on every rank; if it fails on any, fail on all.
