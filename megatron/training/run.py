@@ -1,13 +1,15 @@
 """A run that is set up: everything that the loop works on, and the small steps that the loop is told in."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -47,10 +49,19 @@ class Run:
     checkpoints: Checkpoints
     probe: GradientProbe | None = None
     """Tells which micro-batch made the gradients non-finite."""
+    phase: str = "training"
+    """What the run is at, for the message when it fails."""
 
     @property
     def device(self) -> torch.device:
         return self.environment.device
+
+    @contextlib.contextmanager
+    def at(self, phase: str) -> Iterator[None]:
+        """Within, the run is at something else than training. What fails there leaves it so."""
+        self.phase, before = phase, self.phase
+        yield
+        self.phase = before
 
     # One step --------------------------------------------------------------------------------------------------------
 
@@ -97,7 +108,7 @@ class Run:
             return
         training = self.config.training
         data.begin(self.state.iteration)
-        with self.log.paused():
+        with self.log.paused(), self.at("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
             found = evaluate(
                 self.forward_backward,
@@ -157,7 +168,7 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of this iteration, which is whole when this returns."""
-        with self.log.paused():
+        with self.log.paused(), self.at("saving"):
             self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
             self.log.event("save", self.state.iteration)
             self.hooks.after_save(self.state.iteration)
@@ -186,8 +197,12 @@ class Run:
         self.log.close()
         self.splits.close()
 
-    def abandon(self) -> None:
-        """End the run after a failure: no rank can be counted on."""
+    def abandon(self, error: BaseException) -> None:
+        """End the run after a failure: no rank can be counted on. Says which rank failed and where."""
+        if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
+            rank, ranks = self.environment.rank, self.environment.world_size
+            where = f"in {self.phase}, after iteration {self.state.iteration}"
+            print(f"rank {rank} of {ranks} failed {where}: {error}", file=sys.stderr, flush=True)
         for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.abandon, self.splits.close):
             with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                 step()

@@ -93,8 +93,8 @@ def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> E
                 if decision is None:
                     run.finish()
             run.close()
-        except BaseException:
-            run.abandon()
+        except BaseException as error:
+            run.abandon(error)
             raise
     return decision
 

@@ -106,14 +106,20 @@ def everything(run: Run) -> dict[str, Any]:
 
 
 def train(
-    flags: str, pieces: Pieces = GPT, *, base: str = TINY, before: Callable[[Run], None] = lambda run: None
+    flags: str,
+    pieces: Pieces = GPT,
+    *,
+    base: str = TINY,
+    before: Callable[[Run], None] = lambda run: None,
+    seconds_ago: float = 0.0,
 ) -> Outcome:
-    """A run of this process's rank, told by flags. `before` may tamper with the run that was set up."""
+    """A run of this process's rank, told by flags, whose program started so many seconds ago. `before` may tamper with
+    the run that was set up."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = configure(f"{base} {flags}".split(), surroundings=Surroundings(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
-        outcome.decision = training.run_pretraining(config, pieces, time.monotonic())
+        outcome.decision = training.run_pretraining(config, pieces, time.monotonic() - seconds_ago)
     return outcome
 
 

@@ -131,7 +131,8 @@ def test_every_number_format_learns(precision, capsys):
 
 def test_replicas_stay_equal_run_after_run():
     """Of two ranks, in one world that runs many times, in formats and sizes of all sorts."""
-    flags = ["--bf16", "--fp16 --initial-loss-scale 65536", "--hidden-size 48", "--bf16 --overlap-grad-reduce", "--bf16"]
+    formats = ["--bf16", "--fp16 --initial-loss-scale 65536", "--fp64 --hidden-size 48"]
+    flags = [*formats, "--bf16 --overlap-grad-reduce", "--bf16"]
     runs = [f"{each} --mock-data --train-iters 5 --eval-iters 0" for each in flags]
     first, second = train_all_on_ranks(runs, 2)
     for one, other in zip(first, second, strict=True):

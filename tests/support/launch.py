@@ -1,0 +1,88 @@
+"""Programs of several ranks as torchrun starts them, for tests that send signals and read exit codes."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from support.processes import _context
+from support.runs import GPT, TINY
+
+from megatron.training import pretrain
+
+
+@dataclass
+class Program:
+    """The ranks of a program under way."""
+
+    processes: list[ForkServerProcess]
+    outputs: list[Path]
+
+    def output(self, rank: int) -> str:
+        """What a rank printed so far, both streams."""
+        return self.outputs[rank].read_text() if self.outputs[rank].exists() else ""
+
+    def wait_for(self, rank: int, text: str, seconds: float = 60.0) -> None:
+        """Until a rank has printed something."""
+        end = time.monotonic() + seconds
+        while text not in self.output(rank):
+            assert time.monotonic() < end, f"rank {rank} did not print {text!r}:\n{self.output(rank)}"
+            assert self.processes[rank].is_alive(), f"rank {rank} ended:\n{self.output(rank)}"
+            time.sleep(0.02)
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one rank."""
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def exit_codes(self, seconds: float = 30.0) -> list[int | None]:
+        """Of all ranks once they ended; None for one that has not after so long, which is then killed."""
+        end = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes
+
+
+def launch(
+    flags: str, world_size: int, folder: Path, main: Callable[[], None] | None = None, *, base: str = TINY
+) -> Program:
+    """Start the ranks of `main` (pretrain_gpt.py's, if not given) with these flags. `world_size` 0: plain python."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    ranks = range(max(world_size, 1))
+    outputs = [folder / f"rank_{rank}.txt" for rank in ranks]
+    words = f"{base} {flags}".split()
+    processes = [
+        _context.Process(target=_main, args=(rank, world_size, port, words, outputs[rank], main)) for rank in ranks
+    ]
+    for process in processes:
+        process.start()
+    return Program(processes, outputs)
+
+
+def _main(
+    rank: int, world_size: int, port: int, words: list[str], output: Path, main: Callable[[], None] | None
+) -> None:
+    file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if world_size:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    sys.argv = ["pretrain_gpt.py", *words]
+    (main or _pretrain_gpt)()
+
+
+def _pretrain_gpt() -> None:
+    pretrain(GPT)

@@ -1,0 +1,88 @@
+"""Leaving a whole run: by interval, by time, by a signal, by the death of a rank."""
+
+import re
+import signal
+import time
+
+import pytest
+from support.launch import launch
+from support.runs import train, train_on_ranks
+
+from megatron.training.hooks.exit import ExitReason
+
+ENDLESS = "--mock-data --train-iters 20000 --eval-iters 0 --log-interval 1"
+
+
+def saved_iteration(folder) -> int:
+    """Of the newest checkpoint, which must be whole: a run goes on from it."""
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    assert (folder / f"iter_{iteration:07d}" / "manifest.json").exists()
+    return iteration
+
+
+def test_interval_and_duration(tmp_path, capsys):
+    flags = f"--mock-data --train-iters 10 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
+    outcome = train(f"{flags} --exit-interval 4")
+    assert outcome.decision.reason is ExitReason.INTERVAL and outcome.decision.exit_code == 0
+    assert saved_iteration(tmp_path) == 4
+    assert "exiting program at iteration 4\n" in capsys.readouterr().out
+    outcome = train(f"{flags} --exit-duration-in-mins 1", seconds_ago=61)
+    assert outcome.decision.reason is ExitReason.DURATION and saved_iteration(tmp_path) == 5
+    assert "exiting program after 1 minutes (iteration 5)\n" in capsys.readouterr().out
+    outcome = train(f"{flags} --exit-duration-in-mins 1")
+    assert outcome.decision is None and saved_iteration(tmp_path) == 10
+
+
+def test_a_signal_to_one_rank_in_training(tmp_path):
+    """Both ranks save the same iteration and exit with 0; the next run goes on from there."""
+    program = launch(f"{ENDLESS} --save {tmp_path / 'c'}", 2, tmp_path)
+    program.wait_for(1, " iteration        3/")
+    program.signal(1, signal.SIGTERM)
+    assert program.exit_codes() == [0, 0]
+    iteration = saved_iteration(tmp_path / "c")
+    assert f"exiting program after receiving SIGTERM on rank 1 (iteration {iteration})" in program.output(1)
+    resumed = train_on_ranks(f"{ENDLESS} --load {tmp_path / 'c'} --exit-interval 1", 2)
+    assert all(rank.at_start["state"]["iteration"] == iteration for rank in resumed)
+    assert all(rank.at_end["state"]["iteration"] == iteration + 1 for rank in resumed)
+
+
+def test_a_signal_to_one_rank_in_evaluation(tmp_path):
+    flags = f"--mock-data --train-iters 6 --eval-interval 3 --eval-iters 20000 --log-interval 1 --save {tmp_path / 'c'}"
+    program = launch(flags, 2, tmp_path)
+    program.wait_for(1, " iteration        3/")
+    time.sleep(0.5)
+    program.signal(0, signal.SIGTERM)
+    assert program.exit_codes() == [0, 0]
+    assert saved_iteration(tmp_path / "c") == 3
+    assert re.search(r"evaluation stopped after \d+ of 20000 iterations", program.output(1))
+    assert "exiting program after receiving SIGTERM on rank 0 (iteration 3)" in program.output(1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_soon_after_a_killed_rank(tmp_path, victim):
+    program = launch(f"{ENDLESS} --save {tmp_path / 'c'} --save-interval 2", 2, tmp_path)
+    program.wait_for(1, " iteration        4/")
+    program.signal(victim, signal.SIGKILL)
+    codes = program.exit_codes(30)
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, None)
+    assert saved_iteration(tmp_path / "c") >= 2
+    said = rf"rank {1 - victim} of 2 failed in (training|saving), after iteration \d+: .*(gone|onnection|peer)"
+    assert re.search(said, program.output(1 - victim))
+
+
+def test_plain_python_is_a_run_of_one_process(tmp_path):
+    program = launch(f"{ENDLESS} --save {tmp_path / 'c'}", 0, tmp_path)
+    program.wait_for(0, " iteration        3/")
+    program.signal(0, signal.SIGTERM)
+    assert program.exit_codes() == [0]
+    assert saved_iteration(tmp_path / "c") >= 3
+
+
+def test_a_mistake_exits_with_2(tmp_path):
+    program = launch("--mock-data --train-iters 2 --lr-decay-style WSD", 0, tmp_path)
+    assert program.exit_codes() == [2]
+    assert "error: --lr-decay-style WSD needs --lr-wsd-decay-iters" in program.output(0)
+    flags = f"--mock-data --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
+    program = launch(flags, 2, tmp_path / "other")
+    assert program.exit_codes() == [2, 2]
+    assert "error on rank 1: --load" in program.output(1)

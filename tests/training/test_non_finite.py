@@ -1,0 +1,133 @@
+"""A loss or gradient that is not finite: named, then stopped at or skipped, as flagged."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import launch
+from support.processes import run_on_ranks
+from support.runs import GPT, Outcome, differences, train
+from torch import Tensor
+
+from megatron.training import pretrain
+from megatron.training.hooks.exit import ExitReason
+from megatron.training.pieces import Context, ForwardStep, Pieces
+
+RUN = "--mock-data --eval-iters 0"
+
+
+class _BadGradient(torch.autograd.Function):
+    """The input; an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Pieces:
+    """GPT whose loss or gradient is infinite in one micro-batch (from 0) of one iteration (from 1) on one rank."""
+
+    def build(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            losses, function = forward_step(data, model)
+            here = data.iteration + 1, len(data.sample_ids) - 1, context.environment.rank
+            if here == (iteration, micro_batch, rank):
+                losses = losses * torch.inf if kind == "loss" else _BadGradient.apply(losses)
+            return losses, function
+
+        return step
+
+    return Pieces(GPT.build_model, GPT.build_datasets, build)
+
+
+def named(outcome: Outcome) -> list[str]:
+    return [event.facts["what"] for event in outcome.events if event.name == "non-finite"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("loss", "lm loss is inf"), ("gradient", "gradient at the embedding is not finite")]
+)
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_it_stops_and_is_named(kind, what, precision, capsys):
+    """Weights and optimizer stay at the iteration before."""
+    flags = f"{RUN} {precision} --train-iters 9 --log-interval 1"
+    before = train(f"{flags} --exit-interval 2")
+    stopped = train(flags, poisoned(kind, iteration=3, micro_batch=2))
+    assert stopped.decision.reason is ExitReason.NON_FINITE and stopped.decision.exit_code == 1
+    assert named(stopped)[0] == f"rank 0, iteration 3: {what} in micro-batch 2, samples [10]"
+    assert f"non-finite: {named(stopped)[0]}\n" in capsys.readouterr().err
+    assert set(differences(stopped.at_end, before.at_end)) == {"state"}
+    assert stopped.at_end["state"]["iteration"] == 3
+
+
+def stop_on_rank_1(kind: str, last: int, folder: str) -> Outcome:
+    assert dist.get_world_size() == 2
+    flags = f"{RUN} --train-iters {last} --save {folder} --save-interval 1"
+    return train(flags, poisoned(kind, iteration=3, micro_batch=1, rank=1))
+
+
+@pytest.mark.parametrize(("kind", "last"), [("loss", 9), ("gradient", 3)])
+def test_one_of_two_ranks_stops_both(tmp_path, kind, last):
+    """Though a checkpoint is due after each iteration, and be it the last: none is made of the bad one."""
+    ranks = run_on_ranks(stop_on_rank_1, 2, kind, last, str(tmp_path))
+    for rank in ranks:
+        assert rank.decision is not None and rank.decision.reason is ExitReason.NON_FINITE
+        assert rank.at_end["state"]["iteration"] == 3
+    assert differences(ranks[0].at_end, ranks[1].at_end) == []
+    assert named(ranks[1])[0].startswith("rank 1, iteration 3: ")
+    assert named(ranks[1])[0].endswith("in micro-batch 1, samples [11]")  # 8 before, then ranks in turn
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert not list(tmp_path.glob("iter_0000003*"))
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_it_is_skipped_counted_and_survived(kind):
+    flags = f"{RUN} --train-iters 4 --log-interval 4 --nonfinite-action skip --lr-decay-style constant"
+    outcome = train(flags, poisoned(kind, iteration=2, micro_batch=0))
+    assert outcome.decision is None
+    assert [step.applied for step in outcome.steps] == [True, False, True, True]
+    line = outcome.lines[-1]
+    assert line.skipped_iterations == 1 and line.nan_iterations == (kind == "loss")
+    assert outcome.at_end["scheduler"]["num_steps"] == 3 * 4
+    assert outcome.at_end["optimizer"]["update_count"] == 3
+    assert outcome.at_end["state"]["consumed_train_samples"] == 4 * 4
+    assert all(weight.isfinite().all() for weight in outcome.weights.values())
+    assert named(outcome)[0].startswith("rank 0, iteration 2: ")
+
+
+def test_an_overflow_of_float16_is_no_accident_but_a_loss_is():
+    flags = f"{RUN} --fp16 --train-iters 4 --log-interval 1 --hysteresis 1"
+    overflowing = train(flags)  # the first scale, 2^32, is far too large
+    assert overflowing.decision is None and named(overflowing) == []
+    assert not overflowing.steps[0].applied and overflowing.steps[-1].loss_scale < 2**32
+    stopped = train(f"{flags} --initial-loss-scale 1024", poisoned("loss", iteration=2, micro_batch=0))
+    assert stopped.decision.reason is ExitReason.NON_FINITE and "iteration 2: lm loss is inf" in named(stopped)[0]
+
+
+def test_a_poisoned_weight(tmp_path):
+    """Whatever is behind it, the first iteration of the run stops it."""
+
+    def spoil(run: Any) -> None:
+        run.optimizer.units[1].param_buffer[5] = torch.nan
+
+    outcome = train(f"{RUN} --train-iters 5 --save {tmp_path}", before=spoil)
+    assert outcome.decision.reason is ExitReason.NON_FINITE and outcome.at_end["state"]["iteration"] == 1
+    assert len(named(outcome)) == 4 and not list(tmp_path.glob("iter_*"))
+
+
+def pretrain_poisoned() -> None:
+    pretrain(poisoned("loss", iteration=2, micro_batch=1))
+
+
+def test_the_exit_code_is_1(tmp_path):
+    program = launch(f"{RUN} --train-iters 5", 0, tmp_path, pretrain_poisoned)
+    assert program.exit_codes() == [1]
+    assert "non-finite: rank 0, iteration 2: lm loss is inf in micro-batch 1, samples [5]" in program.output(0)
+    assert "exiting program after a non-finite loss or gradient (iteration 2)" in program.output(0)

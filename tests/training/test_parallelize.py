@@ -1,0 +1,76 @@
+"""The wrappings of a model: recompute changes memory and time, and no bit of the numbers."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from support.runs import Outcome, differences, train
+
+from megatron.core.transformer.module import Float16Module
+
+RUN = "--num-layers 3 --mock-data --train-iters 3 --eval-iters 0 --log-interval 1"
+
+
+def watched(flags: str) -> tuple[Outcome, Counter[int], list[list[torch.Tensor]]]:
+    """A run; how often each layer's MLP was computed; the gradients of each iteration."""
+    calls: Counter[int] = Counter()
+    gradients: list[list[torch.Tensor]] = []
+
+    def watch(run: Any) -> None:
+        modules = dict(run.model[0].named_modules())
+        for name, module in modules.items():
+            if name.endswith(".mlp"):
+                layer = int(name.split(".")[-2])
+                module.register_forward_pre_hook(lambda *_, layer=layer: calls.update([layer]))
+        step = run.optimizer.step_on_device
+
+        def keeping(*inputs: Any) -> Any:
+            gradients.append([unit.grad_buffer.clone() for unit in run.optimizer.units])
+            return step(*inputs)
+
+        run.optimizer.step_on_device = keeping
+
+    return train(f"{RUN} {flags}", before=watch), calls, gradients
+
+
+FULL = "--recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_full_recompute_is_bit_equal(precision):
+    """With dropout on: every gradient of every iteration, and which layers are computed twice."""
+    plain, calls, gradients = watched(precision)
+    assert calls == {0: 12, 1: 12, 2: 12}  # 3 iterations of 4 micro-batches
+    for method, twice in (("uniform", {0, 1, 2}), ("block", None)):
+        for count in (1, 2):
+            outcome, computed, found = watched(f"{precision} {FULL} {method} --recompute-num-layers {count}")
+            again = twice if twice is not None else set(range(count))
+            assert computed == {layer: 24 if layer in again else 12 for layer in range(3)}, (method, count)
+            for one, other in zip(found, gradients, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), (method, count)
+            assert outcome.losses == plain.losses and differences(outcome.at_end, plain.at_end) == []
+
+
+def test_recompute_leaves_evaluation_alone():
+    flags = f"--mock-data --train-iters 1 --eval-iters 2 {FULL} uniform --recompute-num-layers 1"
+    plain = train("--mock-data --train-iters 1 --eval-iters 2")
+    assert [v.losses for v in train(flags).validations] == [v.losses for v in plain.validations]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16", torch.float16), ("--fp64", torch.float64)],
+)
+def test_the_number_format_of_weights_and_gradients(precision, dtype):
+    found: dict[str, Any] = {}
+
+    def look(run: Any) -> None:
+        found["wrapped"] = isinstance(run.model[0].module, Float16Module)
+        found["weights"] = {parameter.dtype for parameter in run.model[0].parameters()}
+        found["gradients"] = {unit.grad_buffer.dtype for unit in run.model[0].units}
+
+    train(f"{RUN} {precision}", before=look)
+    assert found["wrapped"] == (dtype in (torch.bfloat16, torch.float16))
+    assert found["weights"] == {dtype}
+    assert found["gradients"] == {torch.promote_types(dtype, torch.float32)}
