@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-NOT_HERE = {"make test"}  # it would run this test
+NOT_HERE = {"make test", "make quickstart"}  # the first would run this test, the second has one of its own below
 
 
 def bash_blocks(page: Path) -> list[str]:
