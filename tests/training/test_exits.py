@@ -10,7 +10,7 @@ from support.runs import train, train_on_ranks
 
 from megatron.training.hooks.exit import ExitReason
 
-ENDLESS = "--mock-data --train-iters 20000 --eval-iters 0 --log-interval 1"
+ENDLESS = "--train-iters 20000 --eval-iters 0 --log-interval 1"
 
 
 def saved_iteration(folder) -> int:
@@ -20,8 +20,8 @@ def saved_iteration(folder) -> int:
     return iteration
 
 
-def test_interval_and_duration(tmp_path, capsys):
-    flags = f"--mock-data --train-iters 10 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
+def test_interval_and_duration(tmp_path, corpus, capsys):
+    flags = f"--data-path {corpus} --train-iters 10 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
     outcome = train(f"{flags} --exit-interval 4")
     assert outcome.decision.reason is ExitReason.INTERVAL and outcome.decision.exit_code == 0
     assert saved_iteration(tmp_path) == 4
@@ -33,22 +33,22 @@ def test_interval_and_duration(tmp_path, capsys):
     assert outcome.decision is None and saved_iteration(tmp_path) == 10
 
 
-def test_a_signal_to_one_rank_in_training(tmp_path):
+def test_a_signal_to_one_rank_in_training(tmp_path, corpus):
     """Both ranks save the same iteration and exit with 0; the next run goes on from there."""
-    program = launch(f"{ENDLESS} --save {tmp_path / 'c'}", 2, tmp_path)
+    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'}", 2, tmp_path)
     program.wait_for(1, " iteration        3/")
     program.signal(1, signal.SIGTERM)
     assert program.exit_codes() == [0, 0]
     iteration = saved_iteration(tmp_path / "c")
     assert f"exiting program after receiving SIGTERM on rank 1 (iteration {iteration})" in program.output(1)
-    resumed = train_on_ranks(f"{ENDLESS} --load {tmp_path / 'c'} --exit-interval 1", 2)
+    resumed = train_on_ranks(f"{ENDLESS} --data-path {corpus} --load {tmp_path / 'c'} --exit-interval 1", 2)
     assert all(rank.at_start["state"]["iteration"] == iteration for rank in resumed)
     assert all(rank.at_end["state"]["iteration"] == iteration + 1 for rank in resumed)
 
 
-def test_a_signal_to_one_rank_in_evaluation(tmp_path):
-    flags = f"--mock-data --train-iters 6 --eval-interval 3 --eval-iters 20000 --log-interval 1 --save {tmp_path / 'c'}"
-    program = launch(flags, 2, tmp_path)
+def test_a_signal_to_one_rank_in_evaluation(tmp_path, corpus):
+    flags = f"--data-path {corpus} --train-iters 6 --eval-interval 3 --eval-iters 20000 --log-interval 1"
+    program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path)
     program.wait_for(1, " iteration        3/")
     time.sleep(0.5)
     program.signal(0, signal.SIGTERM)
@@ -59,8 +59,8 @@ def test_a_signal_to_one_rank_in_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_soon_after_a_killed_rank(tmp_path, victim):
-    program = launch(f"{ENDLESS} --save {tmp_path / 'c'} --save-interval 2", 2, tmp_path)
+def test_the_others_end_soon_after_a_killed_rank(tmp_path, corpus, victim):
+    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'} --save-interval 2", 2, tmp_path)
     program.wait_for(1, " iteration        4/")
     program.signal(victim, signal.SIGKILL)
     codes = program.exit_codes(30)
@@ -70,19 +70,19 @@ def test_the_others_end_soon_after_a_killed_rank(tmp_path, victim):
     assert re.search(said, program.output(1 - victim))
 
 
-def test_plain_python_is_a_run_of_one_process(tmp_path):
-    program = launch(f"{ENDLESS} --save {tmp_path / 'c'}", 0, tmp_path)
+def test_plain_python_is_a_run_of_one_process(tmp_path, corpus):
+    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'}", 0, tmp_path)
     program.wait_for(0, " iteration        3/")
     program.signal(0, signal.SIGTERM)
     assert program.exit_codes() == [0]
     assert saved_iteration(tmp_path / "c") >= 3
 
 
-def test_a_mistake_exits_with_2(tmp_path):
-    program = launch("--mock-data --train-iters 2 --lr-decay-style WSD", 0, tmp_path)
+def test_a_mistake_exits_with_2(tmp_path, corpus):
+    program = launch(f"--data-path {corpus} --train-iters 2 --lr-decay-style WSD", 0, tmp_path)
     assert program.exit_codes() == [2]
     assert "error: --lr-decay-style WSD needs --lr-wsd-decay-iters" in program.output(0)
-    flags = f"--mock-data --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
+    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
     program = launch(flags, 2, tmp_path / "other")
     assert program.exit_codes() == [2, 2]
     assert "error on rank 1: --load" in program.output(1)

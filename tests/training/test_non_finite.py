@@ -14,7 +14,7 @@ from megatron.training import pretrain
 from megatron.training.hooks.exit import ExitReason
 from megatron.training.pieces import Context, ForwardStep, Pieces
 
-RUN = "--mock-data --eval-iters 0"
+RUN = "--eval-iters 0"
 
 
 class _BadGradient(torch.autograd.Function):
@@ -55,9 +55,9 @@ def named(outcome: Outcome) -> list[str]:
     ("kind", "what"), [("loss", "lm loss is inf"), ("gradient", "gradient at the embedding is not finite")]
 )
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_it_stops_and_is_named(kind, what, precision, capsys):
+def test_it_stops_and_is_named(corpus, kind, what, precision, capsys):
     """Weights and optimizer stay at the iteration before."""
-    flags = f"{RUN} {precision} --train-iters 9 --log-interval 1"
+    flags = f"{RUN} --data-path {corpus} {precision} --train-iters 9 --log-interval 1"
     before = train(f"{flags} --exit-interval 2")
     stopped = train(flags, poisoned(kind, iteration=3, micro_batch=2))
     assert stopped.decision.reason is ExitReason.NON_FINITE and stopped.decision.exit_code == 1
@@ -67,16 +67,16 @@ def test_it_stops_and_is_named(kind, what, precision, capsys):
     assert stopped.at_end["state"]["iteration"] == 3
 
 
-def stop_on_rank_1(kind: str, last: int, folder: str) -> Outcome:
+def stop_on_rank_1(corpus: str, kind: str, last: int, folder: str) -> Outcome:
     assert dist.get_world_size() == 2
-    flags = f"{RUN} --train-iters {last} --save {folder} --save-interval 1"
+    flags = f"{RUN} --data-path {corpus} --train-iters {last} --save {folder} --save-interval 1"
     return train(flags, poisoned(kind, iteration=3, micro_batch=1, rank=1))
 
 
 @pytest.mark.parametrize(("kind", "last"), [("loss", 9), ("gradient", 3)])
-def test_one_of_two_ranks_stops_both(tmp_path, kind, last):
+def test_one_of_two_ranks_stops_both(corpus, tmp_path, kind, last):
     """Though a checkpoint is due after each iteration, and be it the last: none is made of the bad one."""
-    ranks = run_on_ranks(stop_on_rank_1, 2, kind, last, str(tmp_path))
+    ranks = run_on_ranks(stop_on_rank_1, 2, corpus, kind, last, str(tmp_path))
     for rank in ranks:
         assert rank.decision is not None and rank.decision.reason is ExitReason.NON_FINITE
         assert rank.at_end["state"]["iteration"] == 3
@@ -88,8 +88,10 @@ def test_one_of_two_ranks_stops_both(tmp_path, kind, last):
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
-def test_it_is_skipped_counted_and_survived(kind):
-    flags = f"{RUN} --train-iters 4 --log-interval 4 --nonfinite-action skip --lr-decay-style constant"
+def test_it_is_skipped_counted_and_survived(corpus, kind):
+    flags = (
+        f"{RUN} --data-path {corpus} --train-iters 4 --log-interval 4 --nonfinite-action skip --lr-decay-style constant"
+    )
     outcome = train(flags, poisoned(kind, iteration=2, micro_batch=0))
     assert outcome.decision is None
     assert [step.applied for step in outcome.steps] == [True, False, True, True]
@@ -102,8 +104,8 @@ def test_it_is_skipped_counted_and_survived(kind):
     assert named(outcome)[0].startswith("rank 0, iteration 2: ")
 
 
-def test_an_overflow_of_float16_is_no_accident_but_a_loss_is():
-    flags = f"{RUN} --fp16 --train-iters 4 --log-interval 1 --hysteresis 1"
+def test_an_overflow_of_float16_is_no_accident_but_a_loss_is(corpus):
+    flags = f"{RUN} --data-path {corpus} --fp16 --train-iters 4 --log-interval 1 --hysteresis 1"
     overflowing = train(flags)  # the first scale, 2^32, is far too large
     assert overflowing.decision is None and named(overflowing) == []
     assert not overflowing.steps[0].applied and overflowing.steps[-1].loss_scale < 2**32
@@ -111,13 +113,13 @@ def test_an_overflow_of_float16_is_no_accident_but_a_loss_is():
     assert stopped.decision.reason is ExitReason.NON_FINITE and "iteration 2: lm loss is inf" in named(stopped)[0]
 
 
-def test_a_poisoned_weight(tmp_path):
+def test_a_poisoned_weight(corpus, tmp_path):
     """Whatever is behind it, the first iteration of the run stops it."""
 
     def spoil(run: Any) -> None:
         run.optimizer.units[1].param_buffer[5] = torch.nan
 
-    outcome = train(f"{RUN} --train-iters 5 --save {tmp_path}", before=spoil)
+    outcome = train(f"{RUN} --data-path {corpus} --train-iters 5 --save {tmp_path}", before=spoil)
     assert outcome.decision.reason is ExitReason.NON_FINITE and outcome.at_end["state"]["iteration"] == 1
     assert len(named(outcome)) == 4 and not list(tmp_path.glob("iter_*"))
 
@@ -126,8 +128,8 @@ def pretrain_poisoned() -> None:
     pretrain(poisoned("loss", iteration=2, micro_batch=1))
 
 
-def test_the_exit_code_is_1(tmp_path):
-    program = launch(f"{RUN} --train-iters 5", 0, tmp_path, pretrain_poisoned)
+def test_the_exit_code_is_1(corpus, tmp_path):
+    program = launch(f"{RUN} --data-path {corpus} --train-iters 5", 0, tmp_path, pretrain_poisoned)
     assert program.exit_codes() == [1]
     assert "non-finite: rank 0, iteration 2: lm loss is inf in micro-batch 1, samples [5]" in program.output(0)
     assert "exiting program after a non-finite loss or gradient (iteration 2)" in program.output(0)

@@ -9,7 +9,7 @@ from support.runs import Outcome, differences, train
 
 from megatron.core.transformer.module import Float16Module
 
-RUN = "--num-layers 3 --mock-data --train-iters 3 --eval-iters 0 --log-interval 1"
+RUN = "--num-layers 3 --train-iters 3 --eval-iters 0 --log-interval 1"
 
 
 def watched(flags: str) -> tuple[Outcome, Counter[int], list[list[torch.Tensor]]]:
@@ -38,13 +38,14 @@ FULL = "--recompute-granularity full --recompute-method"
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_full_recompute_is_bit_equal(precision):
+def test_full_recompute_is_bit_equal(corpus, precision):
     """With dropout on: every gradient of every iteration, and which layers are computed twice."""
-    plain, calls, gradients = watched(precision)
+    data = f"--data-path {corpus} {precision}"
+    plain, calls, gradients = watched(data)
     assert calls == {0: 12, 1: 12, 2: 12}  # 3 iterations of 4 micro-batches
     for method, twice in (("uniform", {0, 1, 2}), ("block", None)):
         for count in (1, 2):
-            outcome, computed, found = watched(f"{precision} {FULL} {method} --recompute-num-layers {count}")
+            outcome, computed, found = watched(f"{data} {FULL} {method} --recompute-num-layers {count}")
             again = twice if twice is not None else set(range(count))
             assert computed == {layer: 24 if layer in again else 12 for layer in range(3)}, (method, count)
             for one, other in zip(found, gradients, strict=True):
@@ -52,17 +53,18 @@ def test_full_recompute_is_bit_equal(precision):
             assert outcome.losses == plain.losses and differences(outcome.at_end, plain.at_end) == []
 
 
-def test_recompute_leaves_evaluation_alone():
-    flags = f"--mock-data --train-iters 1 --eval-iters 2 {FULL} uniform --recompute-num-layers 1"
-    plain = train("--mock-data --train-iters 1 --eval-iters 2")
-    assert [v.losses for v in train(flags).validations] == [v.losses for v in plain.validations]
+def test_recompute_leaves_evaluation_alone(corpus):
+    flags = f"--data-path {corpus} --train-iters 1 --eval-iters 2"
+    plain = train(flags)
+    again = train(f"{flags} {FULL} uniform --recompute-num-layers 1")
+    assert [v.losses for v in again.validations] == [v.losses for v in plain.validations]
 
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("", torch.float32), ("--bf16", torch.bfloat16), ("--fp16", torch.float16), ("--fp64", torch.float64)],
 )
-def test_the_number_format_of_weights_and_gradients(precision, dtype):
+def test_the_number_format_of_weights_and_gradients(corpus, precision, dtype):
     found: dict[str, Any] = {}
 
     def look(run: Any) -> None:
@@ -70,7 +72,7 @@ def test_the_number_format_of_weights_and_gradients(precision, dtype):
         found["weights"] = {parameter.dtype for parameter in run.model[0].parameters()}
         found["gradients"] = {unit.grad_buffer.dtype for unit in run.model[0].units}
 
-    train(f"{RUN} {precision}", before=look)
+    train(f"{RUN} --data-path {corpus} {precision}", before=look)
     assert found["wrapped"] == (dtype in (torch.bfloat16, torch.float16))
     assert found["weights"] == {dtype}
     assert found["gradients"] == {torch.promote_types(dtype, torch.float32)}

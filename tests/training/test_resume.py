@@ -1,7 +1,7 @@
 """Stopping and going on: nothing changes in the same layout; in another one, nothing but rounding does."""
 
 import pytest
-from support.runs import Outcome, differences, stream, train, train_on_ranks, write_documents
+from support.runs import Outcome, differences, stream, train, train_on_ranks
 
 PRECISIONS = {
     "bf16": "--bf16",
@@ -9,11 +9,6 @@ PRECISIONS = {
     "fp16": "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1",
 }
 FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-warmup-iters 3 --min-lr 1e-3"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    return write_documents(tmp_path_factory.mktemp("corpus") / "text")
 
 
 def test_dropout_is_on_by_default(corpus):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
-from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks, train_on_ranks, write_documents
+from support.runs import GPT, Outcome, differences, stream, train, train_all_on_ranks, train_on_ranks
 
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import grad_norm
@@ -17,11 +17,6 @@ from megatron.training.pieces import Context, ForwardStep, Pieces
 from megatron.training.run import Run
 
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    return write_documents(tmp_path_factory.mktemp("corpus") / "text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,20 +115,20 @@ def test_packed_documents_are_separate_documents(corpus):
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16", "--fp16 --initial-loss-scale 65536", "--fp64", "--optimizer sgd"])
-def test_every_number_format_learns(precision, capsys):
-    """Made-up documents count upwards, which is soon learnt."""
+def test_every_number_format_learns(corpus, precision, capsys):
+    """Documents count upwards in strides of 1 to 3, which is soon learnt."""
     learning = "--lr 0.3" if "sgd" in precision else "--lr 2e-2"
-    outcome = train(f"{precision} {learning} --mock-data --train-iters 50 --eval-iters 0 --hidden-dropout 0")
+    outcome = train(f"{precision} {learning} --data-path {corpus} --train-iters 50 --eval-iters 0 --hidden-dropout 0")
     assert outcome.losses[0] == pytest.approx(math.log(41), rel=0.1)
     assert sum(outcome.losses[-5:]) / 5 < 0.65 * outcome.losses[0]
     assert capsys.readouterr().out.count("--fp16 on a CPU") == ("fp16" in precision)
 
 
-def test_replicas_stay_equal_run_after_run():
+def test_replicas_stay_equal_run_after_run(corpus):
     """Of two ranks, in one world that runs many times, in formats and sizes of all sorts."""
     formats = ["--bf16", "--fp16 --initial-loss-scale 65536", "--fp64 --hidden-size 48"]
     flags = [*formats, "--bf16 --overlap-grad-reduce", "--bf16"]
-    runs = [f"{each} --mock-data --train-iters 5 --eval-iters 0" for each in flags]
+    runs = [f"{each} --data-path {corpus} --train-iters 5 --eval-iters 0" for each in flags]
     first, second = train_all_on_ranks(runs, 2)
     for one, other in zip(first, second, strict=True):
         assert differences(one.at_end, other.at_end) == []
@@ -301,14 +296,14 @@ def test_what_the_log_flags_promise(tmp_path, corpus, capsys):
 # Setting up and closing
 
 
-def test_twice_in_one_process_with_other_sizes(monkeypatch, tmp_path):
+def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
     """As under torchrun: each run makes its process group and gives it back."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     runs = []
     for size, port in ((32, 29871), (48, 29872), (32, 29873)):
         monkeypatch.setenv("MASTER_PORT", str(port))
-        runs.append(train(f"--hidden-size {size} --mock-data --train-iters 2 --eval-iters 0"))
+        runs.append(train(f"--hidden-size {size} --data-path {corpus} --train-iters 2 --eval-iters 0"))
         assert not dist.is_initialized()
     assert differences(runs[0].at_end, runs[2].at_end) == []
     widths = [run.weights["weight embedding.word_embeddings.weight"].numel() // 41 for run in runs]
