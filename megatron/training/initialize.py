@@ -5,7 +5,6 @@ sizes.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 
 
 @dataclass(frozen=True)
@@ -50,35 +50,15 @@ def process_environment(
     number of processes is not the grid's.
     """
     device = local_device()
-    mine = "RANK" in os.environ and not dist.is_initialized()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if mine:
-        dist.init_process_group(
-            f"cpu:gloo,cuda:{backend or 'nccl'}" if device.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
-            device_id=device if device.type == "cuda" else None,
-        )
+    timeout = timedelta(minutes=timeout_minutes)
+    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend or "nccl")
     try:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         if world_size != grid.world_size:
             raise UserError(f"the run is laid out for {grid.world_size} processes and {world_size} were started")
         rank = dist.get_rank() if dist.is_initialized() else 0
-        groups = ProcessGroupCollection.from_grid(grid, rank, timeout=timedelta(minutes=timeout_minutes))
+        groups = ProcessGroupCollection.from_grid(grid, rank, timeout=timeout)
         yield Environment(rank, world_size, device, groups)
     finally:
         if mine and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def local_device() -> torch.device:
-    """The GPU of this process if there are any, else the CPU. Raises UserError for more processes than GPUs."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if index >= count:
-        raise UserError(
-            f"this machine has {count} GPUs and process {index} (from 0) wants one of its own: start torchrun with "
-            f"--nproc_per_node {count}"
-        )
-    return torch.device("cuda", index)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.datasets.compiled import compiled
 from megatron.core.exceptions import UserError
+from megatron.core.utils.compiled import compiled
 
 _BLOCK = 1 << 14
 _BLOCKS_KEPT = 4

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.datasets.compiled import compiled
+from megatron.core.utils.compiled import compiled
 
 # The last epoch is shuffled apart when fewer than this part of its samples is used: mixed in with the others, its
 # documents would be seen less often than the rest.

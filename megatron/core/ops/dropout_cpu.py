@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.compiled import compiled
 from megatron.core.ops.dropout import Draw
+from megatron.core.utils.compiled import compiled
 
 
 def keep_rows_compiled(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:

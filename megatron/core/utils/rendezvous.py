@@ -29,17 +29,24 @@ def local_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def start_torch_distributed(device: torch.device | None = None, timeout: timedelta | None = None) -> bool:
+def start_torch_distributed(
+    device: torch.device | None = None, timeout: timedelta | None = None, backend: str = "nccl"
+) -> bool:
     """Join the world that torchrun describes, unless that was done; returns whether there is a world.
 
-    On a GPU tensors there go by nccl and host tensors by gloo; on a CPU all go by gloo.
+    `backend` (nccl or gloo) moves the tensors of a GPU. Host tensors always go over gloo.
     """
     if dist.is_available() and dist.is_initialized():
         return True
     if not started_by_torchrun():
         return False
     device = device or local_device()
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    dist.init_process_group(
+        f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
+        timeout=timeout,
+        device_id=device if on_gpu and backend == "nccl" else None,
+    )
     return True

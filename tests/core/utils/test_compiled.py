@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import megatron.core.datasets.compiled as module
-from megatron.core.datasets.compiled import compiled
+import megatron.core.utils.compiled as module
+from megatron.core.utils.compiled import compiled
 
 KERNEL = """
 import sys
