@@ -1,12 +1,15 @@
 """Scaled dot-product attention by torch's fused kernels, on a GPU cuDNN's first."""
 
+import functools
+import inspect
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, hidden_keys
 
@@ -71,20 +74,37 @@ def varlen_attention(
     flash kernel for sequences of various lengths (Dao 2023)."""
     assert call.cu_seqlens is not None and call.max_seqlen is not None and call.mask is None
     left, right = variant.reach
-    context = varlen_attn(
+    compute, takes_groups = _varlen_kernel()
+    key, value = key.squeeze(1), value.squeeze(1)  # [t, g, d]
+    grouped = {"enable_gqa": query.shape[2] != key.shape[1]} if takes_groups else {}
+    if not takes_groups:
+        shared = query.shape[2] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    context = compute(
         query.squeeze(1),  # [t, a, d]
-        key.squeeze(1),
-        value.squeeze(1),
+        key,
+        value,
         call.cu_seqlens,
         call.cu_seqlens,
         call.max_seqlen,
         call.max_seqlen,
         scale=variant.scale,
         window_size=(-1 if left is None else left, -1 if right is None else right),
-        enable_gqa=query.shape[2] != key.shape[2],
+        **grouped,
     )
     assert isinstance(context, Tensor)
     return context.unsqueeze(1)
+
+
+@functools.cache
+def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
+    """torch's kernel, and whether it shares key heads among query heads by itself, which older releases do not.
+
+    The module brings torch's compiler along, and that Triton: only a GPU that computes packed documents loads it.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _whole(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
