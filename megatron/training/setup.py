@@ -11,7 +11,7 @@ from torch import nn
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -57,6 +57,7 @@ def set_up(
         print(*config.notes, *shown, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
     global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
+    use_schedule(batches)
     model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
     optimizer = build_optimizer(context, pieces, model)
     scheduler = build_scheduler(config, optimizer)
@@ -126,7 +127,8 @@ def set_torch(config: PretrainConfig) -> None:
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports torch's compiler
+        torch.use_deterministic_algorithms(deterministic)
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
 
