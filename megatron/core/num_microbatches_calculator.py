@@ -165,6 +165,12 @@ def reconfigure_num_microbatches_calculator(
     )
 
 
+def use_schedule(schedule: BatchSchedule) -> None:
+    """Keep a schedule that somebody else advances."""
+    global _schedule
+    _schedule = schedule
+
+
 def unset_num_microbatches_calculator() -> None:
     """Forget the schedule."""
     global _schedule

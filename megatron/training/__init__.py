@@ -13,6 +13,15 @@ _HOMES = {
     "get_timers": "megatron.training.global_vars",
     "get_tokenizer": "megatron.training.global_vars",
     "get_wandb_writer": "megatron.training.global_vars",
+    "initialize_megatron": "megatron.training.published",
+    "get_model": "megatron.training.published",
+    "setup_model_and_optimizer": "megatron.training.published",
+    "train_step": "megatron.training.published",
+    "save_checkpoint": "megatron.training.checkpointing",
+    "load_checkpoint": "megatron.training.checkpointing",
+    "is_last_rank": "megatron.training.utils",
+    "print_rank_0": "megatron.training.utils",
+    "print_rank_last": "megatron.training.utils",
 }
 """Where each name lives."""
 

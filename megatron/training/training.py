@@ -21,6 +21,10 @@ from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.initialize import process_environment
 from megatron.training.pieces import Pieces, pieces_of_user_script
+from megatron.training.published import build_train_valid_test_data_iterators as build_train_valid_test_data_iterators
+from megatron.training.published import evaluate as evaluate
+from megatron.training.published import get_model as get_model
+from megatron.training.published import setup_model_and_optimizer as setup_model_and_optimizer
 from megatron.training.run import Run
 from megatron.training.setup import set_up
 
@@ -53,9 +57,12 @@ def pretrain(
 
     Takes the published provider functions, or a `Pieces` alone. `optimizer_provider(model_chunks)` may return any
     torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
-    when the run ends early because of a non-finite loss.
+    when the run ends early because of a non-finite loss. Raises UserError for `process_non_loss_data_func`, which
+    nothing calls yet.
     """
     started = time.monotonic()
+    if process_non_loss_data_func is not None:
+        raise UserError("pretrain(process_non_loss_data_func=...): not yet")
     config = config_of_command_line(extra_args_provider, args_defaults)
     if isinstance(train_valid_test_dataset_provider, Pieces):
         pieces = train_valid_test_dataset_provider

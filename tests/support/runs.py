@@ -1,6 +1,7 @@
 """Whole runs of tiny models, in this process or on the ranks of a small world, and all that became of them."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -120,6 +121,15 @@ def train(
     outcome = Outcome()
     with _remembered(outcome, before):
         outcome.decision = training.run_pretraining(config, pieces, time.monotonic() - seconds_ago)
+    return outcome
+
+
+def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -> Outcome:
+    """What became of `pretrain(...)` as a script calls it, in this process."""
+    outcome = Outcome()
+    words = ["script.py", *f"{base} {flags}".split()]
+    with _remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
+        training.pretrain(*arguments, **keywords)
     return outcome
 
 

@@ -1,0 +1,244 @@
+"""Published functions for scripts with a loop of their own. They take no config: they speak of the run that
+`initialize_megatron` began, or that `pretrain` set up last.
+
+    initialize_megatron()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType.encoder_or_decoder)
+    train, valid, test = build_train_valid_test_data_iterators(datasets_provider)
+    run_step = get_forward_backward_func()
+    loss, *_ = train_step(forward_step, train, model, optimizer, scheduler, model[0].config, run_step)
+
+Unlike our own loop, `train_step` waits for the device. (`megatron.training.train_step`; the function of that name in
+megatron.training.training is our loop's.)
+"""
+
+import atexit
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce
+from megatron.core.enums import ModelType
+from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import (
+    BatchSchedule,
+    get_current_running_global_batch_size,
+    get_micro_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+    use_schedule,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import global_vars
+from megatron.training.arguments import Arguments, config_of_command_line, validate_args
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.data.splits import build_splits
+from megatron.training.data.step_data import StepData
+from megatron.training.evaluate import evaluate as run_evaluation
+from megatron.training.initialize import process_environment
+from megatron.training.parallelize import parallelize
+from megatron.training.pieces import Context, Stage, pieces_of_user_script
+from megatron.training.schedule import build_scheduler
+from megatron.training.setup import build_optimizer, connect, sample_counts, set_torch
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
+
+_begun = contextlib.ExitStack()
+atexit.register(_begun.close)
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[..., Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    allow_no_cuda: bool = False,
+    skip_mpu_initialization: bool = False,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    parsed_args: Arguments | None = None,
+    store: Any = None,
+) -> None:
+    """Read the command line, join the other ranks, make groups and tokenizer: `get_args()` and its like work then.
+
+    The process group ends with the program. A machine without CUDA is always allowed. Calling it again begins another
+    run. Exits with code 2 when the command line is wrong; raises UserError for what there is not yet.
+    """
+    asked = {"skip_mpu_initialization": skip_mpu_initialization, "get_embedding_ranks": get_embedding_ranks is not None}
+    asked |= {"get_position_embedding_ranks": get_position_embedding_ranks is not None, "store": store is not None}
+    refuse("initialize_megatron", asked)
+    if parsed_args is None:
+        config = config_of_command_line(extra_args_provider, args_defaults, ignore_unknown_args)
+    else:
+        config = parsed_args.config or validate_args(parsed_args, args_defaults).config
+    _begun.close()
+    parallel = config.parallel
+    environment = _begun.enter_context(
+        process_environment(
+            config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
+        )
+    )
+    set_torch(config)
+    if environment.is_first and config.notes:
+        print(*config.notes, sep="\n", flush=True)
+    tokenizer = build_tokenizer(config.tokenizer)
+    padded = padded_vocab_size(
+        tokenizer.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
+    )
+    global_vars.publish(Context(config, environment, tokenizer, TrainState()), padded_vocab_size=padded)
+    use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp")))
+
+
+def get_model(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[nn.Module]:
+    """The chunks of the model on this rank, on its device, in the run's number format; wrapped in
+    DistributedDataParallel unless told otherwise. `config` and groups are the run's own."""
+    refuse("get_model", {"config": config is not None, "pg_collection": pg_collection is not None})
+    run = global_vars.published_run()
+    pieces = pieces_of_user_script(_no_datasets, model_provider_func, _no_step)
+    wrapped = parallelize(pieces.build_model(run, Stage()), run.config, run.environment)
+    return [wrapped if wrap_with_ddp else wrapped.module]
+
+
+def _no_datasets(*_: Any) -> Sequence[Any]:
+    raise AssertionError
+
+
+def _no_step(*_: Any) -> Any:
+    raise AssertionError
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Callable[..., nn.Module], model_type: ModelType, checkpointing_context: Any = None
+) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Model chunks, optimizer and schedule, as --load's checkpoint has them if there is one. With --skip-train the last
+    two are None."""
+    run = global_vars.published_run()
+    pieces = pieces_of_user_script(_no_datasets, model_provider_func, _no_step)
+    model = [parallelize(pieces.build_model(run, Stage()), run.config, run.environment)]
+    optimizer = build_optimizer(run, pieces, model)
+    scheduler = build_scheduler(run.config, optimizer)
+    connect(run.config, model, optimizer)
+    Checkpoints(run.config, run.environment.groups).load(run.state, model, optimizer, scheduler)
+    if run.config.evaluation.skip_train:
+        return [*model], None, None
+    return [*model], optimizer, scheduler
+
+
+def build_train_valid_test_data_iterators(
+    build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
+) -> tuple[Iterator[Any] | None, Iterator[Any] | None, Iterator[Any] | None]:
+    """This rank's micro-batches of each split from where the run stands; None where there is no such data."""
+    run = global_vars.published_run()
+    counts = sample_counts(run.config)
+    datasets = build_train_valid_test_datasets_provider([counts.train, counts.valid, counts.test])
+    splits = build_splits(run.config, run.environment, run.state, datasets)
+    _begun.callback(splits.close)
+    return splits.train, splits.valid, splits.test
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: Any,
+    forward_backward_func: Callable[..., Any],
+    iteration: int | None = None,
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, None]:
+    """One step. Returns (loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm,
+    num_zeros_in_grad, max_attention_logit); the last is not measured. Counts the step in `get_args()`."""
+    run = global_vars.published_run()
+    update_num_microbatches(run.state.consumed_train_samples)
+    if isinstance(data_iterator, StepData):
+        data_iterator.begin(run.state.iteration)
+    for chunk in model:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+    optimizer.zero_grad()
+    reports = forward_backward_func(
+        forward_step_func=forward_step_func,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=get_num_microbatches(),
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=get_micro_batch_size(),
+        forward_only=False,
+    )
+    applied, grad_norm, num_zeros = optimizer.step()
+    samples = get_current_running_global_batch_size()
+    if applied:
+        opt_param_scheduler.step(increment=samples)
+    run.state.iteration += 1
+    run.state.consumed_train_samples += samples
+    run.state.consumed_tokens += samples * (run.config.data.seq_length or 0)
+    return _mean_reports(reports, run), int(not applied), False, False, 0, grad_norm, num_zeros, None
+
+
+def _mean_reports(reports: Sequence[Mapping[str, Tensor]], run: Context) -> dict[str, Tensor]:
+    """Each loss of the global batch: [sum, count] over all data parallel ranks; one value is the mean over
+    micro-batches of this rank."""
+    groups, means = run.environment.groups, {}
+    for name in reports[0] if reports else ():
+        values = torch.stack([report[name].detach().reshape(-1) for report in reports])  # [micro-batches, 1 or 2]
+        if values.size(1) == 1:
+            means[name] = values.mean()
+            continue
+        total = values.sum(dim=0)
+        total = all_reduce(total, groups.dp_cp) if groups.size("dp_cp") > 1 else total
+        means[name] = total[0] / total[1].clamp(min=1)
+    return means
+
+
+def evaluate(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    model: Sequence[nn.Module],
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    eval_iters: int | None = None,
+) -> tuple[dict[str, Tensor], None, bool]:
+    """(mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`."""
+    asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
+    refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
+    run = global_vars.published_run()
+    groups, training = run.environment.groups, run.config.training
+    if isinstance(data_iterator, StepData):
+        data_iterator.begin(run.state.iteration)
+    found = run_evaluation(
+        get_forward_backward_func(groups.size("pp")),
+        forward_step_func,
+        data_iterator,
+        list(model),
+        num_iterations=run.config.evaluation.eval_iters if eval_iters is None else eval_iters,
+        num_microbatches=BatchSchedule.from_config(training, groups.size("dp")).final_num_microbatches,
+        micro_batch_size=training.micro_batch_size,
+        seq_length=run.config.data.seq_length or 0,
+        device=run.environment.device,
+        group=groups.dp_cp if groups.size("dp_cp") > 1 else None,
+        data_parallel_size=groups.size("dp"),
+    )
+    run.state.consumed_valid_samples += found.samples
+    if verbose and run.environment.is_last:
+        print(f"evaluated {found.iterations} iterations, {found.samples} samples", flush=True)
+    return {name: torch.tensor(loss) for name, loss in found.losses.items()}, None, False
+
+
+def refuse(function: str, asked: Mapping[str, bool]) -> None:
+    """Raise UserError for the first argument that is given and not supported yet."""
+    for name, value in asked.items():
+        if value:
+            raise UserError(f"{function}({name}=...): not yet")

@@ -1,0 +1,164 @@
+"""Small published functions for user scripts. Those that talk to other ranks use the default groups, which are the
+run's own while it lasts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_reduce
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.clip_grads import weight_norm
+from megatron.core.parameters import info_of
+from megatron.core.process_groups_config import default_collection
+from megatron.core.transformer.module import Float16Module
+from megatron.training.initialize import local_device
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Printing
+
+
+def print_rank_0(message: Any, rank: int | None = None) -> None:
+    """Print on the first rank; `rank` is this process's, where torch.distributed does not know it."""
+    if (rank if rank is not None else _rank()) == 0:
+        print(message, flush=True)
+
+
+def is_last_rank() -> bool:
+    """This is the last rank of the world, which has the losses."""
+    return _rank() == (dist.get_world_size() - 1 if dist.is_initialized() else 0)
+
+
+def print_rank_last(message: Any) -> None:
+    """Print on the last rank."""
+    if is_last_rank():
+        print(message, flush=True)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
+    """The module within wrappers of the given classes (default: data parallel and half precision). A list gives one."""
+    wrappers: Any = module_instances or (DistributedDataParallel, Float16Module)
+    if isinstance(model, list):
+        return [unwrap_model(chunk, wrappers) for chunk in model]
+    while isinstance(model, wrappers):
+        model = model.module
+    return model
+
+
+def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False) -> float:
+    """2-norm of all weights of the model, each counted once over all ranks. Waits for the device.
+
+    The norm is always computed in float32 at least, without a copy; `force_create_fp32_copy` changes nothing.
+    """
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    if len(wrapped) == len(chunks):
+        units = [unit for chunk in wrapped for unit in chunk.units]
+        return weight_norm(units, wrapped[0].pg_collection).item()
+    weights = [p.detach().view(-1)[: info_of(p).box.numel] for chunk in chunks for p in chunk.parameters()]
+    return torch.stack([weight.double().square().sum() for weight in weights]).sum().sqrt().item()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    pad_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    pad_mask_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For left-to-right models, from token ids [b, s]: attention mask (bool [1 or b, 1, s, s], True where masked), loss
+    mask (float32 [b, s]) and position ids (int64 [b, s]).
+
+    A document ends with its `eod_token`. The mask has one row for all samples unless documents are kept apart.
+    """
+    rows, length = data.shape
+    ended = (data == eod_token).long().cumsum(dim=1)
+    document = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1)  # [b, s], from 0 in each row
+    mask = torch.ones(length, length, dtype=torch.bool, device=data.device).triu(diagonal=1)[None, None]
+    if reset_attention_mask:
+        mask = mask | (document[:, None, :, None] != document[:, None, None, :])
+    loss_mask = torch.ones(rows, length, dtype=torch.float32, device=data.device)
+    if eod_mask_loss:
+        loss_mask[data == eod_token] = 0.0
+    if pad_mask_loss:
+        loss_mask[data == pad_token] = 0.0
+    positions = torch.arange(length, device=data.device).expand(rows, length)
+    if reset_position_ids:
+        starts = torch.where(document != document.roll(1, dims=1), positions, 0)
+        starts[:, 0] = 0
+        positions = positions - starts.cummax(dim=1).values
+    return mask, loss_mask, positions.clone()
+
+
+_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def get_batch_on_this_tp_rank(
+    data_iterator: Iterator[Mapping[str, Any]], mtp_on_this_rank: bool = False
+) -> dict[str, Tensor | None]:
+    """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
+
+    `attention_mask` is None where the data carries none, for a causal one; boundaries of documents
+    (--reset-attention-mask) become a mask.
+    """
+    if mtp_on_this_rank:
+        raise UserError("get_batch_on_this_tp_rank(mtp_on_this_rank=True): not yet")
+    if default_collection().size("tp") > 1:
+        raise UserError("get_batch_on_this_tp_rank: not yet: tensor parallel ranks; use --tensor-model-parallel-size 1")
+    batch = next(data_iterator)
+    found: dict[str, Tensor | None] = {name: _field(batch, name) for name in _FIELDS}
+    cu_seqlens = _field(batch, "cu_seqlens")
+    if found["attention_mask"] is None and cu_seqlens is not None:
+        assert found["tokens"] is not None
+        found["attention_mask"] = _mask_of_documents(cu_seqlens, found["tokens"])
+    device = local_device()
+    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+
+
+def _field(batch: Mapping[str, Any], name: str) -> Tensor | None:
+    try:
+        return batch[name]
+    except KeyError:
+        return None
+
+
+def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """bool [b, 1, s, s], True where masked, from boundaries over the rows laid end to end."""
+    place = torch.arange(tokens.numel(), device=cu_seqlens.device)
+    document = torch.bucketize(place, cu_seqlens[1:], right=True).view(tokens.shape)
+    later = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=cu_seqlens.device).triu(diagonal=1)
+    return later | (document[:, None, :, None] != document[:, None, None, :])
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+    """This rank's part of the sequences of a batch: all of them without context parallelism."""
+    size = default_collection().size("cp") if cp_group is None else dist.get_world_size(cp_group)
+    if size > 1:
+        raise UserError(f"get_batch_on_this_cp_rank: not yet: {size} context parallel ranks; use 1")
+    return batch
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Means of some scalars over the data parallel ranks: [number of losses]."""
+    mean = torch.stack([loss.detach().reshape(()) for loss in losses])
+    groups = default_collection()
+    if groups.size("dp") == 1:
+        return mean
+    return all_reduce(mean, groups.dp) / groups.size("dp")

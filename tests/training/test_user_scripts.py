@@ -1,0 +1,285 @@
+"""Scripts of users, written as published ones are: providers, forward steps, loops of their own."""
+
+from argparse import ArgumentParser
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.launch import launch
+from support.runs import TINY, Outcome, differences, run_script, train
+from torch import Tensor, nn
+
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.enums import ModelType
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training import (
+    get_args,
+    get_timers,
+    get_tokenizer,
+    global_vars,
+    initialize_megatron,
+    pretrain,
+    print_rank_0,
+    save_checkpoint,
+    train_step,
+)
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.training import (
+    build_train_valid_test_data_iterators,
+    evaluate,
+    setup_model_and_optimizer,
+)
+from megatron.training.utils import (
+    average_losses_across_data_parallel_group,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    unwrap_model,
+)
+
+STILL = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 1"
+"""A published script gives its model the padded vocabulary as the true one, and no place for masks of dropout."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A script as published ones are
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    args = get_args()
+    print_rank_0("building GPT model ...")
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, False, args.qk_layernorm),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+    )
+
+
+def get_batch(data_iterator: Any) -> tuple[Any, ...]:
+    if not mpu.is_pipeline_first_stage() and not mpu.is_pipeline_last_stage():
+        return None, None, None, None, None
+    return tuple(get_batch_on_this_cp_rank(get_batch_on_this_tp_rank(data_iterator)).values())
+
+
+def loss_func(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    losses = output_tensor.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask) / mask.sum()
+    return loss, {"lm loss": average_losses_across_data_parallel_group([loss])[0]}
+
+
+def three_values(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total = torch.sum(output_tensor.view(-1) * loss_mask.view(-1))
+    count = loss_mask.sum().to(torch.int)
+    report = torch.cat([total.clone().detach().view(1), count.view(1)])
+    return total, count, {"lm loss": report}
+
+
+def forward_step(data_iterator: Any, model: nn.Module, loss: Any = three_values) -> tuple[Tensor, Any]:
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    return model(tokens, position_ids, attention_mask, labels=labels), partial(loss, loss_mask)
+
+
+def datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=get_blend_from_list(args.data_path),
+        split=args.split,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,
+    )
+    return tuple(
+        BlendedMegatronDatasetBuilder(
+            GPTDataset,
+            train_val_test_num_samples,
+            lambda: mpu.get_tensor_model_parallel_rank() == 0,
+            config,
+        ).build()
+    )
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+SCRIPT = (datasets_provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def losses_of(outcome: Outcome) -> list[float]:
+    return outcome.losses + [record.losses["lm loss"] for record in outcome.validations]
+
+
+@pytest.mark.parametrize("masks", ["", "--reset-position-ids --reset-attention-mask --eod-mask-loss"])
+def test_a_published_script_trains_as_ours(corpus, masks):
+    flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {STILL} {masks}"
+    ours, theirs = train(flags), run_script(flags, *SCRIPT)
+    assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=1e-11) and len(theirs.losses) == 4
+    assert theirs.at_end["state"] == ours.at_end["state"]
+
+
+def test_a_loss_of_two_values(corpus):
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {STILL}"
+    step = partial(forward_step, loss=loss_func)
+    theirs = run_script(flags, datasets_provider, model_provider, ModelType.encoder_or_decoder, step)
+    assert losses_of(theirs) == pytest.approx(losses_of(train(flags)), abs=1e-6)  # it sums in float32
+    with pytest.raises(SystemExit, match="2"):
+        run_script(f"{flags} --calculate-per-token-loss", *SCRIPT[:3], step)
+
+
+def test_own_arguments_and_defaults(corpus, capsys):
+    seen: dict[str, Any] = {}
+
+    def extra(parser: ArgumentParser) -> ArgumentParser:
+        group = parser.add_argument_group(title="mine")
+        group.add_argument("--my-factor", type=float, default=1.0)
+        return parser
+
+    def step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+        args = get_args()
+        seen.update(factor=args.my_factor, iteration=args.curr_iteration, microbatches=get_num_microbatches())
+        return forward_step(data_iterator, model)
+
+    base = TINY.replace("--tokenizer-type NullTokenizer", "")
+    run_script(
+        f"--data-path {corpus} --train-iters 2 --eval-iters 0 --my-factor 2.5",
+        *SCRIPT[:3],
+        step,
+        base=base,
+        extra_args_provider=extra,
+        args_defaults={"tokenizer_type": "NullTokenizer", "seq_length": 999},
+    )
+    assert seen == {"factor": 2.5, "iteration": 1, "microbatches": 4}
+    out = capsys.readouterr().out
+    assert "building GPT model ..." in out and "the script's default 999 for seq_length is not used: 16 stands" in out
+
+
+def test_what_is_not_called_is_refused():
+    with pytest.raises(UserError, match="process_non_loss_data_func"):
+        run_script("", *SCRIPT, process_non_loss_data_func=print)
+
+
+def test_an_optimizer_of_torch(corpus, tmp_path):
+    """torch.optim.SGD as a script gives it equals --optimizer sgd, also across a restart."""
+
+    def provider(model: list[nn.Module]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for chunk in model for p in chunk.parameters()], lr=0.1, momentum=0.9)
+
+    flags = f"--fp64 --data-path {corpus} --train-iters 6 --eval-iters 0 --weight-decay 0 --lr 0.1 {STILL}"
+    ours = train(f"{flags} --optimizer sgd --sgd-momentum 0.9")
+    theirs = run_script(flags, *SCRIPT, optimizer_provider=provider)
+    assert theirs.losses == pytest.approx(ours.losses, abs=1e-10)
+    folders = f"{flags} --save {tmp_path} --load {tmp_path}"
+    first = run_script(f"{folders} --exit-interval 3", *SCRIPT, optimizer_provider=provider)
+    second = run_script(folders, *SCRIPT, optimizer_provider=provider)
+    assert first.losses + second.losses == theirs.losses
+    assert differences(second.at_end, theirs.at_end) == []
+
+
+def test_two_ranks(corpus, tmp_path):
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {STILL} --log-interval 1"
+    program = launch(flags, 2, tmp_path, pretrain_script)
+    assert program.exit_codes(60) == [0, 0], program.output(0) + program.output(1)
+    alone = train(flags)
+    assert program.output(0).count("building GPT model") == 1 and "building" not in program.output(1)
+    for loss in alone.losses:
+        assert f"lm loss: {loss:.6E}" in program.output(1)
+
+
+def pretrain_script() -> None:
+    pretrain(*SCRIPT)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model and data of the user's own
+
+
+class Points:
+    """y = 3 x0 - 2 x1 + 1, as items of dictionaries."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(2, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": 3 * x[:1] - 2 * x[1:] + 1}
+
+
+class Line(nn.Module):
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(1, 2))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def points_step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+    batch = next(data_iterator)
+    return (model(batch["x"]) - batch["y"]).square().mean(), lambda loss: (loss, {"square": loss.detach()})
+
+
+def test_a_model_and_data_of_ones_own():
+    outcome = run_script(
+        "--mock-data --train-iters 60 --eval-iters 1 --lr 0.2 --lr-decay-style constant --weight-decay 0",
+        lambda counts: [Points(count) for count in counts],
+        lambda config: Line(config),
+        ModelType.encoder_or_decoder,
+        points_step,
+    )
+    losses = [step.losses["square"] for step in outcome.steps]
+    assert losses[0] > 3 and losses[-1] < 0.05
+    assert outcome.weights["weight weight"].tolist() == pytest.approx([3, -2], abs=0.2)
+    assert outcome.validations[0].losses["square"] < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A loop of the user's own
+
+
+def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
+    """The published functions, one by one, give the losses that pretrain gives."""
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {STILL} --save {tmp_path}"
+    expected = train(flags.replace(str(tmp_path), str(tmp_path / "other")))
+    monkeypatch.setattr("sys.argv", ["script.py", *f"{TINY} {flags}".split()])
+    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = get_args()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
+    assert isinstance(unwrap_model(model)[0], GPTModel)
+    data, valid, _ = build_train_valid_test_data_iterators(datasets_provider)
+    losses, config, schedule = [], model[0].config, get_forward_backward_func()
+    while args.iteration < args.train_iters:
+        loss, skipped, save, leave, code, norm, _, _ = train_step(
+            forward_step, data, model, optimizer, scheduler, config, schedule
+        )
+        losses.append(float(loss["lm loss"]))
+        assert (skipped, save, leave, code) == (0, False, False, 0)
+        assert norm == pytest.approx(expected.steps[len(losses) - 1].grad_norm)
+    assert losses == pytest.approx(expected.losses, abs=1e-11)
+    found, _, out_of_time = evaluate(forward_step, valid, model, None, config)
+    assert float(found["lm loss"]) == pytest.approx(expected.validations[0].losses["lm loss"]) and not out_of_time
+    save_checkpoint(args.iteration, model, optimizer, scheduler, 0.0)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+    global_vars.forget()

@@ -1,0 +1,97 @@
+"""Small published functions, against plain loops."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_on_ranks
+from support.small_models import SmallModel
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.training import utils
+from megatron.training.data.batch import collate_gpt
+
+EOD, PAD = 9, 7
+DATA = torch.tensor([[1, EOD, 2, 3, EOD, 4], [EOD, EOD, 5, PAD, 6, EOD], [1, 2, 3, 4, 5, 6]])
+
+
+def by_hand(reset_positions: bool, reset_mask: bool, eod: bool, pad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, length = DATA.shape
+    mask = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    loss, positions = torch.ones(rows, length), torch.zeros(rows, length, dtype=torch.long)
+    for row in range(rows):
+        document, place = [], []
+        for index in range(length):
+            new = index > 0 and DATA[row, index - 1] == EOD
+            document.append(document[-1] + new if document else 0)
+            place.append(0 if new and reset_positions else place[-1] + 1 if place else 0)
+            if (eod and DATA[row, index] == EOD) or (pad and DATA[row, index] == PAD):
+                loss[row, index] = 0.0
+        positions[row] = torch.tensor(place)
+        for query in range(length):
+            for key in range(length):
+                apart = reset_mask and document[query] != document[key]
+                mask[row, 0, query, key] = key > query or apart
+    return (mask if reset_mask else mask[:1]), loss, positions
+
+
+@pytest.mark.parametrize("flags", [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c, d in ((0, 0), (1, 0), (1, 1))])
+def test_masks_and_positions(flags):
+    found = utils.get_ltor_masks_and_position_ids(DATA, EOD, PAD, *map(bool, flags))
+    for ours, expected in zip(found, by_hand(*map(bool, flags)), strict=True):
+        assert ours.dtype == expected.dtype and torch.equal(ours, expected)
+
+
+def test_a_batch_of_dictionaries_or_of_ours():
+    fields = {name: torch.arange(6) for name in ("tokens", "labels", "position_ids")} | {"loss_mask": torch.ones(6)}
+    found = utils.get_batch_on_this_tp_rank(iter([{**fields, "more": 1}]))
+    assert list(found) == ["tokens", "labels", "loss_mask", "attention_mask", "position_ids"]
+    assert found["attention_mask"] is None and torch.equal(found["tokens"], fields["tokens"])
+    assert utils.get_batch_on_this_cp_rank(found) is found
+
+
+def test_boundaries_of_documents_become_a_mask():
+    rows = [(0, 2, 5, 6, 6, 6, 6), (0, 1, 2, 6, 6, 6, 6), (0, 6, 6, 6, 6, 6, 6)]
+    items = [
+        dict.fromkeys(("tokens", "labels", "position_ids"), DATA[i])
+        | {"loss_mask": torch.ones(6), "cu_seqlens": torch.tensor(row, dtype=torch.int32), "max_seqlen": 6}
+        for i, row in enumerate(rows)
+    ]
+    found = utils.get_batch_on_this_tp_rank(iter([collate_gpt(items)]))  # type: ignore[list-item]
+    assert torch.equal(found["attention_mask"], by_hand(False, True, False, False)[0])
+
+
+def test_unwrapping():
+    inner = SmallModel()
+    wrapped = DistributedDataParallel(inner.config, DistributedDataParallelConfig(), inner)
+    assert utils.unwrap_model(wrapped) is inner and utils.unwrap_model([wrapped, inner]) == [inner, inner]
+    assert utils.unwrap_model(wrapped, torch.nn.Linear) is wrapped
+
+
+def test_norm_of_weights():
+    inner = SmallModel(padded=3)
+    expected = sum(float(parameter.detach().square().sum()) for parameter in inner.parameters()) ** 0.5
+    assert utils.calc_params_l2_norm(inner) == pytest.approx(expected, rel=1e-12)
+    wrapped = DistributedDataParallel(inner.config, DistributedDataParallelConfig(), inner)
+    assert utils.calc_params_l2_norm([wrapped]) == pytest.approx(expected, rel=1e-12)
+
+
+def on_ranks() -> tuple[list[float], bool]:
+    parallel_state.initialize_model_parallel()
+    rank = torch.distributed.get_rank()
+    utils.print_rank_0("never seen by the test")
+    mean = utils.average_losses_across_data_parallel_group([torch.tensor(1.0 + rank), torch.tensor([4.0 * rank])])
+    return mean.tolist(), utils.is_last_rank()
+
+
+def test_means_over_ranks():
+    assert run_on_ranks(on_ranks, 2) == [([1.5, 2.0], False), ([1.5, 2.0], True)]
+
+
+def test_printing_in_one_process(capsys: Any):
+    utils.print_rank_0("one")
+    utils.print_rank_last("two")
+    utils.print_rank_0("three", rank=1)
+    assert capsys.readouterr().out == "one\ntwo\n"
