@@ -1,0 +1,141 @@
+"""Layers and blocks by themselves: phases, places left empty, users' own parts, half precision."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def config(**settings) -> TransformerConfig:
+    settings = {"fp64": True, "hidden_dropout": 0.0, "attention_dropout": 0.0} | settings
+    return TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, use_cpu_initialization=True, **settings
+    )
+
+
+def states(s: int = 5, b: int = 2) -> Tensor:
+    return torch.randn(s, b, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_layer_is_its_phases() -> None:
+    layer = build_module(get_gpt_layer_local_spec(), config=config(), layer_number=2)
+    assert [phase.name for phase in layer.phases] == ["attention", "mlp"] and layer.canonical_index == 1
+    hidden, inputs = states().flatten(0, 1), LayerInputs(Tokens(5, 2))
+    by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
+    by_hand = by_hand + layer.mlp(layer.pre_mlp_layernorm(by_hand))[0]
+    assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
+    used = {p for phase in layer.phases for module in phase.modules for p in module.parameters()}
+    assert used == set(layer.parameters())
+
+
+def test_a_place_left_empty_does_nothing() -> None:
+    layer = build_module(ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()), config=config())
+    assert not list(layer.parameters())
+
+
+class Doubling(nn.Module):
+    """An MLP of a user: published parameters only."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return hidden_states * 2, None
+
+
+def own_bias_dropout_add(training: bool, fused: bool):
+    return lambda x_with_bias, residual, prob: residual - x_with_bias[0]
+
+
+def test_parts_of_a_user() -> None:
+    spec = ModuleSpec(
+        TransformerLayer, submodules=TransformerLayerSubmodules(mlp=Doubling, mlp_bda=own_bias_dropout_add)
+    )
+    layer = build_module(spec, config=config())
+    layer.phases = layer.phases[1:]
+    hidden = states().flatten(0, 1)
+    assert torch.equal(layer(hidden, LayerInputs(Tokens(5, 2))), hidden - 2 * hidden)
+
+
+def test_a_lone_block() -> None:
+    spec = get_gpt_decoder_block_spec(config(), use_transformer_engine=False)
+    torch.manual_seed(0)
+    block = TransformerBlock(config(), spec)
+    hidden = states()
+    output = block(hidden, None)
+    assert output.shape == hidden.shape
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)[None, None]
+    assert torch.allclose(block(hidden, mask), output, rtol=1e-12)  # the causal rule is the layer's own
+    block.set_input_tensor(hidden)
+    assert torch.equal(block(None, None), output)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=3, max_seqlen_kv=3)
+    separate = torch.cat([block(hidden[:2, :1]), block(hidden[2:, :1])])
+    assert torch.allclose(block(hidden[:, :1], packed_seq_params=packed), separate, rtol=1e-12)
+
+
+def test_a_block_needs_a_spec_for_each_layer() -> None:
+    with pytest.raises(UserError, match="1 layer specs for 2 layers"):
+        TransformerBlock(config(), TransformerBlockSubmodules([get_gpt_layer_local_spec()]))
+
+
+def test_what_a_spec_and_a_config_say_must_agree() -> None:
+    with pytest.raises(UserError, match="qk_layernorm"):
+        build_module(get_gpt_layer_local_spec(), config=config(qk_layernorm=True))
+    with pytest.raises(UserError, match="not yet: num_experts 8"):
+        get_gpt_layer_local_spec(num_experts=8)
+    with pytest.raises(UserError, match="need a gated MLP"):
+        build_module(get_gpt_layer_local_spec(), config=config(glu_linear_offset=1.0))
+
+
+def test_mlp_by_itself() -> None:
+    spec = get_gpt_layer_local_spec().submodules.mlp.submodules
+    mlp = MLP(config(), MLPSubmodules(spec.linear_fc1, linear_fc2=spec.linear_fc2), input_size=8, ffn_hidden_size=12)
+    assert mlp.linear_fc1.weight.shape == (12, 8) and mlp.linear_fc2.weight.shape == (16, 12)
+    output, bias = mlp(torch.ones(3, 8, dtype=torch.float64), per_token_scale=torch.tensor([1.0, 0.0, 2.0]))
+    assert bias is mlp.linear_fc2.bias and not output[1].any() and torch.allclose(output[2], output[0] * 2)
+
+
+def gpt(**settings) -> GPTModel:
+    return GPTModel(config(**settings), get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=16)
+
+
+def test_float16_module() -> None:
+    half = config(fp64=False, bf16=True)
+    wrapped = Float16Module(half, gpt(fp64=False))
+    assert {parameter.dtype for parameter in wrapped.parameters()} == {torch.bfloat16}
+    assert all(hasattr(parameter, "info") for parameter in wrapped.parameters())
+    assert wrapped.state_dict().keys() == gpt().state_dict().keys()
+    ids = torch.arange(10).view(2, 5)
+    assert wrapped(ids).dtype is torch.float32 and wrapped(ids, fp32_output=False).dtype is torch.bfloat16
+    assert wrapped(ids, labels=ids).dtype is torch.float32
+    wrapped.load_state_dict(gpt(seed=3).state_dict())
+    assert torch.equal(
+        wrapped.module.decoder.layers[0].mlp.linear_fc1.weight.float().bfloat16(),
+        gpt(seed=3).decoder.layers[0].mlp.linear_fc1.weight.bfloat16(),
+    )
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_float32_residual_stream(normalization: str) -> None:
+    model = gpt(fp64=False, bf16=True, fp32_residual_connection=True, normalization=normalization, hidden_dropout=0.1)
+    seen: list[torch.dtype] = []
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        layer.self_attention.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
+    loss = model(torch.arange(10).view(2, 5), labels=torch.arange(10).view(2, 5))
+    loss.sum().backward()
+    assert seen == [torch.bfloat16, torch.float32] * 2
+    assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
