@@ -14,6 +14,7 @@ megatron.training.training is our loop's.)
 import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +33,14 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.runner import takes
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.data.splits import build_splits
-from megatron.training.data.step_data import StepData
+from megatron.training.data.step_data import StepData, tell_place
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.initialize import process_environment
 from megatron.training.parallelize import parallelize
@@ -162,8 +164,11 @@ def train_step(
     num_zeros_in_grad, max_attention_logit); the last is not measured. Counts the step in `get_args()`."""
     run = global_vars.published_run()
     update_num_microbatches(run.state.consumed_train_samples)
+    extra = {}
     if isinstance(data_iterator, StepData):
         data_iterator.begin(run.state.iteration)
+        if takes(forward_backward_func, "before_micro_batch"):
+            extra["before_micro_batch"] = partial(tell_place, model, data_iterator)
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     optimizer.zero_grad()
@@ -175,6 +180,7 @@ def train_step(
         seq_length=run.config.data.seq_length,
         micro_batch_size=get_micro_batch_size(),
         forward_only=False,
+        **extra,
     )
     applied, grad_norm, num_zeros = optimizer.step()
     samples = get_current_running_global_batch_size()

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
-from megatron.training.data.step_data import StepData
+from megatron.training.data.step_data import StepData, tell_place
 from megatron.training.evaluate import evaluate
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
@@ -70,6 +70,11 @@ class Run:
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
+
+    def place_micro_batch(self, number: int) -> None:
+        """Tell models where a micro-batch stands, which their masks of dropout are functions of. Our own forward step
+        says it itself; a published one does not."""
+        tell_place(self.model, self.splits.train, number)
 
     def advance(self, result: Any) -> None:
         """Count what a step consumed and tell the log."""

@@ -124,6 +124,7 @@ def notes_on_run(config: PretrainConfig, environment: Environment, splits: Split
 
 def set_torch(config: PretrainConfig) -> None:
     """What the flags say about torch and Python as a whole; each run sets all of it anew."""
+    torch.manual_seed(config.seed)  # for what a script's own modules draw; ours draw by place
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

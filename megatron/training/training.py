@@ -138,6 +138,7 @@ def train_step(run: Run) -> StepResult:
         seq_length=run.config.data.seq_length,
         micro_batch_size=run.config.training.micro_batch_size,
         forward_only=False,
+        before_micro_batch=run.place_micro_batch,
     )
     learning_rate, loss_scale = learning_rate_of(run.optimizer), run.optimizer.get_loss_scale().clone()
     update = run.optimizer.step_on_device(losses_are_finite(reports, run.device))

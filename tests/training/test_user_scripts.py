@@ -45,8 +45,8 @@ from megatron.training.utils import (
     unwrap_model,
 )
 
-STILL = "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 1"
-"""A published script gives its model the padded vocabulary as the true one, and no place for masks of dropout."""
+EXACT = "--make-vocab-size-divisible-by 1"
+"""A published script gives its model the padded vocabulary as the true one."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A script as published ones are
@@ -129,14 +129,14 @@ def losses_of(outcome: Outcome) -> list[float]:
 
 @pytest.mark.parametrize("masks", ["", "--reset-position-ids --reset-attention-mask --eod-mask-loss"])
 def test_a_published_script_trains_as_ours(corpus, masks):
-    flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {STILL} {masks}"
+    flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {EXACT} {masks}"
     ours, theirs = train(flags), run_script(flags, *SCRIPT)
     assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=1e-11) and len(theirs.losses) == 4
     assert theirs.at_end["state"] == ours.at_end["state"]
 
 
 def test_a_loss_of_two_values(corpus):
-    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {STILL}"
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {EXACT}"
     step = partial(forward_step, loss=loss_func)
     theirs = run_script(flags, datasets_provider, model_provider, ModelType.encoder_or_decoder, step)
     assert losses_of(theirs) == pytest.approx(losses_of(train(flags)), abs=1e-6)  # it sums in float32
@@ -182,7 +182,7 @@ def test_an_optimizer_of_torch(corpus, tmp_path):
     def provider(model: list[nn.Module]) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for chunk in model for p in chunk.parameters()], lr=0.1, momentum=0.9)
 
-    flags = f"--fp64 --data-path {corpus} --train-iters 6 --eval-iters 0 --weight-decay 0 --lr 0.1 {STILL}"
+    flags = f"--fp64 --data-path {corpus} --train-iters 6 --eval-iters 0 --weight-decay 0 --lr 0.1 {EXACT}"
     ours = train(f"{flags} --optimizer sgd --sgd-momentum 0.9")
     theirs = run_script(flags, *SCRIPT, optimizer_provider=provider)
     assert theirs.losses == pytest.approx(ours.losses, abs=1e-10)
@@ -194,7 +194,7 @@ def test_an_optimizer_of_torch(corpus, tmp_path):
 
 
 def test_two_ranks(corpus, tmp_path):
-    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {STILL} --log-interval 1"
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {EXACT} --log-interval 1"
     program = launch(flags, 2, tmp_path, pretrain_script)
     assert program.exit_codes(60) == [0, 0], program.output(0) + program.output(1)
     alone = train(flags)
@@ -261,7 +261,7 @@ def test_a_model_and_data_of_ones_own():
 
 def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
     """The published functions, one by one, give the losses that pretrain gives."""
-    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {STILL} --save {tmp_path}"
+    flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {EXACT} --save {tmp_path}"
     expected = train(flags.replace(str(tmp_path), str(tmp_path / "other")))
     monkeypatch.setattr("sys.argv", ["script.py", *f"{TINY} {flags}".split()])
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})

@@ -1,7 +1,9 @@
 """The micro-batches of a run as the forward step draws them, with their place in the run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from torch import nn
 
 from megatron.core.tokens import RandomPlace
 
@@ -12,8 +14,7 @@ class StepData(Iterator[Any]):
     Args:
         micro_batches: this rank's micro-batches in order.
         micro_batch_size, data_parallel_rank, data_parallel_size: which rows of a global batch they are: micro-batch m
-        of
-            rank r begins at sample (m * ranks + r) * micro_batch_size of it.
+            of rank r begins at sample (m * ranks + r) * micro_batch_size of it.
         seed: of dropout.
     """
 
@@ -49,7 +50,10 @@ class StepData(Iterator[Any]):
     @property
     def place(self) -> RandomPlace:
         """Where the micro-batch that was drawn last stands in the run."""
-        index = len(self.sample_ids) - 1
+        return self.place_of(len(self.sample_ids) - 1)
+
+    def place_of(self, index: int) -> RandomPlace:
+        """Where micro-batch number `index` of the step stands in the run."""
         first = (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
         return RandomPlace(self.seed, self.iteration, first)
 
@@ -58,3 +62,13 @@ class StepData(Iterator[Any]):
         close = getattr(self.micro_batches, "close", None)
         if close is not None:
             close()
+
+
+def tell_place(model: Sequence[nn.Module], data: StepData, number: int) -> None:
+    """Before micro-batch `number` of a step: tell the chunks that want to know where it stands in the run."""
+    for chunk in model:
+        inner: Any = chunk
+        while not hasattr(inner, "set_random_place") and hasattr(inner, "module"):
+            inner = inner.module
+        if hasattr(inner, "set_random_place"):
+            inner.set_random_place(data.place_of(number))

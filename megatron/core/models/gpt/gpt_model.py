@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tokens import Tokens, position_ids
+from megatron.core.tokens import RandomPlace, Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -115,6 +115,7 @@ class GPTModel(MegatronModule):
                 tp_group=self.pg_collection.tp,
                 vocab_padding_multiple=vocab_padding_multiple or 1,
             )
+        self.random_place: RandomPlace | None = None
         name_parameters(self)
         if config.perform_initialization:
             initialize_parameters(self, config.seed)
@@ -201,6 +202,10 @@ class GPTModel(MegatronModule):
             given = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
         return given, inputs
 
+    def set_random_place(self, place: RandomPlace | None) -> None:
+        """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
+        self.random_place = place
+
     def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:
         if not (self.training and drops(self.config)):
             return None
@@ -227,6 +232,8 @@ class GPTModel(MegatronModule):
             tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
         if position_ids is not None:
             tokens = dataclasses.replace(tokens, positions=position_ids)
+        if tokens.random is None:
+            tokens = dataclasses.replace(tokens, random=self.random_place)
         if self.position_embedding_type == "learned_absolute":
             self._check_length(tokens)
         return tokens
