@@ -35,7 +35,8 @@ def bytes_alive() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+        # Not isinstance: that asks weak proxies, which may be dead, for the class they stand for.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -3,7 +3,9 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -161,18 +163,19 @@ def test_nobody_waits_for_a_builder_that_does_not_finish(tmp_path, killed):
 
 
 @pytest.fixture
-def read_only(tmp_path):
+def read_only():
     """A folder that this process may read and not write; superusers become somebody else for that."""
-    folder = tmp_path / "cache"
+    # Not within tmp_path: pytest closes the folders above it to others.
+    outer = Path(tempfile.mkdtemp())
+    outer.chmod(0o755)
+    folder = outer / "cache"
     folder.mkdir()
     user = os.geteuid()
-    for parent in [tmp_path, *tmp_path.parents[:3]]:
-        if parent.stat().st_uid == user and parent.name.startswith(("pytest", tmp_path.name)):
-            parent.chmod(0o755)
     yield folder
     if os.geteuid() != user:
         os.seteuid(user)
     folder.chmod(0o755)
+    shutil.rmtree(outer)
 
 
 def _lock_out(folder):
