@@ -50,6 +50,11 @@ def pretrain(
     process_non_loss_data_func: Callable[..., Any] | None = None,
     extra_args_provider: Callable[..., Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Callable[..., Any] | None = None,
+    get_position_embedding_ranks: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
     *,
     optimizer_provider: Callable[..., Any] | None = None,
 ) -> None:
@@ -57,12 +62,20 @@ def pretrain(
 
     Takes the published provider functions, or a `Pieces` alone. `optimizer_provider(model_chunks)` may return any
     torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
-    when the run ends early because of a non-finite loss. Raises UserError for `process_non_loss_data_func`, which
-    nothing calls yet.
+    when the run ends early because of a non-finite loss. With one pipeline stage there is nothing for
+    `get_embedding_ranks` and `get_position_embedding_ranks` to choose. Raises UserError for what nothing serves yet:
+    the functions of non-loss data, `store`, `inprocess_call_wrapper`.
     """
     started = time.monotonic()
-    if process_non_loss_data_func is not None:
-        raise UserError("pretrain(process_non_loss_data_func=...): not yet")
+    unserved = {
+        "process_non_loss_data_func": process_non_loss_data_func,
+        "non_loss_data_func": non_loss_data_func,
+        "store": store,
+        "inprocess_call_wrapper": inprocess_call_wrapper,
+    }
+    for name, given in unserved.items():
+        if given is not None:
+            raise UserError(f"pretrain({name}=...): not yet")
     config = config_of_command_line(extra_args_provider, args_defaults)
     if isinstance(train_valid_test_dataset_provider, Pieces):
         pieces = train_valid_test_dataset_provider
