@@ -87,6 +87,18 @@ def test_one_of_two_ranks_stops_both(corpus, tmp_path, kind, last):
     assert not list(tmp_path.glob("iter_0000003*"))
 
 
+def stop_without_saving(corpus: str) -> tuple[Outcome, Outcome]:
+    flags = f"{RUN} --data-path {corpus} --train-iters 9"
+    return train(f"{flags} --exit-interval 2"), train(flags, poisoned("loss", iteration=3, micro_batch=1, rank=1))
+
+
+def test_the_step_until_all_ranks_know_changes_nothing(corpus):
+    """The other rank hears of it a step later; no rank updates anything in the meantime."""
+    for before, stopped in run_on_ranks(stop_without_saving, 2, corpus):
+        assert stopped.decision.reason is ExitReason.NON_FINITE and stopped.at_end["state"]["iteration"] == 4
+        assert differences(stopped.at_end, before.at_end) == ["state"]
+
+
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_it_is_skipped_counted_and_survived(corpus, kind):
     flags = (
