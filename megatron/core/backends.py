@@ -77,12 +77,17 @@ LOCAL = Backend("local", keep_rows=by_device(cpu=keep_rows_compiled, cuda=keep_r
 def triton_backend() -> Backend | None:
     """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
     try:
-        from megatron.core.ops import dropout_triton
+        from megatron.core.ops import cross_entropy_triton, dropout_triton
     except ImportError:
         return None
+    loss = by_device(cpu=cross_entropy, cuda=cross_entropy_triton.cross_entropy_triton)
+    head = functools.partial(head_loss, loss=loss)
+    head.__name__ = loss.__name__  # type: ignore[attr-defined]
     return dataclasses.replace(
         LOCAL,
         name="triton",
+        cross_entropy=loss,
+        head_loss=head,
         keep_rows=by_device(cpu=keep_rows_compiled, cuda=dropout_triton.keep_rows_triton),
         bias_dropout_add=by_device(cpu=bias_dropout_add, cuda=dropout_triton.bias_dropout_add_triton),
     )

@@ -1,4 +1,4 @@
-"""The model on a GPU: kernels against their definitions, types, dropout masks, and no step that waits."""
+"""The model on a GPU: kernels against their definitions, types, dropout masks, and no step that waits for the host."""
 
 import math
 
@@ -37,6 +37,7 @@ def exact_float32() -> None:
 
 def test_triton_kernels_equal_their_definitions() -> None:
     triton_agreement.masks()
+    triton_agreement.losses()
     triton_agreement.bias_dropout_residual()
 
 
@@ -103,9 +104,11 @@ def step(model: GPTModel, tokens: Tokens, b: int, s: int, device: str) -> list[T
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("settings, model", [({}, {}), (LLAMA, ROPE)])
-@pytest.mark.parametrize("fp64, tolerance", [(True, 1e-11), (False, 1e-4)])
-def test_gpu_equals_cpu_with_dropout(settings: dict, model: dict, packed: bool, fp64: bool, tolerance: float) -> None:
-    # Masks are functions of their place, so that the devices drop the same.
+@pytest.mark.parametrize("fp64", [True, False])
+def test_gpu_equals_cpu_with_dropout(settings: dict, model: dict, packed: bool, fp64: bool) -> None:
+    # Masks are functions of their place, so that the devices drop the same. Rotary angles are float32 whatever the
+    # model's type, and the devices' sines and cosines of them differ in the last place.
+    tolerance = 1e-4 if not fp64 else 1e-7 if model is ROPE else 1e-11
     results = []
     for device in ("cpu", "cuda"):
         random = RandomPlace(5, 3, first_sample=8)

@@ -4,6 +4,8 @@ import itertools
 
 import torch
 
+from megatron.core.ops.cross_entropy import cross_entropy
+from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
 from megatron.core.ops.dropout import Draw, DropoutPlace, bias_dropout_add, dropout_tokens, keep_rows
 from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
 from megatron.core.tokens import RandomPlace, Tokens
@@ -45,7 +47,35 @@ def run(function, dtype, bias, residual, width, place) -> list[torch.Tensor | No
     return [output, x.grad, b.grad if bias else None, r.grad if residual else None]
 
 
+def losses() -> None:
+    for dtype, rows, columns, vocab_size in ((torch.float32, 5, 40, 37), (torch.bfloat16, 2, 5000, 4999)):
+        generator = torch.Generator().manual_seed(0)
+        logits = (torch.randn(rows, columns, generator=generator) * 5).to(DEVICE, dtype)
+        logits[:, vocab_size:] = 100.0
+        labels = torch.randint(vocab_size, (rows,), generator=generator).to(DEVICE)
+        labels[1] = -100
+        weight = torch.rand(rows, generator=generator).to(DEVICE)
+        results = []
+        for function, overwrite in (
+            (cross_entropy, False),
+            (cross_entropy_triton, False),
+            (cross_entropy_triton, True),
+        ):
+            leaf = logits.clone().requires_grad_()
+            loss = function(leaf * 1.0, labels, vocab_size, overwrite_logits=overwrite)
+            (loss * weight).sum().backward()
+            results.append((loss, leaf.grad))
+        for loss, gradient in results[1:]:
+            assert (loss - results[0][0]).abs().max() < 1e-5 * results[0][0].abs().max() and loss[1] == 0
+            tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5  # of bfloat16, a unit in the last place
+            assert (gradient - results[0][1]).abs().max() < tolerance * weight.max()
+            assert not gradient[1].any() and not gradient[:, vocab_size:].any()
+        beyond = torch.full_like(labels, vocab_size)
+        assert cross_entropy_triton(logits, beyond, vocab_size).isnan().all()
+
+
 if __name__ == "__main__":
     masks()
+    losses()
     bias_dropout_residual()
     print("agree")

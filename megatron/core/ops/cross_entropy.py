@@ -12,8 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.precision import at_least_float32
 
-_ROWS_AT_ONCE = 1 << 22
-"""Logits that are widened at once."""
+_LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Logits that are widened at once: few on a CPU, for its caches; many on a GPU, for the sake of few launches."""
+
+SPENT = "backward ran before and left its gradient where the logits were; run forward again"
 
 
 def cross_entropy(
@@ -59,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.spent:
-            raise RuntimeError("backward ran before and left its gradient where the logits were; run forward again")
+            raise RuntimeError(SPENT)
         logits, labels, log_sum = ctx.saved_tensors
         gradient = logits if ctx.overwrite else torch.empty_like(logits)
         ctx.spent = ctx.overwrite
@@ -76,5 +78,5 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:
-    count = max(1, _ROWS_AT_ONCE // logits.shape[-1])
+    count = max(1, _LOGITS_AT_ONCE["cuda" if logits.is_cuda else "cpu"] // logits.shape[-1])
     return [slice(first, first + count) for first in range(0, logits.shape[0], count)]

@@ -20,7 +20,7 @@ def problem(t: int = 9, v: int = 11, dtype: torch.dtype = torch.float64) -> tupl
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("rows", [2, 1000])
 def test_against_torch(smoothing: float, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ROWS_AT_ONCE", rows * 11)
+    monkeypatch.setitem(module._LOGITS_AT_ONCE, "cpu", rows * 11)
     logits, labels = problem()
     weight = torch.rand(9, dtype=torch.float64)
     expected = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
