@@ -33,7 +33,7 @@ checks: $(READY_DEV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(PYTHON) -m importlinter.cli
+	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as lint; lint()'
 
 format: $(READY_DEV)
 	$(PYTHON) -m ruff check --fix .
