@@ -2,13 +2,13 @@
 
 A backend is a frozen record of functions. A layer asks `choose_backend` once, when it is built; its forward calls what
 the record holds and never asks again. Where an operation has a kernel for one kind of device only, the record holds
-`by_device(...)`, so that a model may be built on one device and moved to another.
+a `ByDevice`, so that a model may be built on one device and moved to another.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,29 +47,30 @@ class Backend:
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """For what a config asks, in order of preference; a layer takes the first that does not refuse."""
 
-    def describe(self) -> str:
-        """One line: the backend, and the operations that are not plain torch."""
-        operations = [entry for entry in dataclasses.fields(self) if entry.name not in ("name", "attention")]
-        own = [
-            f"{entry.name} by {getattr(self, entry.name).__name__}"
-            for entry in operations
-            if getattr(self, entry.name) is not entry.default
-        ]
-        return f"backend {self.name}: plain torch" + (" but for " + ", ".join(own) if own else "")
+    def describe(self, device_type: str) -> str:
+        """One line: the backend, and the operations that are not plain torch on a kind of device."""
+        own = []
+        for entry in dataclasses.fields(self):
+            function = getattr(self, entry.name)
+            function = getattr(function, device_type, function)
+            if entry.name not in ("name", "attention") and function is not entry.default:
+                own.append(entry.name)
+        return f"backend {self.name}: plain torch" + (f" but for {', '.join(own)}" if own else "")
 
 
-def by_device(cpu: Callable[..., Any], cuda: Callable[..., Any]) -> Callable[..., Any]:
-    """`cuda` for tensors on a GPU, `cpu` for all others; the first tensor among the arguments tells."""
+@dataclass(frozen=True)
+class ByDevice:
+    """An operation with a kernel for GPUs and another for all else; the first tensor among its arguments tells."""
 
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
+    cpu: Callable[..., Any]
+    cuda: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = next(argument for argument in args if isinstance(argument, Tensor))
-        return (cuda if first.is_cuda else cpu)(*args, **kwargs)
-
-    dispatch.__name__ = f"{cuda.__name__} on CUDA and {cpu.__name__} elsewhere"
-    return dispatch
+        return (self.cuda if first.is_cuda else self.cpu)(*args, **kwargs)
 
 
-LOCAL = Backend("local", keep_rows=by_device(cpu=keep_rows_compiled, cuda=keep_rows))
+LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows))
 """Plain torch on any device, and numba for random masks on a CPU."""
 
 
@@ -77,19 +78,17 @@ LOCAL = Backend("local", keep_rows=by_device(cpu=keep_rows_compiled, cuda=keep_r
 def triton_backend() -> Backend | None:
     """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
     try:
-        from megatron.core.ops import cross_entropy_triton, dropout_triton
+        from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
+        from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
     except ImportError:
         return None
-    loss = by_device(cpu=cross_entropy, cuda=cross_entropy_triton.cross_entropy_triton)
-    head = functools.partial(head_loss, loss=loss)
-    head.__name__ = loss.__name__  # type: ignore[attr-defined]
     return dataclasses.replace(
         LOCAL,
         name="triton",
-        cross_entropy=loss,
-        head_loss=head,
-        keep_rows=by_device(cpu=keep_rows_compiled, cuda=dropout_triton.keep_rows_triton),
-        bias_dropout_add=by_device(cpu=bias_dropout_add, cuda=dropout_triton.bias_dropout_add_triton),
+        keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
+        bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
+        cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),
+        head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
     )
 
 
@@ -106,19 +105,37 @@ def choose_backend(config: ModelParallelConfig, layer_number: int | None = None)
 
 
 @dataclass(frozen=True)
+class KernelChoice:
+    """The attention kernel for a situation."""
+
+    kernel: AttentionKernel
+    refusals: tuple[str, ...]
+    """Why kernels that would have been preferred cannot."""
+
+    def describe(self) -> str:
+        """The kernel's name, and why it is no better one."""
+        return self.kernel.name + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """The kernel of an attention layer for every situation it may be called in."""
 
-    kernels: dict[Situation, AttentionKernel]
+    choices: Mapping[Situation, KernelChoice]
 
-    def describe(self, device_type: str) -> str:
-        """One line: what trains, what evaluates, and what packed documents use, on one kind of device."""
-        words = []
-        for situation, kernel in self.kernels.items():
-            if situation.device_type == device_type:
-                kind = "training" if situation.training else "evaluation"
-                words.append(f"{kind}{' on packed documents' if situation.packed else ''} by {kernel.name}")
-        return f"attention on {device_type}: " + ", ".join(words)
+    def describe(self, device_type: str, packed: bool = False) -> str:
+        """What trains and what evaluates on one kind of device."""
+        training, evaluation = (
+            next(choice for situation, choice in self.choices.items() if _is(situation, device_type, kind, packed))
+            for kind in (True, False)
+        )
+        if training == evaluation:
+            return training.describe()
+        return f"training: {training.describe()}; evaluation: {evaluation.describe()}"
+
+
+def _is(situation: Situation, device_type: str, training: bool, packed: bool) -> bool:
+    return (situation.device_type, situation.training, situation.packed) == (device_type, training, packed)
 
 
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
@@ -126,28 +143,30 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> 
 
     Raises UserError where flash or fused is asked for and cannot do what training on unpacked documents needs.
     """
-    kernels = {}
+    candidates = backend.attention[config.attention_backend]
+    choices = {}
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
-        kernels[situation] = _first_willing(backend, variant, situation, config.attention_backend)
+        choices[situation] = _choose_kernel(candidates, variant, situation)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    _check_asked(backend, variant, Situation(device_type, config.params_dtype, True, False), config.attention_backend)
-    return AttentionPlan(kernels)
+    asked, got = config.attention_backend, choices[Situation(device_type, config.params_dtype, True, False)]
+    if asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
+        dropout = f"attention_dropout {variant.dropout} to 0, or " if variant.dropout else ""
+        raise UserError(
+            f"attention_backend {asked.name} cannot compute this attention ({'; '.join(got.refusals)}); set {dropout}"
+            "attention_backend to auto or unfused"
+        )
+    return AttentionPlan(choices)
 
 
-def _first_willing(
-    backend: Backend, variant: AttentionVariant, situation: Situation, asked: AttnBackend
-) -> AttentionKernel:
-    return next(kernel for kernel in backend.attention[asked] if kernel.refusal(variant, situation) is None)
-
-
-def _check_asked(backend: Backend, variant: AttentionVariant, situation: Situation, asked: AttnBackend) -> None:
-    wanted = backend.attention[asked][:-1]
-    reasons = [f"{kernel.name}: {kernel.refusal(variant, situation)}" for kernel in wanted]
-    if not wanted or asked is AttnBackend.auto or _first_willing(backend, variant, situation, asked) in wanted:
-        return
-    way = f"attention_dropout {variant.dropout} to 0, or attention_backend" if variant.dropout else "attention_backend"
-    raise UserError(
-        f"attention_backend {asked.name} cannot compute this attention; set {way} to auto or unfused "
-        f"({'; '.join(reasons)})"
-    )
+def _choose_kernel(
+    candidates: Sequence[AttentionKernel], variant: AttentionVariant, situation: Situation
+) -> KernelChoice:
+    refusals: list[str] = []
+    for kernel in candidates:
+        if kernel.serves(situation):
+            refusal = kernel.refusal(variant, situation)
+            if refusal is None:
+                return KernelChoice(kernel, tuple(refusals))
+            refusals.append(f"{kernel.name}: {refusal}")
+    raise AssertionError("the last candidate takes everything")

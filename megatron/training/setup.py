@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedul
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -59,6 +60,8 @@ def set_up(
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
     model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
+    if environment.is_first:
+        print(*describe_kernels(model[0], environment.device, config.data.reset_attention_mask), sep="\n", flush=True)
     optimizer = build_optimizer(context, pieces, model)
     scheduler = build_scheduler(config, optimizer)
     connect(config, model, optimizer)

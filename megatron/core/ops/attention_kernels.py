@@ -39,8 +39,10 @@ class AttentionKernel:
 
     name: str
     compute: Compute
+    serves: Callable[[Situation], bool]
+    """Whether it is meant for such a device and batch."""
     refusal: Callable[[AttentionVariant, Situation], Refusal]
-    """Why it cannot compute a variant in a situation; None: it can."""
+    """Why it cannot compute a variant in a situation that it serves; None: it can."""
 
 
 def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -49,38 +51,30 @@ def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return "it has no softmax sink" if variant.sink else None
 
 
-def _cpu_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return "it is for CPUs" if situation.device_type != "cpu" else _fused_refusal(variant, situation)
-
-
-def _cuda_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if situation.device_type != "cuda" or situation.packed:
-        return "it is for documents that are not packed, on CUDA"
-    return _fused_refusal(variant, situation)
-
-
 def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in half precision, not in {situation.dtype}"
-    return None
+    return _fused_refusal(variant, situation)
 
 
-def _cuda_half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return _cuda_refusal(variant, situation) or _half_refusal(variant, situation)
+def _on_cpu(situation: Situation) -> bool:
+    return situation.device_type == "cpu"
 
 
-def _varlen_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    if situation.device_type != "cuda" or not situation.packed:
-        return "it is for packed documents, on CUDA"
-    return _half_refusal(variant, situation) or _fused_refusal(variant, situation)
+def _on_cuda(situation: Situation) -> bool:
+    return situation.device_type == "cuda" and not situation.packed
 
 
-SDPA_CUDA = AttentionKernel("SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _cuda_refusal)
-SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _cuda_half_refusal)
-SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _cuda_half_refusal)
-VARLEN = AttentionKernel("variable-length flash", varlen_attention, _varlen_refusal)
-SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _cpu_refusal)
-UNFUSED = AttentionKernel("unfused", attention, lambda variant, situation: None)
+def _on_cuda_packed(situation: Situation) -> bool:
+    return situation.device_type == "cuda" and situation.packed
+
+
+SDPA_CUDA = AttentionKernel("SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal)
+SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal)
+SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal)
+VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal)
+SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal)
+UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
 
 CANDIDATES = {
     AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),

@@ -2,13 +2,15 @@
 
 import math
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from megatron.core.backends import Backend, choose_backend, plan_attention
+from megatron.core.backends import LOCAL, Backend, choose_backend, plan_attention
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention import AttentionCall, AttentionVariant
-from megatron.core.ops.attention_kernels import Situation
+from megatron.core.ops.attention_kernels import SDPA_CUDA, Situation
+from megatron.core.ops.attention_sdpa import first_usable_kernel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
@@ -105,13 +107,41 @@ class DotProductAttention(MegatronModule):
             first_head=self.first_head,
         )
         situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
-        context = self.plan.kernels[situation].compute(query, key, value, self.variant, call)
+        context = self.plan.choices[situation].kernel.compute(query, key, value, self.variant, call)
         return context.flatten(2)  # [s, b, a * d]
+
+    def describe(self, device: torch.device, packed: bool = False) -> str:
+        """Which kernels compute this layer's attention on a device; on a GPU, which of torch's it comes to."""
+        text = self.plan.describe(device.type, packed)
+        if device.type == "cuda" and SDPA_CUDA.name in text:
+            config = self.config
+            sizes = (config.kv_channels or 1, config.num_attention_heads, config.num_query_groups or 1)
+            text = text.replace(SDPA_CUDA.name, f"SDPA ({first_usable_kernel(*sizes, config.params_dtype)})")
+        return text
 
     def _sink(self, query: Tensor) -> Tensor | None:
         if not self.variant.sink:
             return None
         return self.softmax_offset if self.softmax_offset is not None else query.new_zeros(query.shape[2])
+
+
+def describe_kernels(model: nn.Module, device: torch.device, packed: bool = False) -> list[str]:
+    """A line for the model's backend and one for each way in which its layers compute attention, for the log."""
+    layers: dict[str, list[int]] = {}
+    lines: dict[str, None] = {}
+    for module in model.modules():
+        if isinstance(module, DotProductAttention):
+            lines[_backend_line(module, device)] = None
+            layers.setdefault(module.describe(device, packed), []).append(module.layer_number)
+    for text, numbers in layers.items():
+        which = f"layers {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
+        lines[f"attention of {which} on {device.type}: {text}"] = None
+    return list(lines)
+
+
+def _backend_line(module: DotProductAttention, device: torch.device) -> str:
+    missing = device.type == "cuda" and module.backend is LOCAL and module.config.transformer_impl != "local"
+    return module.backend.describe(device.type) + (" (slower: Triton cannot be imported)" if missing else "")
 
 
 def layer_flags(name: str, pattern: list[int], config: TransformerConfig) -> list[int]:

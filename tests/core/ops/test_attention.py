@@ -122,26 +122,30 @@ def test_choice_of_kernels() -> None:
         (dropping, Situation("cuda", half, False, False), SDPA_CUDA),
         (sink, Situation("cpu", half, False, False), UNFUSED),
     ]:
-        assert plan(variant, situation.dtype).kernels[situation] is kernel, situation
-    unfused = plan(plain, asked=AttnBackend.unfused).kernels.values()
-    assert set(unfused) == {UNFUSED} == set(plan(plain, asked=AttnBackend.local).kernels.values())
+        assert plan(variant, situation.dtype).choices[situation].kernel is kernel, situation
+    for asked in (AttnBackend.unfused, AttnBackend.local):
+        assert {choice.kernel for choice in plan(plain, asked=asked).choices.values()} == {UNFUSED}
 
 
-def test_choice_can_be_printed() -> None:
+def test_choice_and_fallback_can_be_printed() -> None:
+    fused = "SDPA (cuDNN, flash, efficient, math)"
+    assert plan(AttentionVariant(1.0, True)).describe("cuda") == fused
+    assert plan(AttentionVariant(1.0, True), torch.float32).describe("cuda", packed=True) == (
+        "unfused, since variable-length flash: it computes in half precision, not in torch.float32"
+    )
     assert plan(AttentionVariant(1.0, True, dropout=0.1)).describe("cuda") == (
-        "attention on cuda: training by unfused, training on packed documents by unfused, "
-        "evaluation by SDPA (cuDNN, flash, efficient, math), "
-        "evaluation on packed documents by variable-length flash"
+        f"training: unfused, since {fused}: it has no dropout masks of ours (attention dropout 0.1); "
+        f"evaluation: {fused}"
     )
 
 
 def test_the_kernel_asked_for_is_taken() -> None:
     variant = AttentionVariant(1.0, True)
     training = Situation("cuda", torch.bfloat16, True, False)
-    assert plan(variant, asked=AttnBackend.flash).kernels[training] is SDPA_FLASH
-    assert plan(variant, asked=AttnBackend.fused).kernels[training] is SDPA_CUDNN
+    assert plan(variant, asked=AttnBackend.flash).choices[training].kernel is SDPA_FLASH
+    assert plan(variant, asked=AttnBackend.fused).choices[training].kernel is SDPA_CUDNN
     packed = Situation("cuda", torch.bfloat16, True, True)
-    assert plan(variant, asked=AttnBackend.flash).kernels[packed] is VARLEN
+    assert plan(variant, asked=AttnBackend.flash).choices[packed].kernel is VARLEN
 
 
 @pytest.mark.parametrize("asked", [AttnBackend.flash, AttnBackend.fused])

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module
@@ -139,3 +140,14 @@ def test_float32_residual_stream(normalization: str) -> None:
     loss.sum().backward()
     assert seen == [torch.bfloat16, torch.float32] * 2
     assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
+
+
+def test_kernels_in_use_are_told() -> None:
+    lines = describe_kernels(
+        gpt(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2), torch.device("cpu")
+    )
+    assert lines == [
+        "backend local: plain torch but for keep_rows",
+        "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it has no dropout masks of ours "
+        "(attention dropout 0.1); evaluation: SDPA (CPU flash)",
+    ]
