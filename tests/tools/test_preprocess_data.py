@@ -32,8 +32,8 @@ def run(folder, command):
     return subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
 
 
-def output(folder, prefix):
-    return [(folder / f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+def output(folder, prefix, key="text"):
+    return [(folder / f"{prefix}_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
 def golden(name):
@@ -70,6 +70,16 @@ def test_the_command_with_a_hugging_face_folder(checkout):
     ids, _ = output(checkout, "out")
     assert len(ids) == len(golden("gpt2_eod_text")[0]) - 2 * 10  # eleven pieces are one token
     assert ids[-2:] == b"\x00\x00"
+
+
+def test_a_command_for_bert(checkout):
+    done = run(
+        checkout,
+        "python tools/preprocess_data.py --input data.jsonl --output-prefix bert --tokenizer-type "
+        f"BertWordPieceLowerCase --vocab-file {GOLDEN / 'bert/vocab.txt'} --json-keys body --workers 2",
+    )
+    assert done.returncode == 0, done.stderr
+    assert output(checkout, "bert", "body") == golden("bert_body")
 
 
 @pytest.fixture

@@ -27,7 +27,14 @@ TokenizerType = Literal[
     "NullMultimodalTokenizer",
     "SFTTokenizer",
 ]
-WORKING_TYPES: tuple[TokenizerType, ...] = ("GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer", "TikTokenizer")
+BERT_TYPES: tuple[TokenizerType, ...] = ("BertWordPieceLowerCase", "BertWordPieceCase")
+WORKING_TYPES: tuple[TokenizerType, ...] = (
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "NullTokenizer",
+    "TikTokenizer",
+    *BERT_TYPES,
+)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -36,11 +43,13 @@ class TokenizerConfig:
 
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
     """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file), HuggingFaceTokenizer (--tokenizer-model:
-    a folder with a tokenizer.json, or such a file), TikTokenizer (--tokenizer-model: a .json file), NullTokenizer
-    (--vocab-size: text is ids). GPT2BPETokenizer when not given. All files are local."""
+    a folder with a tokenizer.json, or such a file), TikTokenizer (--tokenizer-model: a .json file),
+    BertWordPieceLowerCase and BertWordPieceCase (--vocab-file), NullTokenizer (--vocab-size: text is ids).
+    GPT2BPETokenizer when not given. All files are local."""
 
     vocab_file: str | None = None
-    """File of the vocabulary: a vocab.json for GPT2BPETokenizer."""
+    """File of the vocabulary: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
+    BertWordPieceCase."""
 
     merge_file: str | None = None
     """File of the merges of a byte-level BPE: a merges.txt."""
@@ -60,8 +69,9 @@ class TokenizerConfig:
     )
     """Round the vocabulary up when --padded-vocab-size is not given."""
 
-    vocab_extra_ids: int = not_yet(0)
-    """Tokens <extra_id_i> to add to the vocabulary, for masked spans of T5."""
+    vocab_extra_ids: int = 0
+    """BertWordPieceLowerCase and BertWordPieceCase: tokens <extra_id_i> to add to the vocabulary, for masked spans of
+    T5."""
 
     legacy_tokenizer: bool = False
     """The way of older releases: TikTokenizer matches no special tokens in text and names three of them,
@@ -137,6 +147,12 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[str]:
             yield f"{{tokenizer_model:name}}: {family} needs {what}"
     elif family == "NullTokenizer":
         yield from _null_problems(config)
+    elif family in BERT_TYPES and config.vocab_file is None:
+        yield f"{{vocab_file:name}}: {family} needs a vocab.txt, one token a line"
+    if config.vocab_extra_ids < 0:
+        yield "{vocab_extra_ids}: must be at least 0"
+    elif config.vocab_extra_ids and family not in BERT_TYPES:
+        yield f"{{vocab_extra_ids}}: {family} takes no more tokens; {' and '.join(BERT_TYPES)} do"
     if config.tiktoken_num_special_tokens < 1:
         yield "{tiktoken_num_special_tokens}: must be at least 1"
 

@@ -4,6 +4,7 @@ from megatron.core.config_fields import refuse, unsupported_values
 from megatron.core.exceptions import UserError
 from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.tokenizer.null import NullTokenizer
@@ -40,6 +41,10 @@ def _build(config: TokenizerConfig) -> Tokenizer:
                 config.tokenizer_special_tokens,
                 config.legacy_tokenizer,
             )
+        case "BertWordPieceLowerCase" | "BertWordPieceCase":
+            assert config.vocab_file is not None
+            lower_case = config.family == "BertWordPieceLowerCase"
+            return BertWordPieceTokenizer(config.vocab_file, lower_case, config.vocab_extra_ids)
         case "NullTokenizer":
             assert config.vocab_size is not None
             pad = config.null_tokenizer_pad_id

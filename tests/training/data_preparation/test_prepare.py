@@ -22,6 +22,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.config import PreparationConfig
 from megatron.training.data_preparation.manifest import read_manifest
 from megatron.training.data_preparation.prepare import prepare
+from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.null import NullTokenizer
 
@@ -66,6 +67,13 @@ def test_bytes_of_the_published_tool(tmp_path, workers):
     assert output(tmp_path) == golden("gpt2_eod_text")
     run(tmp_path, workers=workers)
     assert output(tmp_path) == golden("gpt2_noeod_text")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_sentences_in_word_pieces_are_those_of_the_published_tool(tmp_path, workers):
+    bert = BertWordPieceTokenizer(str(GOLDEN / "bert/vocab.txt"), lower_case=True)
+    run(tmp_path, tokenizer=bert, workers=workers, json_keys=["body"])
+    assert output(tmp_path, "body") == golden("bert_body")
 
 
 @pytest.mark.parametrize("workers", [1, 3, 7])

@@ -10,12 +10,17 @@ from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
 
 GOLDEN = Path(__file__).parents[2] / "data/golden/corpus"
 BPE = {"vocab_file": str(GOLDEN / "gpt2bpe/vocab.json"), "merge_file": str(GOLDEN / "gpt2bpe/merges.txt")}
+BERT = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(GOLDEN / "bert/vocab.txt")}
 
 
 def test_families():
     assert build_tokenizer(TokenizerConfig(**BPE)).type_name == "GPT2BPETokenizer"
     hf = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(GOLDEN / "hf"))
     assert build_tokenizer(hf).vocab_size == 600
+    bert = build_tokenizer(TokenizerConfig(**BERT, vocab_extra_ids=100))
+    assert (bert.type_name, bert.vocab_size) == ("BertWordPieceLowerCase", 510 + 2 + 100)
+    cased = build_tokenizer(TokenizerConfig(**BERT | {"tokenizer_type": "BertWordPieceCase"}))
+    assert cased.type_name == "BertWordPieceCase" and cased.tokenize("The") != bert.tokenize("The")
     null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=50257, null_tokenizer_pad_id=7)
     assert build_tokenizer(null).vocab_size == 50258 and build_tokenizer(null).pad == 7
 
@@ -27,6 +32,9 @@ def test_families():
         ({"tokenizer_model": "x"}, "needs both, not tokenizer_model x"),
         ({"tokenizer_type": "HuggingFaceTokenizer"}, "tokenizer_model: HuggingFaceTokenizer needs a folder"),
         ({"tokenizer_type": "TikTokenizer"}, "tokenizer_model: TikTokenizer needs a .json"),
+        ({"tokenizer_type": "BertWordPieceCase"}, "vocab_file: BertWordPieceCase needs a vocab.txt"),
+        ({**BERT, "vocab_extra_ids": -1}, "vocab_extra_ids -1: must be at least 0"),
+        ({**BERT, "vocab_size": 510}, "--vocab-size 510: the BertWordPieceLowerCase has 512 ids"),
         ({"tokenizer_type": "NullTokenizer"}, "vocab_size: NullTokenizer needs it"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "vocab_size 0: must be at least 1"),
         (
@@ -42,7 +50,7 @@ def test_families():
             {"tokenizer_type": "Llama2Tokenizer"},
             "not yet; what works so far is GPT2BPETokenizer or HuggingFaceTokenizer",
         ),
-        ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: not yet"),
+        ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: GPT2BPETokenizer takes no more tokens"),
         ({**BPE, "vocab_size": 599}, "--vocab-size 599: the GPT2BPETokenizer has 600 ids"),
     ],
 )
