@@ -19,7 +19,7 @@ FLAGS = f"""
 --num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu
 --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 256
 --max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 16
---train-iters {ITERATIONS} --lr 6e-4 --lr-warmup-iters 10 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+--train-iters {ITERATIONS} --lr 4e-4 --lr-warmup-iters 20 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
 --eval-iters 0 --split 100,0,0 --log-interval 10
 """.split()
 

@@ -38,6 +38,7 @@ def run() -> Iterator[Any]:
 
 
 def test_before_a_run_the_way_is_named() -> None:
+    global_vars.forget()  # other tests of this process may have trained
     with pytest.raises(UserError, match="once the run is set up"):
         global_vars.get_args()
     with pytest.raises(UserError, match="once the run is set up"):
