@@ -1,0 +1,114 @@
+"""Descriptors: names, boxes, initial values of any part of a tensor, sinks."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.counter_rng import stream_key
+from megatron.core.parameters import (
+    Box,
+    Constant,
+    Normal,
+    ParameterInfo,
+    XavierUniform,
+    canonical_index,
+    canonical_names,
+    declare,
+    draw_range,
+    info_of,
+    initialize_parameters,
+    name_parameters,
+)
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, rows: Box | None = None) -> None:
+        super().__init__()
+        self.canonical_index = number
+        shape = (8, 6) if rows is None else rows.shape
+        self.weight = declare(nn.Parameter(torch.empty(shape)), Normal(0.5), global_shape=(8, 6), box=rows)
+        self.bias = declare(nn.Parameter(torch.empty(8)), Constant(3.0))
+
+
+class Model(nn.Module):
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(number) for number in numbers)
+        self.tied = self.layers[0].weight
+
+
+def named(numbers: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
+    model = Model(numbers)
+    name_parameters(model)
+    initialize_parameters(model, seed)
+    return {info_of(parameter).name: parameter.detach() for parameter in model.parameters()}
+
+
+def test_layers_go_by_their_number_over_the_whole_model() -> None:
+    model = Model([4, 5])
+    names = [name for name, _ in canonical_names(model)]
+    # A tied parameter is met once, under its first name.
+    assert names == ["tied", "layers.4.bias", "layers.5.weight", "layers.5.bias"]
+
+
+def test_a_stage_holds_the_values_that_the_whole_model_has() -> None:
+    whole, stage = named([0, 1, 2, 3]), named([2, 3])
+    for name in ("layers.3.weight", "layers.3.bias"):
+        assert torch.equal(whole[name], stage[name])
+    assert not torch.equal(whole["layers.1.weight"], whole["layers.2.weight"])
+    assert not torch.equal(whole["layers.1.weight"], named([0, 1, 2, 3], seed=2)["layers.1.weight"])
+    assert (whole["layers.1.bias"] == 3.0).all()
+
+
+@pytest.mark.parametrize("init", [Normal(0.1), XavierUniform(), Constant(2.0), nn.init.orthogonal_])
+@pytest.mark.parametrize("box", [Box((0, 2, 0), (2, 3, 5)), Box((1, 0, 0), (1, 8, 5)), Box((0, 1, 2), (2, 4, 2))])
+def test_any_flat_range_of_any_box_is_drawn_by_itself(init: object, box: Box) -> None:
+    shape = (2, 8, 5)
+    key = stream_key(7, "w")
+    whole = torch.empty(80)
+    draw_range(whole, ParameterInfo(shape, Box.whole(shape), init, name="w"), 0, key)  # type: ignore[arg-type]
+    part = tuple(slice(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True))
+    expected = whole.view(shape)[part].reshape(-1)
+    info = ParameterInfo(shape, box, init, name="w")  # type: ignore[arg-type]
+    for first, stop in ((0, box.numel), (3, 7), (box.numel - 2, box.numel)):
+        drawn = torch.empty(stop - first)
+        draw_range(drawn, info, first, key)
+        assert torch.equal(drawn, expected[first:stop])
+
+
+def test_indices_of_a_box() -> None:
+    shape, box = (3, 4, 5), Box((1, 1, 2), (2, 3, 2))
+    every = torch.arange(60).view(shape)
+    expected = every[1:3, 1:4, 2:4].reshape(-1)
+    info = ParameterInfo(shape, box, Constant(0.0))
+    assert torch.equal(canonical_index(info, 0, box.numel), expected)
+    assert torch.equal(canonical_index(info, 5, 4), expected[5:9])
+
+
+def test_padding_starts_at_zero_and_belongs_to_no_index() -> None:
+    weight = declare(nn.Parameter(torch.full((20, 4), 9.0)), Normal(1.0), global_shape=(17, 4))
+    module = nn.Module()
+    module.weight = weight
+    name_parameters(module)
+    initialize_parameters(module, 1)
+    assert info_of(weight).padding == 12
+    assert (weight[17:] == 0).all() and (weight[:17] != 0).all()
+
+
+def test_what_decays() -> None:
+    matrix, vector = (
+        declare(nn.Parameter(torch.empty(2, 2)), Normal(1.0)),
+        declare(nn.Parameter(torch.empty(2)), Normal(1.0)),
+    )
+    assert info_of(matrix).decays and not info_of(vector).decays
+    fact = ParameterInfo((2, 2), Box.whole((2, 2)), Normal(1.0), name="experts.bias")
+    assert not fact.decays
+
+
+def test_an_undeclared_parameter_is_whole_and_keeps_its_value() -> None:
+    linear = nn.Linear(3, 3)
+    before = linear.weight.clone()
+    name_parameters(linear)
+    initialize_parameters(linear, 1)
+    assert torch.equal(linear.weight, before)
+    assert info_of(linear.weight).box == Box.whole((3, 3)) and info_of(linear.weight).name == "weight"
