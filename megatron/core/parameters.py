@@ -201,8 +201,8 @@ def name_parameters(module: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing the initial values
 
-_DRAW_CHUNK = 1 << 15
-"""Elements drawn at once: the integer temporaries stay in cache on a CPU and small on a GPU."""
+_DRAWN_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 22}
+"""Elements: few on a CPU, so that the integer temporaries stay in its caches; many on a GPU, to launch little."""
 
 
 @torch.no_grad()
@@ -236,8 +236,9 @@ def draw_range(target: Tensor, info: ParameterInfo, start: int, key: tuple[int, 
             info.init(whole)
         target.copy_(whole.view(-1)[canonical_index(info, start, target.numel())])
         return
-    for first in range(0, target.numel(), _DRAW_CHUNK):
-        part = target[first : first + _DRAW_CHUNK]
+    at_once = _DRAWN_AT_ONCE["cuda" if target.is_cuda else "cpu"]
+    for first in range(0, target.numel(), at_once):
+        part = target[first : first + at_once]
         index = canonical_index(info, start + first, part.numel(), target.device)
         part.copy_(info.init.values(index, key, info.global_shape))
 
