@@ -139,7 +139,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--openai-gelu", "--no-bias-gelu-fusion",
     "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
     "--embedding-init-method-std", "--tokenizer-type", "--recompute-activations", "--recompute-modules",
-    "--layout-invariant", "--ckpt-format", "--grad-reduce-in-bf16", "--transformer-impl",
+    "--layout-invariant", "--ckpt-format", "--grad-reduce-in-bf16",
 }  # fmt: skip
 
 
