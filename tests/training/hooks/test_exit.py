@@ -183,8 +183,9 @@ def run_setup(tmp_path, stuck):
         env=ENVIRONMENT,
     )
     assert process.stdout.readline() == "ready\n"
+    time.sleep(1.0)  # from there into the call that follows
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=20)
     return process.returncode, errors
 
 
@@ -201,7 +202,7 @@ def test_before_training_even_a_stuck_program_ends(tmp_path):
     code, errors = run_setup(tmp_path, "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)")
     assert code == 128 + signal.SIGTERM
     assert "the signal was not obeyed in time" in errors
-    assert time.monotonic() - started < 9.0
+    assert time.monotonic() - started < 20.0, "the call itself would take minutes"
 
 
 def test_a_second_interrupt_means_now_but_not_at_once():
