@@ -24,7 +24,7 @@ class ModelParallelConfig:
 
     # Model parallelism -----------------------------------------------------------------------------------------------
 
-    tensor_model_parallel_size: int = not_yet(1)
+    tensor_model_parallel_size: int = 1
     """Ranks that share the matrices of one layer."""
 
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(
@@ -32,7 +32,7 @@ class ModelParallelConfig:
     )
     """Communication library between pipeline stages, where it is not that of the other groups."""
 
-    pipeline_model_parallel_size: int = not_yet(1)
+    pipeline_model_parallel_size: int = 1
     """Stages that the layers are cut into."""
 
     virtual_pipeline_model_parallel_size: int | None = not_a_flag(None)
@@ -41,7 +41,7 @@ class ModelParallelConfig:
     sequence_parallel: bool = flag(False, only_with="tensor_model_parallel_size")
     """Split norms, dropout and residuals over the tensor parallel ranks, along the sequence."""
 
-    context_parallel_size: int = not_yet(1)
+    context_parallel_size: int = 1
     """Ranks that share one sequence, attention included."""
 
     hierarchical_context_parallel_sizes: list[int] | None = flag(None, only_with="context_parallel_size")

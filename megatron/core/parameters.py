@@ -107,6 +107,9 @@ class ParameterInfo:
     init: Initializer
     name: str = ""
     """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
+    part_of: str = ""
+    """The canonical name where it is not the parameter's own path: the whole name (the copy of a tied embedding on the
+    last pipeline stage), or, with a leading dot, a sibling's (".weight": another box of the weight beside it)."""
     padding: int = 0
     """Elements at the end of the stored tensor that belong to no canonical index."""
     grid: Literal["dense", "expert"] = "dense"
@@ -195,7 +198,14 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
 def name_parameters(module: nn.Module) -> None:
     """Write the canonical name into the descriptor of every parameter of a whole model (or model chunk)."""
     for name, parameter in canonical_names(module):
-        parameter.info = dataclasses.replace(info_of(parameter), name=name)  # type: ignore[attr-defined]
+        parameter.info = dataclasses.replace(info_of(parameter), name=canonical_name(name, info_of(parameter)))  # type: ignore[attr-defined]
+
+
+def canonical_name(path: str, info: ParameterInfo) -> str:
+    """The canonical name of a parameter that stands at `path` in its model."""
+    if info.part_of.startswith("."):
+        return path.rpartition(".")[0] + info.part_of
+    return info.part_of or path
 
 
 # ---------------------------------------------------------------------------------------------------------------------

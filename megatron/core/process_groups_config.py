@@ -4,7 +4,8 @@ A collection built from a `RankGrid` knows size, rank and members of every group
 torch group when its attribute is first read. Making one waits for the group's other members, as a collective does: so
 read the attribute where you communicate, and ask `size`, `rank` or `ranks` for numbers.
 
-In a single process without torch.distributed every group is None, which all of the library takes for a group of one.
+In a single process without torch.distributed a group of one is None; a larger one, as a dry run has, is a
+`PlannedGroup`, which knows its ranks and cannot communicate.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
+from megatron.core.collectives import Group, PlannedGroup, group_rank, group_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.rank_grid import RankGrid, hierarchical_groups
 
@@ -60,27 +61,27 @@ class ProcessGroupCollection:
     }
     """Along which axes of the grid each group extends. Beside these: `embd`, `pos_embd`, and the list `hcp`."""
 
-    tp: ProcessGroup | None
-    pp: ProcessGroup | None
-    mp: ProcessGroup | None
-    embd: ProcessGroup | None
-    pos_embd: ProcessGroup | None
-    cp: ProcessGroup | None
-    tp_cp: ProcessGroup | None
-    hcp: list[ProcessGroup | None]
-    ep: ProcessGroup | None
-    expt_tp: ProcessGroup | None
-    tp_ep: ProcessGroup | None
-    tp_ep_pp: ProcessGroup | None
-    tp_dp: ProcessGroup | None
-    tp_dp_cp: ProcessGroup | None
-    dp: ProcessGroup | None
-    dp_cp: ProcessGroup | None
-    expt_dp: ProcessGroup | None
-    intra_dp_cp: ProcessGroup | None
-    intra_expt_dp: ProcessGroup | None
-    inter_dist_opt: ProcessGroup | None
-    intra_dist_opt: ProcessGroup | None
+    tp: Group
+    pp: Group
+    mp: Group
+    embd: Group
+    pos_embd: Group
+    cp: Group
+    tp_cp: Group
+    hcp: list[Group]
+    ep: Group
+    expt_tp: Group
+    tp_ep: Group
+    tp_ep_pp: Group
+    tp_dp: Group
+    tp_dp_cp: Group
+    dp: Group
+    dp_cp: Group
+    expt_dp: Group
+    intra_dp_cp: Group
+    intra_expt_dp: Group
+    inter_dist_opt: Group
+    intra_dist_opt: Group
 
     grid: RankGrid | None = None
     """The grid that the collection was built from; None for one filled by hand."""
@@ -152,7 +153,7 @@ class ProcessGroupCollection:
         """Global ranks of a group, in group order. For `embd` and `pos_embd`, of this rank's pipeline."""
         if self.grid is None:
             group = getattr(self, name)
-            return (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+            return (0,) if group is None else group_ranks(group)
         if name in ("embd", "pos_embd"):
             return tuple(self._pipeline_choice[name](self.ranks("pp")))
         return self.grid.group(self._rank, self.AXES[name])
@@ -165,7 +166,7 @@ class ProcessGroupCollection:
         """This rank's place in a group; -1 where it is no member."""
         if self.grid is None:
             group = getattr(self, name)
-            return 0 if group is None else dist.get_rank(group)
+            return group_rank(group)
         ranks = self.ranks(name)
         return ranks.index(self._rank) if self._rank in ranks else -1
 
@@ -177,10 +178,12 @@ class ProcessGroupCollection:
 
     # Torch's groups --------------------------------------------------------------------------------------------------
 
-    def _make(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+    def _make(self, ranks: tuple[int, ...]) -> Group:
         """The torch group of some ranks: one for each set, the world's own for all. None for a rank outside it."""
-        if not dist.is_initialized() or self._rank not in ranks:
+        if self._rank not in ranks:
             return None
+        if not dist.is_initialized():
+            return PlannedGroup(ranks, ranks.index(self._rank)) if len(ranks) > 1 else None
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD
         if ranks not in self._made:

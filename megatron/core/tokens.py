@@ -22,11 +22,33 @@ class RandomPlace:
 
 
 @dataclass(frozen=True)
+class SequencePart:
+    """What one of several context parallel ranks holds of every row, in zig-zag: the row is cut into 2 * `size` chunks
+    of equal length, and rank r has the chunks r and 2 * size - 1 - r. So all have the same work under a causal mask."""
+
+    rank: int
+    size: int
+
+    def chunks(self, rank: int | None = None) -> tuple[int, int]:
+        """Numbers of the two chunks of a rank (default: this one), ascending."""
+        rank = self.rank if rank is None else rank
+        return rank, 2 * self.size - 1 - rank
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """What the t = seq_length * batch_size tokens of a micro-batch are. A packed batch has batch_size 1."""
+    """What the t = seq_length * batch_size tokens of a micro-batch are. A packed batch has batch_size 1.
+
+    Under context parallelism (`part`) these are the tokens that this rank holds, in the order of its chunks: seq_length
+    is the length of its part, while `cu_seqlens`, `max_seqlen` and `sample_length` speak of whole rows.
+    Under sequence parallelism hidden states are a tensor parallel rank's slice of these tokens, as they lie in [t, h];
+    the record is the same on all of them.
+    """
 
     seq_length: int
     batch_size: int
+    part: SequencePart | None = None
+    """None: whole rows."""
     positions: Tensor | None = None
     """Position ids, int64 [b, s]; None: 0 .. s-1 in every row."""
     cu_seqlens: Tensor | None = None
@@ -44,12 +66,27 @@ class Tokens:
     def count(self) -> int:
         return self.seq_length * self.batch_size
 
+    @property
+    def row_length(self) -> int:
+        """Tokens of a whole row, all context parallel parts together."""
+        return self.seq_length * (1 if self.part is None else self.part.size)
+
+
+def row_index(tokens: Tokens, device: torch.device | str = "cpu", rank: int | None = None) -> Tensor:
+    """Where in its row each token stands that is held here (or by context parallel rank `rank`): int64 [s]."""
+    index = torch.arange(tokens.seq_length, device=device) + tokens.first_position
+    if tokens.part is None:
+        return index
+    length = tokens.seq_length // 2
+    first, second = tokens.part.chunks(rank)
+    return torch.cat([index[:length] + first * length, index[:length] + second * length])
+
 
 def position_ids(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
     """Position of every token in its document, int64 [b, s]; [1, s] where all rows are alike."""
     if tokens.positions is not None:
         return tokens.positions
-    index = torch.arange(tokens.seq_length, device=device) + tokens.first_position  # [s]
+    index = row_index(tokens, device)  # [s]
     if tokens.cu_seqlens is None:
         return index[None]
     document = torch.bucketize(index, tokens.cu_seqlens[1:], right=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.training.logging.metrics import synchronization_allowed
 
@@ -49,7 +49,7 @@ def evaluate(
     micro_batch_size: int,
     seq_length: int,
     device: torch.device | str = "cpu",
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     data_parallel_size: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult:
@@ -131,14 +131,13 @@ def _add(sums: dict[str, Tensor], report: Mapping[str, Tensor], device: torch.de
         sums[name] = sums[name] + pair if name in sums else pair.clone()
 
 
-def _mean(sums: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> tuple[dict[str, float], dict[str, float]]:
+def _mean(sums: Mapping[str, Tensor], group: Group) -> tuple[dict[str, float], dict[str, float]]:
     """Losses and counts over all ranks: one all-reduce, one copy to the host."""
     if not sums:
         return {}, {}
     totals = torch.stack(list(sums.values()))  # [names, 2]
     with synchronization_allowed(totals.device):
-        if group is not None:
-            dist.all_reduce(totals, group=group)
+        all_reduce(totals, group)
         pairs = totals.tolist()
     losses, counts = {}, {}
     for name, (total, count) in zip(sums, pairs, strict=True):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ReduceOp, Work
+from torch.distributed import ReduceOp
 
-from megatron.core.collectives import Group, averages_in_collective, group_size, start_all_reduce
+from megatron.core.collectives import Group, Pending, averages_in_collective, group_size, start_all_reduce
 from megatron.core.distributed.units import Unit
 from megatron.core.parameters import info_of
 
@@ -43,7 +43,7 @@ class Bucket:
         self.expected: int | None = None
         """Contributions of a step's last micro-batch, once seen."""
         self.started = False
-        self._work: Work | None = None
+        self._work: Pending | None = None
         self._wire: Tensor | None = None
 
     @property

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collectives import Group, all_reduce
 from megatron.training.logging.finite import NonFinite, name_non_finite
 from megatron.training.logging.records import StepRecord
 
@@ -101,7 +101,7 @@ class StepMetrics:
         self,
         device: torch.device | str,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         rank: int = 0,
         expect_overflow: bool = False,
         watch: bool = True,
@@ -238,8 +238,7 @@ class StepMetrics:
             local += [pending.values.reshape(-1), *(scalar.view(1) for scalar in pending.gradients_finite)]
             local += [scalar.view(1) for scalar in pending.on_device.values()]
         totals = torch.cat([pending.values.sum(dim=0).view(-1) for pending in self._pending])
-        if self.group is not None:
-            dist.all_reduce(totals, group=self.group)
+        all_reduce(totals, self.group)
         values = torch.cat([*local, totals]).cpu()
         split = values.numel() - totals.numel()
         return iter(values[:split].tolist()), iter(values[split:].tolist())
