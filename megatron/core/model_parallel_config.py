@@ -28,7 +28,9 @@ class ModelParallelConfig:
     """Ranks that share the matrices of one layer."""
 
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(
-        None, only_with="pipeline_model_parallel_size"
+        None,
+        supported=[None, "nccl"],
+        no_effect="pipeline stages exchange over the communication library of all other groups",
     )
     """Communication library between pipeline stages, where it is not that of the other groups."""
 
@@ -135,7 +137,11 @@ class ModelParallelConfig:
     use_te_rng_tracker: bool = not_a_flag(False)
     """Use Transformer Engine's generator states; ours need none."""
 
-    tp_comm_overlap: bool = flag(False, only_with="tensor_model_parallel_size")
+    tp_comm_overlap: bool = flag(
+        False,
+        no_effect="tensor parallel communication always runs beside those products of its layer that do not wait for "
+        "it; cutting a product into pieces to hide the rest is not yet there",
+    )
     """Overlap tensor parallel communication with the matrix products beside it."""
 
     tp_comm_bulk_wgrad: bool = flag(
@@ -226,7 +232,9 @@ class ModelParallelConfig:
     deallocate_pipeline_outputs: bool = not_a_flag(False)
     """Free a stage's output once the next stage has it."""
 
-    defer_embedding_wgrad_compute: bool = flag(False, only_with="pipeline_model_parallel_size")
+    defer_embedding_wgrad_compute: bool = flag(
+        False, no_effect="weight gradients of all layers are put off by --pipeline-schedule zb-h1 or zb-v"
+    )
     """Compute the output layer's weight gradient while the pipeline drains."""
 
     wgrad_deferral_limit: int = flag(0, only_with="defer_embedding_wgrad_compute")

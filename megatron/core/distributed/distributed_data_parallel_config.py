@@ -27,8 +27,8 @@ class DistributedDataParallelConfig:
     use_distributed_optimizer: bool = not_a_flag(False)
     """Spread the optimizer's state over data parallel ranks."""
 
-    num_distributed_optimizer_instances: int = not_yet(1)
-    """Copies of the sharded optimizer state among data parallel ranks."""
+    num_distributed_optimizer_instances: int = flag(1, only_with="use_distributed_optimizer")
+    """Copies of the sharded optimizer state among data parallel ranks: each is spread over a part of them."""
 
     check_for_nan_in_grad: bool = not_a_flag(False)
     """Look for non-finite gradients before they are reduced."""
@@ -49,9 +49,9 @@ class DistributedDataParallelConfig:
     reduce_scatter_with_fp32_accumulation: bool = flag(
         False,
         on="--ddp-reduce-scatter-with-fp32-accumulation",
-        no_effect="gradients are summed in float32 unless --grad-reduce-in-bf16",
+        only_with="grad_reduce_in_bf16",
     )
-    """Send gradients in their own type and sum them in float32."""
+    """With --grad-reduce-in-bf16: send gradients in the model's type and sum them in float32."""
 
     average_in_collective: bool = flag(False, on="--ddp-average-in-collective")
     """Let the collective divide by the number of ranks, instead of scaling gradients before it."""
@@ -62,8 +62,8 @@ class DistributedDataParallelConfig:
     reuse_grad_buf_for_mxfp8_param_ag: bool = not_a_flag(False)
     """Gather mxfp8 weights into the gradient buffer."""
 
-    use_megatron_fsdp: bool = not_yet(False)
-    """Shard weights, gradients and optimizer state over data parallel ranks (ZeRO 3)."""
+    use_megatron_fsdp: bool = False
+    """Shard what --data-parallel-sharding-strategy says over data parallel ranks."""
 
     use_custom_fsdp: bool = not_a_flag(False)
     """Former name of use_megatron_fsdp."""
@@ -71,10 +71,16 @@ class DistributedDataParallelConfig:
     data_parallel_sharding_strategy: Sharding = flag("no_shard", only_with="use_megatron_fsdp")
     """With --use-megatron-fsdp: what is sharded."""
 
-    gradient_reduce_div_fusion: bool = flag(True, off="--no-gradient-reduce-div-fusion", only_with="use_megatron_fsdp")
+    gradient_reduce_div_fusion: bool = flag(
+        True,
+        off="--no-gradient-reduce-div-fusion",
+        no_effect="gradients lie packed from the start, so there is no kernel that packs them",
+    )
     """With --use-megatron-fsdp: divide gradients in the kernel that packs them."""
 
-    suggested_communication_unit_size: int | None = flag(None, only_with="use_megatron_fsdp")
+    suggested_communication_unit_size: int | None = flag(
+        None, no_effect="what is sharded comes and goes a layer at a time; --ddp-bucket-size joins layers"
+    )
     """With --use-megatron-fsdp: elements to communicate at once."""
 
     preserve_fp32_weights: bool = not_a_flag(True)
@@ -86,10 +92,12 @@ class DistributedDataParallelConfig:
     nccl_ub: bool = not_yet(False, on="--use-nccl-ub")
     """Register communication buffers with NCCL, so that it reads them in place."""
 
-    fsdp_double_buffer: bool = flag(False, only_with="use_megatron_fsdp")
+    fsdp_double_buffer: bool = flag(False, no_effect="the weights of each layer are gathered into memory of its own")
     """With --use-megatron-fsdp: use two buffers in turn for gathered weights."""
 
-    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag("no_shard", only_with="use_megatron_fsdp")
+    outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
+        "no_shard", supported=["no_shard"], only_with="use_megatron_fsdp"
+    )
     """With --use-megatron-fsdp: what is sharded over groups of data parallel ranks."""
 
     disable_symmetric_registration: bool = flag(False, only_with="nccl_ub")

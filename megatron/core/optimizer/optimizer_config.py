@@ -8,8 +8,6 @@ import torch
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
 
-_WHOLE = "not yet sharded: every rank updates all weights itself and gathers nothing"
-
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -150,16 +148,16 @@ class OptimizerConfig:
 
     # Where the state is ----------------------------------------------------------------------------------------------
 
-    use_distributed_optimizer: bool = flag(
-        False,
-        no_effect="not yet sharded: every data parallel rank keeps the whole optimizer state; the result is the same",
-    )
-    """Spread the optimizer's state over data parallel ranks (ZeRO 1)."""
+    use_distributed_optimizer: bool = False
+    """Spread the optimizer's state over data parallel ranks (ZeRO 1): each updates a part, then weights are gathered."""
 
-    overlap_param_gather: bool = flag(False, no_effect=_WHOLE)
+    overlap_param_gather: bool = flag(False, only_with="use_distributed_optimizer")
     """Gather updated weights while the next forward pass begins."""
 
-    overlap_param_gather_with_optimizer_step: bool = flag(False, no_effect=_WHOLE)
+    overlap_param_gather_with_optimizer_step: bool = flag(
+        False,
+        no_effect="the update is one pass over this rank's part; its weights are gathered layer by layer after it",
+    )
     """Gather updated weights while others are still being updated."""
 
     optimizer_cpu_offload: bool = not_yet(False)

@@ -47,6 +47,8 @@ def _number_formats(s: Settings) -> None:
         s.derive("attention_softmax_in_fp32", True)
     if (s.fp16 or s.bf16) and not s.grad_reduce_in_bf16:
         s.derive("grad_reduce_in_fp32", True)
+    if s.use_megatron_fsdp and s.megatron_fsdp_grad_comm_dtype != "auto":
+        s.derive("grad_reduce_in_fp32", s.megatron_fsdp_grad_comm_dtype == "fp32")
 
 
 def _ranks(s: Settings) -> str | None:
@@ -60,6 +62,29 @@ def _ranks(s: Settings) -> str | None:
         s.derive("distributed_backend", "gloo")
         return "--distributed-backend nccl: there is no GPU here; gloo is taken"
     return None
+
+
+def _virtual_stages(s: Settings) -> None:
+    """Model chunks of each pipeline stage, where a flag gives their number or the layers of each."""
+    stages, chunks, each = s.pipeline_model_parallel_size, s.num_virtual_stages_per_pipeline_rank, None
+    if s.num_layers_per_virtual_pipeline_stage is not None and s.num_layers is not None:
+        each = s.num_layers_per_virtual_pipeline_stage
+        layers = s.num_layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
+        if chunks is None and each > 0 and stages > 0 and layers % (stages * each) == 0:
+            chunks = layers // (stages * each)
+    s.derive("virtual_pipeline_model_parallel_size", chunks if stages > 1 and chunks and chunks > 1 else None)
+
+
+def _sharding(s: Settings) -> str | None:
+    """Other spellings of a placement; any that shards something shards the optimizer's state."""
+    note = None
+    if s.use_torch_fsdp2 and not s.use_megatron_fsdp:
+        s.derive("use_megatron_fsdp", True)
+        s.derive("data_parallel_sharding_strategy", "optim_grads_params")
+        note = "--use-torch-fsdp2: taken as --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+    if s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "no_shard":
+        s.derive("use_distributed_optimizer", True)
+    return note
 
 
 def _batch(s: Settings) -> None:
@@ -158,6 +183,8 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _positions,
     _number_formats,
     _ranks,
+    _virtual_stages,
+    _sharding,
     _batch,
     _lengths_of_training,
     _data,

@@ -40,8 +40,9 @@ class ParallelConfig:
     tp_comm_overlap_cfg: str | None = flag(None, only_with="tp_comm_overlap")
     """File that tunes --tp-comm-overlap."""
 
-    use_torch_fsdp2: bool = not_yet(False)
-    """Shard weights, gradients and optimizer state over data parallel ranks, as torch's FSDP2 does."""
+    use_torch_fsdp2: bool = False
+    """Shard weights, gradients and optimizer state over data parallel ranks: --use-megatron-fsdp with
+    --data-parallel-sharding-strategy optim_grads_params."""
 
     enable_gloo_process_groups: bool = flag(True, off="--disable-gloo-process-groups", no_effect=_GLOO)
     """Make gloo groups beside the device's."""
@@ -50,17 +51,19 @@ class ParallelConfig:
     """Parts in which gradients are reduced."""
 
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "fp32", only_with="use_megatron_fsdp"
+        "fp32", supported=["fp32"], only_with="use_megatron_fsdp"
     )
     """With --use-megatron-fsdp: type of the main weights."""
 
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "auto", only_with="use_megatron_fsdp"
+        "auto", supported=["auto", "fp32"], only_with="use_megatron_fsdp"
     )
     """With --use-megatron-fsdp: type of the main gradients."""
 
-    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag("auto", only_with="use_megatron_fsdp")
-    """With --use-megatron-fsdp: type in which gradients are sent."""
+    megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
+        "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"
+    )
+    """With --use-megatron-fsdp: type in which gradients are sent; auto: as --grad-reduce-in-bf16 says."""
 
     grad_reduce_in_bf16: bool = False
     """Send gradients in the model's type when they are reduced; they are accumulated in float32 in any case."""

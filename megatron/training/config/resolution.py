@@ -214,6 +214,7 @@ def transformer_fields(config_class: type[TransformerConfig], values: Mapping[st
     fields = {name: value for name, value in values.items() if name in names}
     app = SimpleNamespace(**{name: values.get(name, default) for name, default in APP_SWITCHES.items()})
     fields |= {name: values[name] for name in ("rotary_base", "rotary_percent") if name in values and name in names}
+    fields |= {name: values[name] for name in ("virtual_pipeline_model_parallel_size",) if name in values}
     if not app.group_query_attention:
         fields.pop("num_query_groups", None)
     fields["gated_linear_unit"] = app.swiglu or app.quick_geglu
