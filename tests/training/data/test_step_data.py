@@ -1,0 +1,90 @@
+"""Every model chunk of a rank sees every micro-batch, once, and knows where it stands."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.training.data.step_data import StepData, step_data_of, tell_place
+
+
+def micro_batches(count: int, log: list[int] | None = None):
+    """Batches of two samples; `log` tells which were read."""
+    for number in range(count):
+        if log is not None:
+            log.append(number)
+        yield SimpleNamespace(number=number, sample_ids=[2 * number, 2 * number + 1])
+
+
+def second_of_three(source) -> StepData:
+    return StepData(source, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=3, seed=7)
+
+
+def test_one_chunk_draws_from_it_directly():
+    data = second_of_three(micro_batches(4))
+    (iterator,) = data.iterators(1)
+    assert iterator is data and step_data_of(data.iterators(1)) is data
+    data.begin(5)
+    assert [next(iterator).number for _ in range(2)] == [0, 1]
+    assert iterator.sample_ids == [[0, 1], [2, 3]]
+    assert (iterator.place.seed, iterator.place.iteration, iterator.place.first_sample) == (7, 5, (1 * 3 + 1) * 2)
+    data.begin(6)
+    assert next(iterator).number == 2 and iterator.sample_ids == [[4, 5]] and iterator.place.first_sample == 2
+
+
+def test_every_chunk_draws_every_micro_batch_once_at_its_own_pace():
+    """In the order of an interleaved schedule; each micro-batch is read once, and held no longer than needed."""
+    read: list[int] = []
+    data = second_of_three(micro_batches(8, read))
+    first, second = chunks = data.iterators(2)
+    for iteration in range(2):
+        data.begin(iteration)
+        seen: list[list[int]] = [[], []]
+        for chunk in (0, 0, 1, 0, 1, 1, 0, 1):
+            batch = next(chunks[chunk])
+            seen[chunk].append(batch.number)
+            number = len(seen[chunk]) - 1
+            assert chunks[chunk].place == data.place_of(number) and chunks[chunk].iteration == iteration
+            assert chunks[chunk].sample_ids[-1] == [2 * batch.number, 2 * batch.number + 1]
+            assert len(data._kept) == abs(first.drawn - second.drawn)
+        assert seen == [[4 * iteration + number for number in range(4)]] * 2
+        assert data.sample_ids == [[2 * n, 2 * n + 1] for n in seen[0]]  # each sample once
+    assert read == list(range(8)) and data.iterators(2) == chunks and step_data_of(chunks) is data
+    with pytest.raises(StopIteration):
+        next(first)
+
+
+def test_a_chunk_that_draws_nothing_holds_nothing_up():
+    """Published scripts read nothing on stages in the middle."""
+    data = second_of_three(micro_batches(9))
+    idle, busy = data.iterators(2)
+    for iteration in range(3):
+        data.begin(iteration)
+        assert [next(busy).number for _ in range(3)] == [3 * iteration + number for number in range(3)]
+        assert len(data._kept) == 3  # of one step at most
+    assert idle.drawn == 0
+
+
+def test_chunks_that_drew_differently_are_a_mistake_of_the_schedule():
+    data = second_of_three(micro_batches(9))
+    first, second = data.iterators(2)
+    data.begin(0)
+    next(first), next(first), next(second)
+    with pytest.raises(AssertionError, match="different numbers of micro-batches"):
+        data.begin(1)
+
+
+def test_a_rank_without_data_hands_on_none():
+    data = StepData(None, micro_batch_size=1)
+    assert data.iterators(1) == [None] and data.iterators(2) == [None, None]
+    data.begin(3)
+    assert data.place_of(2).first_sample == 2
+    data.close()
+
+
+def test_models_are_told_where_a_micro_batch_stands():
+    told = []
+    knows = SimpleNamespace(set_random_place=told.append)
+    data = second_of_three(micro_batches(1))
+    data.begin(4)
+    tell_place([SimpleNamespace(module=SimpleNamespace(module=knows)), SimpleNamespace()], data, 2)
+    assert told == [data.place_of(2)] and told[0].iteration == 4
