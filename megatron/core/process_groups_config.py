@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.collectives import Group, PlannedGroup, group_rank, group_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.rank_grid import RankGrid, hierarchical_groups
+from megatron.core.utils.torch_groups import create_group_among_members
 
 EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
 
@@ -188,7 +189,7 @@ class ProcessGroupCollection:
             return dist.group.WORLD
         if ranks not in self._made:
             # Only members take part, so that ranks may need different groups at different times.
-            self._made[ranks] = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+            self._made[ranks] = create_group_among_members(ranks, self._timeout)
         return self._made[ranks]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
 
+from megatron.core.collectives import all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection, set_default_collection
 from megatron.core.rank_grid import RankGrid
@@ -42,6 +43,26 @@ def test_groups_are_made_on_first_use_and_shared() -> None:
         for ranks, made, total in seen.values():
             assert list(ranks) == made
             assert total == sum(ranks)
+
+
+def with_and_without_the_embedding() -> list[float]:
+    """Pipelines of three, in which the ranks in the middle are no members of `embd`; then other groups, twice over."""
+    sums = []
+    for _ in range(2):
+        groups = ProcessGroupCollection.from_grid(RankGrid(6, pipeline=3), dist.get_rank())
+        for name in ("embd", "dp", "pp"):
+            if groups.rank(name) >= 0:
+                sums.append(float(all_reduce(torch.tensor([float(dist.get_rank())]), getattr(groups, name))))
+        groups.close()
+    return sums
+
+
+def test_members_of_different_numbers_of_groups_make_one_together() -> None:
+    pipelines, data = {0: 6.0, 1: 9.0}, {0: 1.0, 1: 5.0, 2: 9.0}
+    for rank, sums in enumerate(run_on_ranks(with_and_without_the_embedding, 6)):
+        number, stage = rank % 2, rank // 2
+        embedding = [] if stage == 1 else [(number, number + 4)]
+        assert sums == [*(float(sum(e)) for e in embedding), data[stage], pipelines[number]] * 2
 
 
 def hand_filled() -> tuple[int, int, tuple[int, ...]]:

@@ -1,11 +1,14 @@
 """Making torch process groups by hand; published helpers of scripts that build their own."""
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from megatron.core.rank_grid import Axes, hierarchical_groups
 
@@ -27,6 +30,31 @@ def create_group(
         use_local_synchronization=use_local_synchronization,
         group_desc=group_desc,
     )
+
+
+_times_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How often each set of ranks got a group, in each world of this process: beside torch's own list of groups."""
+
+
+def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None = None) -> ProcessGroup:
+    """The torch group of some ranks, for which only these ranks call.
+
+    torch would name it by its ranks and by the number of groups that the process has, which differs between members
+    that belong to different numbers of groups: they would wait for each other for ever. Here it is named by its ranks
+    and by how often these had a group before.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    counts = _times_made.setdefault(world, Counter())
+    counts[tuple(ranks)] += 1
+    text = f"members {' '.join(map(str, ranks))} time {counts[tuple(ranks)]}"
+    name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+    torchs_own = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        distributed_c10d._hash_ranks_to_str = torchs_own
 
 
 def create_hierarchical_groups(
