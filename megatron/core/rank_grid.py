@@ -142,15 +142,20 @@ class RankGrid:
         raise UserError(
             f"{what} = {' x '.join(map(str, sizes))} = {product} does not divide the {self.world_size} ranks; "
             f"with these sizes {works} ranks would do, or sizes whose product is one of "
-            f"{', '.join(map(str, _nearest_divisors(self.world_size, product)))}"
+            f"{', '.join(map(str, nearest_divisors(self.world_size, product)))}"
         )
 
 
-def _nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of `number` next below and next above `near`."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < near][-1:]
-    return below + [d for d in divisors if d > near][:1]
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of `number` next below and next above `near`, which is none itself."""
+    known = divisors(number)
+    return [d for d in known if d < near][-1:] + [d for d in known if d > near][:1]
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending; of one beyond 2^32 those that have a factor up to 2^16 beside them."""
+    small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def hierarchical_groups(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:

@@ -1,13 +1,14 @@
 """Configuration of a transformer: every published field, cut by concern into the mixins of `config/`."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, refuse
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
+from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.fusions import FusionConfig
@@ -89,6 +90,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
             yield f"{{{name}}} must be at least 0"
     if all((getattr(config, name) or 0) >= 1 for name in _SIZES):
         yield from _head_problems(config)
+        yield from _split_problems(config)
     yield from _recompute_problems(config)
 
 
@@ -104,9 +106,30 @@ def _head_problems(config: Any) -> Iterator[str]:
             f"{{hidden_size}} does not divide by {{num_attention_heads}}; {works} works, or set {{kv_channels:name}}"
         )
     if groups is not None and groups > 0 and heads % groups:
-        divisors = [divisor for divisor in range(1, heads + 1) if heads % divisor == 0]
-        nearest = min(divisors, key=lambda divisor: abs(divisor - groups))
+        nearest = min(divisors(heads), key=lambda divisor: abs(divisor - groups))
         yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; the nearest that does is {nearest}"
+
+
+def _split_problems(config: Any) -> Iterator[str]:
+    """Tensor parallel ranks take equal numbers of heads and of the MLP's channels. Groups of keys and values are shared
+    out, or, if there are fewer, each is held by equally many ranks."""
+    tensor, heads = config.tensor_model_parallel_size, config.num_attention_heads
+    groups = config.num_query_groups or heads
+    width = config.ffn_hidden_size or 4 * config.hidden_size
+    if tensor < 1 or groups < 1 or width < 1:
+        return
+    fitting = [size for size in divisors(math.gcd(heads, width)) if groups % size == 0 or size % groups == 0]
+    if tensor in fitting:
+        return
+    near = [size for size in fitting if size < tensor][-1:] + [size for size in fitting if size > tensor][:1]
+    works = " or ".join(map(str, near))
+    if heads % tensor:
+        yield f"{{tensor_model_parallel_size}} does not divide {{num_attention_heads}}; {works} works"
+    elif width % tensor:
+        what = "{ffn_hidden_size}" if config.ffn_hidden_size else f"the {width} channels of the MLP"
+        yield f"{{tensor_model_parallel_size}} does not divide {what}; {works} works"
+    elif groups % tensor and tensor % groups:
+        yield f"{{tensor_model_parallel_size}} and {{num_query_groups}}: neither divides the other; {works} works"
 
 
 def _recompute_problems(config: Any) -> Iterator[str]:
@@ -119,8 +142,30 @@ def _recompute_problems(config: Any) -> Iterator[str]:
         for field in ("recompute_method", "recompute_num_layers"):
             if getattr(config, field) is not None:
                 yield f"{{{field}}} goes with {{recompute_granularity:name}} full only"
-        if set(config.recompute_modules or ()) - {"core_attn"}:
-            yield "{recompute_modules}: not yet; what works so far is core_attn"
+        yield from _recompute_module_problems(config.recompute_modules or ())
+    if config.distribute_saved_activations:
+        if config.recompute_granularity != "full":
+            yield "{distribute_saved_activations} needs {recompute_granularity:name} full: it spreads the inputs of layers"
+        if config.sequence_parallel:
+            yield "{distribute_saved_activations}: with {sequence_parallel:name} they are spread already; drop one of the two"
+
+
+_RECOMPUTED = ("core_attn", "layernorm", "mlp")
+_RECOMPUTED_LATER = {
+    "moe": "a layer of experts",
+    "moe_act": "a layer of experts",
+    "shared_experts": "a layer of experts",
+    "mla_up_proj": "multi-latent attention",
+}
+
+
+def _recompute_module_problems(modules: Sequence[str]) -> Iterator[str]:
+    works = ", ".join(_RECOMPUTED)
+    for name in modules:
+        if name in _RECOMPUTED_LATER:
+            yield f"{{recompute_modules}}: not yet: {name} is a part of {_RECOMPUTED_LATER[name]}; {works} work"
+        elif name not in _RECOMPUTED:
+            yield f"{{recompute_modules}}: {name} is no part of a layer; {works} are"
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import parallel_problems
 from megatron.core.optimizer.optimizer_config import optimizer_problems
 from megatron.core.transformer.transformer_config import transformer_problems
+from megatron.training.config import parallel_checks
 from megatron.training.config.settings import Settings
 
 Rule = Callable[[Settings], Iterator[str]]
@@ -146,17 +147,7 @@ def _library(s: Settings) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches and ranks
-
-
-def _ranks(s: Settings) -> Iterator[str]:
-    size = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
-    if size > 0 and s.world_size % size:
-        nearest = max(size, round(s.world_size / size) * size)
-        yield (
-            f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {{tensor_model_parallel_size}} x "
-            f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; {nearest} ranks would"
-        )
+# Batches
 
 
 def _global_batch(s: Settings) -> Iterator[str]:
@@ -370,7 +361,10 @@ RULES: tuple[Rule, ...] = (
     _one_activation,
     _gradient_types,
     _library,
-    _ranks,
+    parallel_checks.ranks,
+    parallel_checks.parts_of_a_sequence,
+    parallel_checks.virtual_stages,
+    parallel_checks.sharding,
     _global_batch,
     _batch_ramp,
     _length_of_training,

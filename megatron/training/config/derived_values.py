@@ -52,9 +52,17 @@ def _number_formats(s: Settings) -> None:
 
 
 def _ranks(s: Settings) -> str | None:
+    note = None
     sizes = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     model_size = sizes[0] * sizes[1] * sizes[2]
+    if s.dry_run and not s.surroundings.world_size_is_given and model_size > 1:
+        s.derive("world_size", model_size)
+        note = f"--dry-run of {model_size} ranks, which one model takes; WORLD_SIZE=N says for how many"
     s.derive("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
+    return note
+
+
+def _backend(s: Settings) -> str | None:
     fitting = "nccl" if s.surroundings.has_cuda else "gloo"
     if s.distributed_backend is None:
         s.derive("distributed_backend", fitting)
@@ -143,12 +151,9 @@ def _checkpoint_format(s: Settings) -> str | None:
     return None
 
 
-def _recomputation(s: Settings) -> str | None:
+def _recomputation(s: Settings) -> None:
     if s.recompute_activations and s.recompute_granularity is None:
         s.derive("recompute_granularity", "selective")
-    if s.recompute_granularity == "selective" and not set(s.recompute_modules or ()) - {"core_attn"}:
-        return "--recompute-granularity selective: attention keeps no scores as it is; there is nothing to recompute"
-    return None
 
 
 def _kernels(s: Settings) -> str | None:
@@ -183,6 +188,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _positions,
     _number_formats,
     _ranks,
+    _backend,
     _virtual_stages,
     _sharding,
     _batch,

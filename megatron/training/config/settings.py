@@ -18,6 +18,8 @@ class Surroundings:
 
     world_size: int
     has_cuda: bool
+    world_size_is_given: bool = True
+    """Whether somebody, as torchrun does, has said how many ranks there are."""
     looks_at_files: bool = False
     """Whether this process checks that files are there: the first one does, for all."""
 
@@ -28,7 +30,12 @@ class Surroundings:
         words = os.environ.get("WORLD_SIZE", "1")
         if not words.isdecimal() or int(words) < 1:
             raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8")
-        return cls(int(words), torch.cuda.is_available(), looks_at_files=os.environ.get("RANK", "0") == "0")
+        return cls(
+            int(words),
+            torch.cuda.is_available(),
+            world_size_is_given="WORLD_SIZE" in os.environ,
+            looks_at_files=os.environ.get("RANK", "0") == "0",
+        )
 
 
 class Settings:

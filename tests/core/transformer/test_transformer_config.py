@@ -119,7 +119,19 @@ def test_a_config_can_be_extended_by_a_user() -> None:
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are set together; choose one"),
         ({"seed": 0}, "seed 0 must be larger than 0"),
         ({"num_moe_experts": 8}, "num_moe_experts 8: not yet"),
-        ({"tensor_model_parallel_size": 2}, "tensor_model_parallel_size 2: not yet; what works so far is 1"),
+        (
+            {"tensor_model_parallel_size": 8},
+            "tensor_model_parallel_size 8 does not divide num_attention_heads 4; 4 works",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "num_attention_heads": 12, "num_query_groups": 6, "hidden_size": 48},
+            "tensor_model_parallel_size 4 and num_query_groups 6: neither divides the other; 3 or 6 works",
+        ),
+        (
+            {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
+            "tensor_model_parallel_size 4 does not divide ffn_hidden_size 90; 2 works",
+        ),
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2: not yet; what works so far is 1"),
         ({"recompute_granularity": "full"}, "recompute_granularity full needs recompute_method uniform or block"),
         ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, "recompute_modules mlp: not yet"),
     ],
@@ -154,6 +166,13 @@ def test_the_optimizer_config_refuses(fields: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
-def test_full_sharding_is_still_to_come() -> None:
-    with pytest.raises(UserError, match="use_megatron_fsdp: not yet"):
-        DistributedDataParallelConfig(use_megatron_fsdp=True)
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_groups_of_keys_and_values_may_be_fewer_than_tensor_parallel_ranks(groups: int) -> None:
+    config = small(num_attention_heads=8, num_query_groups=groups, tensor_model_parallel_size=8)
+    assert config.num_query_groups == groups
+
+
+def test_sharding_over_groups_of_shards_is_still_to_come() -> None:
+    assert DistributedDataParallelConfig(use_megatron_fsdp=True).data_parallel_sharding_strategy == "no_shard"
+    with pytest.raises(UserError, match="outer_dp_sharding_strategy optim: not yet"):
+        DistributedDataParallelConfig(use_megatron_fsdp=True, outer_dp_sharding_strategy="optim")

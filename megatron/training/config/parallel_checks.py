@@ -1,0 +1,96 @@
+"""Rules about layouts: sizes of the grid of ranks against the world, the model, the sequence and the batch.
+
+What a model's own sizes allow stands in `megatron.core.transformer.transformer_config`; here are the rules that need
+the run around it. As in `checks`, every rule bears missing and impossible values, which another rule speaks of.
+"""
+
+import math
+from collections.abc import Iterator
+
+from megatron.core.rank_grid import nearest_divisors
+from megatron.training.config.settings import Settings
+
+
+def ranks(s: Settings) -> Iterator[str]:
+    """The world is a whole number of models."""
+    size = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
+    if size < 1 or s.world_size % size == 0:
+        return
+    below = s.world_size // size * size
+    worlds = f"{below} or {below + size}" if below else f"{size}"
+    products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
+    start = "" if s.surroundings.world_size_is_given else f" (start it with torchrun --nproc_per_node {size})"
+    yield (
+        f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {{tensor_model_parallel_size}} x "
+        f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; {worlds} ranks would{start}, as would sizes "
+        f"whose product is {products}"
+    )
+
+
+def parts_of_a_sequence(s: Settings) -> Iterator[str]:
+    """Context parallel ranks take two equal pieces of a sequence each, sequence parallel ones equal shares of those."""
+    length, micro = s.seq_length or 0, s.micro_batch_size or 0
+    context, tensor = s.context_parallel_size, s.tensor_model_parallel_size
+    if length < 1 or micro < 1 or context < 1 or tensor < 1:
+        return
+    pieces = 2 * context if context > 1 else 1
+    if length % pieces:
+        yield (
+            f"{{seq_length}} does not divide by {pieces}, two pieces for each rank of {{context_parallel_size}}; "
+            f"{_multiples_near(length, pieces)} does"
+        )
+    elif s.sequence_parallel and length // context * micro % tensor:
+        multiple = math.lcm(pieces, context * tensor // math.gcd(tensor, micro))
+        yield (
+            f"{{sequence_parallel}}: the {length // context * micro} tokens that a rank has of {{micro_batch_size}} x "
+            f"{{seq_length}} do not divide by {{tensor_model_parallel_size}}; {{seq_length:name}} "
+            f"{_multiples_near(length, multiple)} does"
+        )
+
+
+def virtual_stages(s: Settings) -> Iterator[str]:
+    """One way of saying how many model chunks a pipeline stage has, and it comes out even."""
+    stages, layers = s.pipeline_model_parallel_size, s.num_layers or 0
+    fields = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    given = [field for field in (*fields, "pipeline_model_parallel_layout") if getattr(s, field) is not None]
+    if s.pipeline_model_parallel_layout == "auto":  # which cuts by cost, for as many chunks as are asked for
+        given.remove("pipeline_model_parallel_layout")
+    if len(given) > 1:
+        names = " and ".join(f"{{{field}}}" for field in given)
+        yield f"{names} say in {len(given)} ways how many chunks a pipeline stage has; give one"
+    for field in fields:
+        if getattr(s, field) is not None and getattr(s, field) < 1:
+            yield f"{{{field}}} must be at least 1"
+    each = s.num_layers_per_virtual_pipeline_stage
+    if each is None or each < 1 or stages < 2 or layers < 1:
+        return
+    counted = layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
+    if counted % stages == 0 and counted // stages % each:
+        near = " or ".join(map(str, nearest_divisors(counted // stages, each)))
+        yield (
+            f"{{num_layers_per_virtual_pipeline_stage}} does not divide the {counted // stages} layers of each of the "
+            f"{stages} pipeline stages; {near} does"
+        )
+
+
+def sharding(s: Settings) -> Iterator[str]:
+    """What is spread over data parallel ranks is said once, and over a number of ranks that comes out even."""
+    if s.use_torch_fsdp2 and s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim_grads_params":
+        yield (
+            "{use_torch_fsdp2} shards weights, gradients and optimizer state, {data_parallel_sharding_strategy} less; "
+            "give one"
+        )
+    instances, replicas = s.num_distributed_optimizer_instances, s.data_parallel_size * s.context_parallel_size
+    if instances < 1:
+        yield "{num_distributed_optimizer_instances} must be at least 1"
+    elif s.use_distributed_optimizer and replicas > 0 and replicas % instances:
+        near = " or ".join(map(str, nearest_divisors(replicas, instances)))
+        yield (
+            f"{{num_distributed_optimizer_instances}} does not divide the {replicas} data and context parallel ranks; "
+            f"{near} does"
+        )
+
+
+def _multiples_near(number: int, of: int) -> str:
+    below = number // of * of
+    return f"{below} or {below + of}" if below else f"{below + of}"

@@ -1,0 +1,153 @@
+"""Rules about layouts: every size that does not fit is named, with what would."""
+
+import pytest
+from support.command_lines import configured, problems_of
+
+from megatron.core.distributed.placements import Placement
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import Surroundings
+
+LAYOUTS = [
+    # ranks
+    (6, "--tensor-model-parallel-size 4", "6 ranks (WORLD_SIZE) do not divide by 4, which is --tensor-model-parallel-"),
+    (6, "--tensor-model-parallel-size 4", "4 or 8 ranks would, as would sizes whose product is 3 or 6"),
+    (12, "--pipeline-model-parallel-size 2 --context-parallel-size 4", "do not divide by 8, which is --tensor-model-"),
+    # the model
+    (8, "--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8 does not divide --num-attention-heads 4; 4 "),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 90",
+        "--tensor-model-parallel-size 4 does not divide --ffn-hidden-size 90; 2 works",
+    ),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 48 --group-query-attention "
+        "--num-query-groups 6",
+        "--tensor-model-parallel-size 4 and --num-query-groups 6: neither divides the other; 3 or 6 works",
+    ),
+    # the sequence
+    (
+        4,
+        "--context-parallel-size 4 --seq-length 100",
+        "--seq-length 100 does not divide by 8, two pieces for each rank of --context-parallel-size 4; 96 or 104 does",
+    ),
+    (
+        4,
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 127 --micro-batch-size 2",
+        "--sequence-parallel: the 254 tokens that a rank has of --micro-batch-size 2 x --seq-length 127 do not divide "
+        "by --tensor-model-parallel-size 4; --seq-length 126 or 128 does",
+    ),
+    (
+        8,
+        "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel --seq-length 4 "
+        "--micro-batch-size 1",
+        "--sequence-parallel: the 2 tokens that a rank has of --micro-batch-size 1 x --seq-length 4 do not divide by "
+        "--tensor-model-parallel-size 4; --seq-length 8 does",
+    ),
+    # virtual stages
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 12 --num-layers-per-virtual-pipeline-stage 4",
+        "--num-layers-per-virtual-pipeline-stage 4 does not divide the 6 layers of each of the 2 pipeline stages; 3 or "
+        "6 does",
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 12 --num-layers-per-virtual-pipeline-stage 3 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-layers-per-virtual-pipeline-stage 3 and --num-virtual-stages-per-pipeline-rank 2 say in 2 ways how many",
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 0",
+        "--num-virtual-stages-per-pipeline-rank 0 must be at least 1",
+    ),
+    # sharding
+    (
+        6,
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
+        "--num-distributed-optimizer-instances 4 does not divide the 6 data and context parallel ranks; 3 or 6 does",
+    ),
+    (
+        2,
+        "--use-torch-fsdp2 --use-megatron-fsdp --data-parallel-sharding-strategy optim",
+        "--use-torch-fsdp2 shards weights, gradients and optimizer state, --data-parallel-sharding-strategy optim less",
+    ),
+    (
+        2,
+        "--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16",
+        "--megatron-fsdp-main-grads-dtype bf16: not yet; what works so far is auto or fp32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags", "message"), LAYOUTS)
+def test_what_does_not_fit_is_named_with_what_would(ranks: int, flags: str, message: str) -> None:
+    problems = problems_of(flags, ranks=ranks)
+    assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(("ranks", "flags"), sorted({(ranks, flags) for ranks, flags, _ in LAYOUTS}))
+def test_one_mistake_is_one_problem(ranks: int, flags: str) -> None:
+    assert len(problems_of(flags, ranks=ranks)) == 1
+
+
+def test_the_sizes_that_are_offered_work() -> None:
+    for flags in (
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 48",
+        "--context-parallel-size 4 --seq-length 104",
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 126",
+        "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel --seq-length 8 "
+        "--micro-batch-size 1",
+        "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+    ):
+        assert problems_of(flags, ranks=8) == [], flags
+
+
+def test_a_world_of_one_is_told_how_to_start_more() -> None:
+    words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--num-layers", "2"]
+    with pytest.raises(ConfigurationError) as caught:
+        configure(words, surroundings=Surroundings(1, False, world_size_is_given=False))
+    assert any("start it with torchrun --nproc_per_node 4" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chunks"),
+    [
+        ("", None),
+        ("--num-layers-per-virtual-pipeline-stage 3", 2),
+        ("--num-layers-per-virtual-pipeline-stage 6", None),
+        ("--num-virtual-stages-per-pipeline-rank 3", 3),
+        ("--num-layers 10 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+         "--num-layers-per-virtual-pipeline-stage 2", 3),
+    ],
+)  # fmt: skip
+def test_chunks_of_a_pipeline_stage(flags: str, chunks: int | None) -> None:
+    config = configured(f"--num-layers 12 --pipeline-model-parallel-size 2 {flags}", ranks=2)
+    assert config.transformer.virtual_pipeline_model_parallel_size == chunks
+
+
+def test_other_spellings_of_full_sharding() -> None:
+    config = configured("--use-torch-fsdp2", ranks=2)
+    assert config.ddp.use_megatron_fsdp and config.ddp.data_parallel_sharding_strategy == Placement.PARAMETERS.value
+    assert config.ddp.use_distributed_optimizer and config.optimizer.use_distributed_optimizer
+    whole = configured("--use-megatron-fsdp", ranks=2)
+    assert whole.ddp.use_megatron_fsdp and not whole.ddp.use_distributed_optimizer
+
+
+def test_types_in_which_gradients_are_sent() -> None:
+    sharded = "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
+    assert configured(sharded, ranks=2).ddp.grad_reduce_in_fp32
+    assert not configured(f"{sharded} --megatron-fsdp-grad-comm-dtype bf16", ranks=2).ddp.grad_reduce_in_fp32
+    assert configured(f"{sharded} --megatron-fsdp-grad-comm-dtype fp32", ranks=2).ddp.grad_reduce_in_fp32
+
+
+def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
+    words = "--dry-run --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64 "
+    words += "--num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --tokenizer-type NullTokenizer"
+    alone = configure([*words.split(), "--vocab-size", "50"], surroundings=Surroundings(1, False, False))
+    assert alone.world_size == 8 and alone.grid.data == 1
+    assert "--dry-run of 8 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.notes
+    told = configure([*words.split(), "--vocab-size", "50"], surroundings=Surroundings(16, False))
+    assert told.world_size == 16 and told.grid.data == 2
