@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import sequence_part
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tokens import Tokens
+from megatron.core.tokens import SequencePart, Tokens
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config
@@ -54,31 +55,32 @@ def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
 
 def build_forward_step(context: Context) -> ForwardStep:
     device = context.environment.device
+    part = sequence_part(context.environment.groups)
 
     def forward_step(
         data: StepData, model: nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         batch: Batch = next(data).to(device, non_blocking=True)
-        tokens = describe_tokens(batch, data)
-        batch = batch if batch.cu_seqlens is None else batch.laid_end_to_end()
+        sample_length = batch.tokens.shape[1]
+        batch = (batch if batch.cu_seqlens is None else batch.laid_end_to_end()).part(part)
+        tokens = describe_tokens(batch, data, part, sample_length)
         losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, tokens=tokens)
         return losses, partial(loss_func, batch.loss_mask)
 
     return forward_step
 
 
-def describe_tokens(batch: Batch, data: StepData) -> Tokens:
+def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sample_length: int) -> Tokens:
     """What the model is told about a micro-batch: documents that must not see each other make it a packed one."""
     rows, length = batch.tokens.shape
-    if batch.cu_seqlens is None:
-        return Tokens(length, rows, positions=batch.position_ids, random=data.place)
     return Tokens(
-        seq_length=rows * length,
-        batch_size=1,
-        positions=batch.position_ids.view(1, -1),
+        seq_length=length,
+        batch_size=rows,
+        part=part,
+        positions=batch.position_ids,
         cu_seqlens=batch.cu_seqlens,
         max_seqlen=batch.max_seqlen,
-        sample_length=length,
+        sample_length=sample_length,
         random=data.place,
     )
 

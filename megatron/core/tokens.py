@@ -50,13 +50,13 @@ class Tokens:
     part: SequencePart | None = None
     """None: whole rows."""
     positions: Tensor | None = None
-    """Position ids, int64 [b, s]; None: 0 .. s-1 in every row."""
+    """Position ids of the tokens held here, int64 [b, s]; None: where they stand in their row or packed document."""
     cu_seqlens: Tensor | None = None
     """Boundaries of packed documents, int32 [documents + 1], from 0 to t; None: every row is one document."""
     max_seqlen: int | None = None
     """Length of the longest packed document; given with `cu_seqlens`."""
     sample_length: int | None = None
-    """Tokens of one sample, where a packed batch lays several samples end to end; None: `seq_length`."""
+    """Tokens of one sample, where a packed batch lays several samples end to end; None: `row_length`."""
     first_position: int = 0
     """Index in its row of the first token held here: not 0 while decoding with a cache."""
     random: RandomPlace | None = None

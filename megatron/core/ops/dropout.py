@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.counter_rng import philox, stream_key
 from megatron.core.ops.precision import widened
-from megatron.core.tokens import Tokens
+from megatron.core.tokens import Tokens, row_index
 
 Keep = Callable[["Draw", Tensor, Tensor, Tensor, int], Tensor]
 
@@ -97,10 +97,10 @@ def dropout_tokens(tokens: Tokens, device: torch.device, keep: Keep = keep_rows)
     """
     random = tokens.random
     first_sample = random.first_sample if random is not None else 0
-    sample_length = tokens.sample_length or tokens.seq_length
-    position = torch.arange(tokens.seq_length, device=device)[:, None] + tokens.first_position  # [s, 1]
+    sample_length = tokens.sample_length or tokens.row_length
+    position = row_index(tokens, device)[:, None]  # [s, 1]
     row = torch.arange(tokens.batch_size, device=device)  # [b]
-    index = (position + row * tokens.seq_length).view(-1) + first_sample * sample_length  # [t]
+    index = (position + row * tokens.row_length).view(-1) + first_sample * sample_length  # [t]
     if random is None:
         return DropoutTokens(
             int(torch.randint(2**62, ())), torch.zeros((), dtype=torch.int64, device=device), index, keep

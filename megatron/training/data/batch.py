@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import cut_rows
+from megatron.core.tokens import SequencePart
+
 
 @dataclass(frozen=True)
 class Batch:
-    """b samples of s tokens.
+    """b samples of s tokens; under context parallelism (`part`) what a rank holds of each.
 
     `cu_seqlens` regards the rows as laid end to end, b * s tokens in all: rows are separated by it as documents are. It
     has one entry for each document and one more, so its length differs from batch to batch.
@@ -28,7 +31,7 @@ class Batch:
     attention_mask: Tensor | None = None
     """bool [b, 1, s, s], True where attention is masked; None unless it was asked for."""
     cu_seqlens: Tensor | None = None
-    """int32 [documents + 1], from 0 to b * s; None when documents attend to each other."""
+    """int32 [documents + 1], from 0 to b * s of whole rows; None when documents attend to each other."""
     max_seqlen: int | None = None
     """Tokens of the longest document; given with `cu_seqlens`."""
     sample_ids: Tensor | None = None
@@ -40,8 +43,22 @@ class Batch:
 
     def laid_end_to_end(self) -> "Batch":
         """The rows as one of b * s tokens: how a batch with document boundaries goes through a model."""
-        rows = ("tokens", "labels", "loss_mask", "position_ids")
-        return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in rows})
+        return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in _ROWS})
+
+    def part(self, part: SequencePart | None) -> "Batch":
+        """What one context parallel rank holds of whole rows; None: everything. Of the attention mask it keeps the rows
+        of its queries; boundaries of documents stay those of whole rows, which are laid end to end before.
+
+        Raises UserError where the rows do not divide.
+        """
+        if part is None:
+            return self
+        assert self.cu_seqlens is None or len(self.tokens) == 1, (
+            "rows of documents are cut when they are laid end to end"
+        )
+        rows = {name: cut_rows(getattr(self, name), part, 1) for name in _ROWS}
+        mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
+        return dataclasses.replace(self, **rows, attention_mask=mask)
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU need not be waited for."""
@@ -79,7 +96,8 @@ def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
     )
 
 
-_STACKED = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
+_STACKED = (*_ROWS, "attention_mask")
 
 
 def _join_boundaries(rows: Sequence[Tensor]) -> Tensor:
