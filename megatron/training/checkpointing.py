@@ -57,7 +57,7 @@ class Checkpoints:
         keep_optimizer = not self.flags.no_save_optim
         saved = save(
             root,
-            chain(self._weights(model), optimizer.state_chunks() if keep_optimizer else ()),
+            chain(self.weights(model), optimizer.state_chunks() if keep_optimizer else ()),
             step=state.iteration,
             common={
                 "train_state": state.to_json(),
@@ -116,7 +116,7 @@ class Checkpoints:
     ) -> Loaded | None:
         """Fill weights, and optimizer state unless that is not wanted; main weights always follow the weights."""
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
-        wanted = chain(self._weights(model), _state_to_read(optimizer, with_optimizer))
+        wanted = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
         loaded = load(
             root,
             wanted,
@@ -167,7 +167,8 @@ class Checkpoints:
 
     # Both ------------------------------------------------------------------------------------------------------------
 
-    def _weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
+    def weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
+        """The weights that this rank holds, as checkpoint chunks over live memory."""
         for part in model:
             yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
 

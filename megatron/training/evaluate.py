@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.exceptions import UserError
+from megatron.training.data.step_data import step_data_of
 from megatron.training.logging.metrics import synchronization_allowed
 
 
@@ -17,7 +18,7 @@ from megatron.training.logging.metrics import synchronization_allowed
 class EvaluationResult:
     """What an evaluation found.
 
-    On ranks that hold no loss (all but the last pipeline stage) `losses` and `counts` are empty.
+    On ranks that compute no loss (all pipeline stages but one) `losses` and `counts` are empty.
     """
 
     losses: Mapping[str, float]
@@ -69,6 +70,7 @@ def evaluate(
             "leave --eval-interval out to train without evaluation"
         )
     started = time.perf_counter()
+    data = step_data_of(data_iterator)
     modes = [(module, module.training) for chunk in model for module in chunk.modules()]
     sums: dict[str, Tensor] = {}
     done = 0
@@ -76,6 +78,8 @@ def evaluate(
         for chunk in model:
             chunk.eval()
         for done in range(1, num_iterations + 1):
+            if data is not None:
+                data.begin(data.iteration)  # what chunks have not drawn of a global batch they never will
             reports = _forward(
                 forward_backward_func,
                 done,

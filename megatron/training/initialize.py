@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     default_collection,
     has_default_collection,
     set_default_collection,
 )
-from megatron.core.rank_grid import RankGrid
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
+from megatron.training.config.pretrain_config import PretrainConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Environment:
     world_size: int
     device: torch.device
     groups: ProcessGroupCollection
+    loss_stage: int | None = None
+    """Place in its pipeline of the rank that computes the loss; None: the last."""
 
     @property
     def is_first(self) -> bool:
@@ -40,36 +43,62 @@ class Environment:
         return self.rank == 0
 
     @property
-    def is_last(self) -> bool:
-        """The process that has the losses, and so prints the log line."""
-        return self.rank == self.world_size - 1
+    def has_loss(self) -> bool:
+        """The losses of this process's samples are computed here."""
+        return self.groups.rank("pp") == self._loss_stage
+
+    @property
+    def logs(self) -> bool:
+        """The process that prints the log line: the last of those that have the losses."""
+        grid = self.groups.grid
+        assert grid is not None
+        in_this_pipeline = self.groups.ranks("pp")[self._loss_stage]
+        return self.rank == max(grid.group(in_this_pipeline, ("tp", "cp", "dp")))
+
+    @property
+    def _loss_stage(self) -> int:
+        return self.groups.size("pp") - 1 if self.loss_stage is None else self.loss_stage
 
 
 @contextlib.contextmanager
-def process_environment(
-    grid: RankGrid, *, timeout_minutes: float = 10.0, backend: str | None = None
-) -> Iterator[Environment]:
+def process_environment(config: PretrainConfig) -> Iterator[Environment]:
     """Join the run that torchrun started, or be a run of one process without it; leave it at the end.
 
-    `backend` is what moves the device's tensors (nccl or gloo); host tensors always go over gloo.
+    --distributed-backend is what moves the device's tensors (nccl or gloo); host tensors always go over gloo.
 
     Within, the groups are the default of user scripts. A process group that exists already (a user's, or a test's) is
-    used and left standing. Raises UserError when the number of processes is not the grid's.
+    used and left standing. Raises UserError when the number of processes is not that of the config's grid.
     """
     device = local_device()
-    timeout = timedelta(minutes=timeout_minutes)
-    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend or "nccl")
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    backend = config.parallel.distributed_backend or "nccl"
+    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend)
     try:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if world_size != grid.world_size:
-            raise UserError(f"the run is laid out for {grid.world_size} processes and {world_size} were started")
+        planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
+        if started != planned:
+            raise UserError(f"the run is laid out for {planned} processes and {started} were started")
         rank = dist.get_rank() if dist.is_initialized() else 0
-        groups = ProcessGroupCollection.from_grid(grid, rank, timeout=timeout)
+        groups = groups_of_rank(config, rank, timeout)
         with default_groups(groups):
-            yield Environment(rank, world_size, device, groups)
+            yield Environment(rank, started, device, groups, pipeline_of(config.transformer).loss_rank)
     finally:
         if mine and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
+    """The groups of one rank of the run. Which ranks of a pipeline hold the word embedding or the head, and so share
+    `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again."""
+    pipeline = pipeline_of(config.transformer)
+    holders = sorted({pipeline.embedding_rank, pipeline.loss_rank})
+    return ProcessGroupCollection.from_grid(
+        config.grid,
+        rank,
+        hierarchical_context_sizes=config.transformer.hierarchical_context_parallel_sizes,
+        embedding_ranks=lambda ranks: [ranks[place] for place in holders],
+        position_embedding_ranks=lambda ranks: [ranks[pipeline.embedding_rank]],
+        timeout=timeout,
+    )
 
 
 @contextlib.contextmanager

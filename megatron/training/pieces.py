@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import Environment
 from megatron.training.state import TrainState
@@ -44,8 +46,19 @@ class Stage:
     """Which part of the model a chunk is: all of it without pipeline parallelism."""
 
     pre_process: bool = True
+    """It has the embedding."""
     post_process: bool = True
+    """It has the last norm, the head and the loss."""
     virtual: int | None = None
+    """Number of the chunk on its rank, where a rank holds several."""
+
+
+def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
+    """What the model chunks of a pipeline rank are, in the order of the rank's chunks."""
+    stages = stage_map(config.transformer)
+    parts = [stages.part(pipeline_rank, chunk) for chunk in range(stages.chunks)]
+    several = len(parts) > 1
+    return [Stage(part.embedding, part.loss, number if several else None) for number, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ def pieces_of_user_script(
     """
 
     def build_model(context: Context, stage: Stage) -> nn.Module:
+        if stage.virtual is not None:
+            _check_knows_chunks(model_provider, "the model provider")
         offered = {
             "pre_process": stage.pre_process,
             "post_process": stage.post_process,
@@ -82,7 +97,8 @@ def pieces_of_user_script(
         return model_provider(**accepted(model_provider, offered))
 
     def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-        return datasets_provider([counts.train, counts.valid, counts.test])
+        stages = stages_of_rank(context.config, context.environment.groups.rank("pp"))
+        return datasets_of_provider(datasets_provider, counts, [stage.virtual for stage in stages])
 
     def build_optimizer(context: Context, model: Sequence[nn.Module]) -> Any:
         assert optimizer_provider is not None
@@ -95,6 +111,33 @@ def pieces_of_user_script(
         lambda context: forward_step_func,
         build_optimizer if optimizer_provider is not None else None,
     )
+
+
+def datasets_of_provider(
+    provider: Callable[..., Sequence[Any]], counts: SampleCounts, chunks: Sequence[int | None]
+) -> Sequence[Any]:
+    """The data sets that a published provider gives this rank; None for those that it gives other ranks only.
+
+    It is called on every rank, also where it says (`is_distributed`) that the first tensor parallel rank would do: each
+    reads its own data. With virtual stages it is asked about each chunk, as published; all chunks of a rank then read
+    the same data sets, those of the first that is given any. Raises UserError for one that knows no virtual stages.
+    """
+    asked = [counts.train, counts.valid, counts.test]
+    found: list[Any] = [None] * len(asked)
+    for chunk in chunks:
+        if chunk is not None:
+            _check_knows_chunks(provider, "the dataset provider")
+        given = provider(asked, **accepted(provider, {"vp_stage": chunk}))
+        found = [one if one is not None else other for one, other in zip(found, given, strict=True)]
+    return found
+
+
+def _check_knows_chunks(provider: Callable[..., Any], what: str) -> None:
+    if not accepted(provider, {"vp_stage": 0}):
+        raise UserError(
+            f"{what} {getattr(provider, '__name__', '')} has no parameter vp_stage, by which virtual pipeline stages "
+            "are told apart: add it, or leave out the flags of virtual stages"
+        )
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ megatron.training.training is our loop's.)
 import atexit
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,14 +38,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
 from megatron.training.checkpointing import Checkpoints
-from megatron.training.data.splits import build_splits
-from megatron.training.data.step_data import StepData, tell_place
+from megatron.training.data.splits import build_splits, step_data
+from megatron.training.data.step_data import step_data_of, tell_place
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.initialize import process_environment
-from megatron.training.parallelize import parallelize
-from megatron.training.pieces import Context, Stage, pieces_of_user_script
+from megatron.training.pieces import Context, pieces_of_user_script, stages_of_rank
 from megatron.training.schedule import build_scheduler
-from megatron.training.setup import build_optimizer, connect, sample_counts, set_torch
+from megatron.training.setup import build_model, build_optimizer, connect, sample_counts, set_torch
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
 
@@ -78,12 +76,7 @@ def initialize_megatron(
     else:
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
     _begun.close()
-    parallel = config.parallel
-    environment = _begun.enter_context(
-        process_environment(
-            config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
-        )
-    )
+    environment = _begun.enter_context(process_environment(config))
     set_torch(config)
     if environment.is_first and config.notes:
         print(*config.notes, sep="\n", flush=True)
@@ -107,13 +100,16 @@ def get_model(
     """The chunks of the model on this rank, on its device, in the run's number format; wrapped in
     DistributedDataParallel unless told otherwise. `config` and groups are the run's own."""
     refuse("get_model", {"config": config is not None, "pg_collection": pg_collection is not None})
-    run = global_vars.published_run()
     pieces = pieces_of_user_script(_no_datasets, model_provider_func, _no_step)
-    wrapped = parallelize(pieces.build_model(run, Stage()), run.config, run.environment)
-    return [wrapped if wrap_with_ddp else wrapped.module]
+    wrapped = build_model(global_vars.published_run(), pieces)
+    return [chunk if wrap_with_ddp else chunk.module for chunk in wrapped]
 
 
 def _no_datasets(*_: Any) -> Sequence[Any]:
+    raise AssertionError
+
+
+def _no_model(*_: Any) -> nn.Module:
     raise AssertionError
 
 
@@ -128,7 +124,7 @@ def setup_model_and_optimizer(
     two are None."""
     run = global_vars.published_run()
     pieces = pieces_of_user_script(_no_datasets, model_provider_func, _no_step)
-    model = [parallelize(pieces.build_model(run, Stage()), run.config, run.environment)]
+    model = build_model(run, pieces)
     optimizer = build_optimizer(run, pieces, model)
     scheduler = build_scheduler(run.config, optimizer)
     connect(run.config, model, optimizer)
@@ -140,19 +136,24 @@ def setup_model_and_optimizer(
 
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
-) -> tuple[Iterator[Any] | None, Iterator[Any] | None, Iterator[Any] | None]:
-    """This rank's micro-batches of each split from where the run stands; None where there is no such data."""
+) -> tuple[Any, Any, Any]:
+    """This rank's micro-batches of each split from where the run stands; None where there is no such data. With virtual
+    pipeline stages a list each, with an iterator for each model chunk."""
     run = global_vars.published_run()
-    counts = sample_counts(run.config)
-    datasets = build_train_valid_test_datasets_provider([counts.train, counts.valid, counts.test])
-    splits = build_splits(run.config, run.environment, run.state, datasets)
+    pieces = pieces_of_user_script(build_train_valid_test_datasets_provider, _no_model, _no_step)
+    splits = build_splits(run.config, run.environment, run.state, pieces.build_datasets(run, sample_counts(run.config)))
     _begun.callback(splits.close)
-    return splits.train, splits.valid, splits.test
+    chunks = len(stages_of_rank(run.config, run.environment.groups.rank("pp")))
+    train, valid, test = (
+        [None] * chunks if split is None else split.iterators(chunks)
+        for split in (splits.train, splits.valid, splits.test)
+    )
+    return (train, valid, test) if chunks > 1 else (train[0], valid[0], test[0])
 
 
 def train_step(
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     opt_param_scheduler: OptimizerParamScheduler,
@@ -161,14 +162,15 @@ def train_step(
     iteration: int | None = None,
 ) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, None]:
     """One step. Returns (loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm,
-    num_zeros_in_grad, max_attention_logit); the last is not measured. Counts the step in `get_args()`."""
+    num_zeros_in_grad, max_attention_logit); the last is not measured, the first is empty where the loss is not
+    computed. Counts the step in `get_args()`."""
     run = global_vars.published_run()
     update_num_microbatches(run.state.consumed_train_samples)
+    data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
+    data.begin(run.state.iteration)
     extra = {}
-    if isinstance(data_iterator, StepData):
-        data_iterator.begin(run.state.iteration)
-        if takes(forward_backward_func, "before_micro_batch"):
-            extra["before_micro_batch"] = partial(tell_place, model, data_iterator)
+    if takes(forward_backward_func, "before_micro_batch"):
+        extra["before_micro_batch"] = lambda number, chunk=0: tell_place(model[chunk], data, number)
     for chunk in model:
         chunk.zero_grad_buffer()  # type: ignore[operator]
     optimizer.zero_grad()
@@ -209,7 +211,7 @@ def _mean_reports(reports: Sequence[Mapping[str, Tensor]], run: Context) -> dict
 
 def evaluate(
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
     model: Sequence[nn.Module],
     process_non_loss_data_func: Callable[..., Any] | None,
     config: Any,
@@ -217,15 +219,17 @@ def evaluate(
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,
 ) -> tuple[dict[str, Tensor], None, bool]:
-    """(mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`."""
+    """(mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`. There are no
+    losses where they are not computed."""
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
     run = global_vars.published_run()
     groups, training = run.environment.groups, run.config.training
-    if isinstance(data_iterator, StepData):
-        data_iterator.begin(run.state.iteration)
+    data = step_data_of(data_iterator)
+    if data is not None:
+        data.begin(run.state.iteration)
     found = run_evaluation(
-        get_forward_backward_func(groups.size("pp")),
+        get_forward_backward_func(groups.size("pp"), len(model)),
         forward_step_func,
         data_iterator,
         list(model),
@@ -238,7 +242,7 @@ def evaluate(
         data_parallel_size=groups.size("dp"),
     )
     run.state.consumed_valid_samples += found.samples
-    if verbose and run.environment.is_last:
+    if verbose and run.environment.logs:
         print(f"evaluated {found.iterations} iterations, {found.samples} samples", flush=True)
     return {name: torch.tensor(loss) for name, loss in found.losses.items()}, None, False
 

@@ -71,10 +71,10 @@ class Run:
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
 
-    def place_micro_batch(self, number: int) -> None:
-        """Tell models where a micro-batch stands, which their masks of dropout are functions of. Our own forward step
-        says it itself; a published one does not."""
-        tell_place(self.model, self.splits.train, number)
+    def place_micro_batch(self, number: int, chunk: int = 0) -> None:
+        """Tell a model chunk where a micro-batch stands, which its masks of dropout are functions of. Our own forward
+        step says it itself; a published one does not."""
+        tell_place(self.model[chunk], self.splits.train, number)
 
     def advance(self, result: Any) -> None:
         """Count what a step consumed and tell the log."""
@@ -118,7 +118,7 @@ class Run:
             found = evaluate(
                 self.forward_backward,
                 self.forward_step,
-                data,
+                data.iterators(len(self.model)),
                 self.model,
                 num_iterations=iterations,
                 num_microbatches=self.batches.final_num_microbatches,
@@ -132,7 +132,7 @@ class Run:
             if split == "valid":
                 self.state.consumed_valid_samples += found.samples
             self.hooks.after_evaluate(self.state.iteration)
-            if found.interrupted and self.environment.is_last:
+            if found.interrupted and self.environment.logs:
                 print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
             if found.losses:
                 record = ValidationRecord(
@@ -183,7 +183,7 @@ class Run:
         if decision.reason is ExitReason.NON_FINITE:
             self.log.flush()
         self.log.event("exit", self.state.iteration, reason=decision.reason.value)
-        if self.environment.is_last:
+        if self.environment.logs:
             where = "" if decision.reason is ExitReason.INTERVAL else f" (iteration {self.state.iteration})"
             print(f"{decision.message}{where}", flush=True)
 

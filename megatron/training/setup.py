@@ -29,7 +29,7 @@ from megatron.training.initialize import Environment
 from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.parallelize import parallelize
-from megatron.training.pieces import Context, Pieces, SampleCounts, Stage
+from megatron.training.pieces import Context, Pieces, SampleCounts, stages_of_rank
 from megatron.training.print_config import config_lines
 from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
@@ -59,7 +59,7 @@ def set_up(
     global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
-    model = [parallelize(pieces.build_model(context, Stage()), config, environment)]
+    model = build_model(context, pieces)
     if environment.is_first:
         print(*describe_kernels(model[0], environment.device, config.data.reset_attention_mask), sep="\n", flush=True)
     optimizer = build_optimizer(context, pieces, model)
@@ -92,7 +92,7 @@ def set_up(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        forward_backward=get_forward_backward_func(environment.groups.size("pp")),
+        forward_backward=get_forward_backward_func(environment.groups.size("pp"), len(model)),
         forward_step=forward_step,
         splits=splits,
         log=log,
@@ -135,6 +135,13 @@ def set_torch(config: PretrainConfig) -> None:
         torch.use_deterministic_algorithms(deterministic)
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
+
+
+def build_model(context: Context, pieces: Pieces) -> list[DistributedDataParallel]:
+    """This rank's model chunks, one for each of its virtual pipeline stages, wrapped."""
+    config, environment = context.config, context.environment
+    stages = stages_of_rank(config, environment.groups.rank("pp"))
+    return [parallelize(pieces.build_model(context, stage), config, environment) for stage in stages]
 
 
 def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]) -> MegatronOptimizer:

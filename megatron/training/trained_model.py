@@ -71,7 +71,7 @@ def load_trained_model(
     config = configure([*words, *changes], surroundings=Surroundings(1, torch.cuda.is_available()))
     check_architecture(config, described)
     tokenizer = build_tokenizer(config.tokenizer)
-    with process_environment(config.grid) as environment:
+    with process_environment(config) as environment:
         model = build_model(Context(config, environment, tokenizer, TrainState()), Stage()).to(environment.device)
         state_of_training = Tolerance(patterns=(optimizer_state_name("*", "*"),))
         chunks = model_chunks(model, lambda info: ())

@@ -34,7 +34,7 @@ class StepResult:
     """What one iteration gave; everything that was computed is still on the device."""
 
     reports: Sequence[Mapping[str, Tensor]]
-    """The reporting dict of each micro-batch; empty off the last pipeline stage."""
+    """The reporting dict of each micro-batch; empty where the loss is not computed."""
     update: StepUpdate
     learning_rate: Tensor | float
     """That this update was made with."""
@@ -62,9 +62,9 @@ def pretrain(
 
     Takes the published provider functions, or a `Pieces` alone. `optimizer_provider(model_chunks)` may return any
     torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
-    when the run ends early because of a non-finite loss. With one pipeline stage there is nothing for
-    `get_embedding_ranks` and `get_position_embedding_ranks` to choose. Raises UserError for what nothing serves yet:
-    the functions of non-loss data, `store`, `inprocess_call_wrapper`.
+    when the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have
+    nothing to choose: which ranks hold an embedding follows from the layout of the stages. Raises UserError for what
+    nothing serves yet: the functions of non-loss data, `store`, `inprocess_call_wrapper`.
     """
     started = time.monotonic()
     unserved = {
@@ -98,13 +98,9 @@ def pretrain(
 
 def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> ExitDecision | None:
     """Set up, train, finish; returns why the run ended early, if it did. Everything it started has ended by then."""
-    parallel = config.parallel
-    joined = process_environment(
-        config.grid, timeout_minutes=parallel.distributed_timeout_minutes, backend=parallel.distributed_backend
-    )
     decision = None
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
-    with SignalWatch(sorted(watched)) as signals, joined as environment:
+    with SignalWatch(sorted(watched)) as signals, process_environment(config) as environment:
         run = set_up(config, pieces, environment, signals, started)
         try:
             with signals.training():
@@ -145,7 +141,7 @@ def train_step(run: Run) -> StepResult:
     run.optimizer.zero_grad()
     reports = run.forward_backward(
         forward_step_func=run.forward_step,
-        data_iterator=run.splits.train,
+        data_iterator=run.splits.train.iterators(len(run.model)),
         model=run.model,
         num_microbatches=run.begin_step(),
         seq_length=run.config.data.seq_length,
@@ -174,7 +170,7 @@ def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
 
 
 def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-    """A bool scalar on the device: every reported loss of this rank's micro-batches is finite."""
+    """A bool scalar on the device: every loss that this rank reports is finite; so where it reports none."""
     values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
     if not values:
         return torch.ones((), dtype=torch.bool, device=device)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.parameters import info_of
+from megatron.core.parameters import Box, Constant, ParameterInfo, canonical_index
 from megatron.training import training
 from megatron.training.arguments import configure
 from megatron.training.config.settings import Surroundings
@@ -40,10 +40,27 @@ TINY = (
 
 
 @dataclass
+class Piece:
+    """A contiguous run of a canonical tensor, as one rank held it."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+    start: int
+    """Place in the box of the first element."""
+    values: Tensor
+    """One-dimensional."""
+
+
+@dataclass
 class Outcome:
     """What became of a run, as one rank knows it."""
 
     decision: ExitDecision | None = None
+    place: dict[str, int] = field(default_factory=dict)
+    """Where the rank stands along each axis of the dense grid."""
+    logs: bool = True
+    """It is the rank that prints the log line."""
     steps: list[StepRecord] = field(default_factory=list)
     lines: list[LogRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
@@ -53,6 +70,9 @@ class Outcome:
     at_start: dict[str, Any] = field(default_factory=dict)
     """Everything that a checkpoint holds, before the first step."""
     at_end: dict[str, Any] = field(default_factory=dict)
+    pieces_at_start: list[Piece] = field(default_factory=list)
+    """Weights and optimizer state that this rank holds, before the first step."""
+    pieces_at_end: list[Piece] = field(default_factory=list)
 
     @property
     def losses(self) -> list[float]:
@@ -68,9 +88,13 @@ class _Recorder(Hook, LogSink):
 
     def __init__(self, run: Run, outcome: Outcome) -> None:
         self.run, self.outcome = run, outcome
+        groups = run.environment.groups
+        outcome.place = {axis: groups.rank(axis) for axis in ("tp", "cp", "dp", "pp")}
+        outcome.logs = run.environment.logs
 
     def on_start(self, iteration: int) -> None:
         self.outcome.at_start = everything(self.run)
+        self.outcome.pieces_at_start = pieces(self.run)
 
     def after_step(self, iteration: int) -> None:
         ids = [
@@ -80,6 +104,7 @@ class _Recorder(Hook, LogSink):
 
     def on_exit(self, iteration: int) -> None:
         self.outcome.at_end = everything(self.run)
+        self.outcome.pieces_at_end = pieces(self.run)
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         self.outcome.steps += steps
@@ -95,15 +120,52 @@ class _Recorder(Hook, LogSink):
 
 
 def everything(run: Run) -> dict[str, Any]:
-    """All state of a run by name: weights, optimizer, schedule, counts."""
-    weights = {
-        f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].clone()
-        for chunk in run.model
-        for p in chunk.parameters()
-    }
+    """All state of a run by name: weights, optimizer, schedule, counts. For one layout: see `pieces` for others."""
+    weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in run.checkpoints.weights(run.model)}
     optimizer = run.optimizer.state_dict()
     rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
     return weights | optimizer["state"] | rest
+
+
+def pieces(run: Run) -> list[Piece]:
+    """Copies of what this rank would write into a checkpoint, and of what others would write in its stead."""
+    held = [(f"weight {chunk.name}", chunk) for chunk in run.checkpoints.weights(run.model)]
+    held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
+    return [Piece(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held]
+
+
+def gathered(held: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
+    """Whole canonical tensors from the pieces of all ranks. Copies must be equal to the bit, and nothing missing."""
+    whole: dict[str, Tensor] = {}
+    filled: dict[str, Tensor] = {}
+    for piece in (piece for pieces_of_rank in held for piece in pieces_of_rank):
+        tensor = whole.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=piece.values.dtype))
+        known = filled.setdefault(piece.name, torch.zeros(tensor.numel(), dtype=torch.bool))
+        info = ParameterInfo(piece.global_shape, piece.box, Constant(0.0))
+        index = canonical_index(info, piece.start, piece.values.numel())
+        again = known[index]
+        assert torch.equal(tensor.view(-1)[index[again]], piece.values[again]), f"copies of {piece.name} differ"
+        tensor.view(-1)[index] = piece.values
+        known[index] = True
+    missing = [name for name, known in filled.items() if not known.all()]
+    assert not missing, f"no rank holds all of {missing}"
+    return whole
+
+
+def state_at_start(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
+    """Whole weights and optimizer state before the first step, whatever the layout."""
+    return gathered(rank.pieces_at_start for rank in ranks)
+
+
+def state_at_end(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
+    """Whole weights and optimizer state after the last step, whatever the layout."""
+    return gathered(rank.pieces_at_end for rank in ranks)
+
+
+def logger_of(ranks: Sequence[Outcome]) -> Outcome:
+    """The run as the one rank saw it that prints the log line."""
+    (outcome,) = (rank for rank in ranks if rank.logs)
+    return outcome
 
 
 def train(
@@ -174,11 +236,14 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not same(a[name], b[name]))
 
 
-def stream(ranks: list[Outcome]) -> list[int]:
-    """Sample ids in the order of the run: iteration, micro-batch, rank, row."""
+def stream(ranks: Sequence[Outcome]) -> list[int]:
+    """Sample ids in the order of the run: iteration, micro-batch, data parallel rank, row. Ranks that compute on the
+    same samples must have drawn the same."""
+    replicas = [[rank for rank in ranks if rank.place["dp"] == dp] for dp in range(ranks[-1].place["dp"] + 1)]
+    assert all(rank.sample_ids == replica[0].sample_ids for replica in replicas for rank in replica)
     return [
         number
-        for iteration in zip(*(rank.sample_ids for rank in ranks), strict=True)
+        for iteration in zip(*(replica[0].sample_ids for replica in replicas), strict=True)
         for micro_batches in zip(*iteration, strict=True)
         for rows in micro_batches
         for number in rows

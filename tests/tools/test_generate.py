@@ -48,7 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run") / "checkpoints"
     tokenizer = ["--vocab-file", str(BPE / "vocab.json"), "--merge-file", str(BPE / "merges.txt")]
     config = configure([*MODEL, *tokenizer], surroundings=Surroundings(1, False))
-    with process_environment(config.grid) as environment:
+    with process_environment(config) as environment:
         context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
         model = GENERATE.build_model(context, Stage()).cpu()
     generator = torch.Generator().manual_seed(0)

@@ -1,11 +1,14 @@
 """The data of a run: an iterator over micro-batches for each split, from where the run stands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed import ReduceOp
 from torch.utils.data import default_collate
 
+from megatron.core.collectives import all_reduce
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.exceptions import UserError
@@ -37,15 +40,19 @@ def build_splits(
 ) -> Splits:
     """Iterators over the data sets of a run (train, valid, test), continuing where `state` stands.
 
-    Raises UserError when there is no data to train on, or less than the run is to consume.
+    Every rank reads its own data. A script's other ranks may have none (None in place of a data set) where one of their
+    tensor and pipeline parallel ranks has; what they are handed is then empty. Collective over such ranks. Raises
+    UserError, the same on all ranks, when there is no data to train on, or less than the run is to consume.
     """
-    train, valid, test = datasets
-    if train is None and not config.evaluation.skip_train:
+    there = _on_any_rank([dataset is not None for dataset in datasets], environment)
+    if not there[0] and not config.evaluation.skip_train:
         raise UserError(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
         )
 
     def split(dataset: Any, consumed: int) -> StepData:
+        if dataset is None:
+            return step_data(config, environment, None)
         groups, data = environment.groups, config.data
         iterator = build_data_iterator(
             dataset,
@@ -55,27 +62,42 @@ def build_splits(
             data_parallel_size=groups.size("dp"),
             num_workers=data.num_workers,
             dataloader_type=data.dataloader_type or "single",
-            seed=config.model.transformer.seed,
+            seed=config.seed,
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
         )
-        return StepData(
-            iterator,
-            micro_batch_size=config.training.micro_batch_size,
-            data_parallel_rank=groups.rank("dp"),
-            data_parallel_size=groups.size("dp"),
-            seed=config.model.transformer.seed,
-        )
+        return step_data(config, environment, iterator)
 
+    train, valid, test = datasets
     evaluates = config.evaluation.eval_iters > 0
     finished = state.iteration >= config.training.train_iters
     return Splits(
-        train=StepData(iter(()), micro_batch_size=1)
-        if train is None or finished
+        train=step_data(config, environment, iter(()))
+        if not there[0] or finished
         else split(train, state.consumed_train_samples),
-        valid=split(valid, state.consumed_valid_samples) if valid is not None and evaluates else None,
-        test=split(test, 0) if test is not None and evaluates else None,
+        valid=split(valid, state.consumed_valid_samples) if there[1] and evaluates else None,
+        test=split(test, 0) if there[2] and evaluates else None,
     )
+
+
+def step_data(config: PretrainConfig, environment: Environment, micro_batches: Iterator[Any] | None) -> StepData:
+    """Some micro-batches as those of this rank in the run."""
+    return StepData(
+        micro_batches,
+        micro_batch_size=config.training.micro_batch_size,
+        data_parallel_rank=environment.groups.rank("dp"),
+        data_parallel_size=environment.groups.size("dp"),
+        seed=config.seed,
+    )
+
+
+def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
+    """Each flag, or that of any other rank that computes on the same samples."""
+    found = torch.tensor(flags, dtype=torch.int32, device=environment.device)
+    groups = environment.groups
+    if groups.size("mp") > 1:
+        all_reduce(found, groups.mp, ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:

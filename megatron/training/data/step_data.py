@@ -142,11 +142,10 @@ def step_data_of(data: Any) -> StepData | None:
     return first if isinstance(first, StepData) else None
 
 
-def tell_place(model: Sequence[nn.Module], data: StepData, number: int) -> None:
-    """Before micro-batch `number` of a step: tell the chunks that want to know where it stands in the run."""
-    for chunk in model:
-        inner: Any = chunk
-        while not hasattr(inner, "set_random_place") and hasattr(inner, "module"):
-            inner = inner.module
-        if hasattr(inner, "set_random_place"):
-            inner.set_random_place(data.place_of(number))
+def tell_place(chunk: nn.Module, data: StepData, number: int) -> None:
+    """Before micro-batch `number` of a step: tell a model chunk that wants to know where it stands in the run."""
+    inner: Any = chunk
+    while not hasattr(inner, "set_random_place") and hasattr(inner, "module"):
+        inner = inner.module
+    if hasattr(inner, "set_random_place"):
+        inner.set_random_place(data.place_of(number))

@@ -17,24 +17,26 @@ from megatron.training.state import TrainState
 def build_log(
     config: PretrainConfig, environment: Environment, state: TrainState, padded_vocab_size: int
 ) -> TrainingLog:
-    """This rank's part of the log; only the last rank, which has the losses, writes. Raises UserError for a file or
+    """This rank's part of the log; only one of the ranks that have the losses writes. Raises UserError for a file or
     folder that cannot be written."""
-    transformer, length = config.transformer, config.data.seq_length
+    transformer, length, groups = config.transformer, config.data.seq_length, environment.groups
     assert length is not None and config.training.train_iters is not None
     metrics = StepMetrics(
         environment.device,
-        group=environment.groups.dp_cp if environment.groups.size("dp_cp") > 1 else None,
+        group=groups.dp_cp if groups.size("dp_cp") > 1 else None,
         rank=environment.rank,
         expect_overflow=transformer.fp16 and config.optimizer.loss_scale is None,
+        # Tensor parallel ranks see the same; the loss and the gradient at the embedding are seen on their stages.
+        names=groups.rank("tp") == 0 and (environment.has_loss or groups.rank("pos_embd") >= 0),
         watch=config.resilience.check_for_nan_in_loss_and_grad,
     )
     peak = peak_tflops(environment.device, transformer.params_dtype)
-    if config.logging.log_throughput and peak is None and environment.is_last:
+    if config.logging.log_throughput and peak is None and environment.logs:
         print("--log-throughput: the peak rate of this device is not known, so no utilisation is given", flush=True)
     shape = ModelShape.from_config(transformer, padded_vocab_size=padded_vocab_size, seq_length=length)
     return TrainingLog(
         metrics,
-        _sinks(config, environment, state) if environment.is_last else (),
+        _sinks(config, environment, state) if environment.logs else (),
         train_iters=config.training.train_iters,
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,

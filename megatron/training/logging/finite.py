@@ -1,5 +1,6 @@
 """Naming what was not finite: which rank, iteration, micro-batch and samples."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,19 +76,23 @@ class GradientProbe:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._finite: list[Tensor] = []
+        self._forwards = 0
+        self._finite: dict[int, Tensor] = {}
+        """By number of the forward pass since the last `take`."""
         self._handle: RemovableHandle = module.register_forward_hook(self._watch_output)
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(self._look)
+            output.register_hook(functools.partial(self._look, self._forwards))
+            self._forwards += 1
 
-    def _look(self, gradient: Tensor) -> None:
-        self._finite.append(torch.isfinite(gradient.detach()).all())
+    def _look(self, number: int, gradient: Tensor) -> None:
+        self._finite[number] = torch.isfinite(gradient.detach()).all()
 
     def take(self) -> list[Tensor]:
-        """A bool scalar on the device for each backward since the last call, in order."""
-        taken, self._finite = self._finite, []
+        """A bool scalar on the device for each forward and backward since the last call, in order of the forwards."""
+        taken = [self._finite[number] for number in sorted(self._finite)]
+        self._forwards, self._finite = 0, {}
         return taken
 
     def remove(self) -> None:

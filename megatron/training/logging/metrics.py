@@ -94,6 +94,7 @@ class StepMetrics:
         rank: global rank, for naming.
         expect_overflow: a skipped update with finite losses is part of life (fp16 with a dynamic loss scale) and is
             not named; it is counted all the same.
+        names: name what was not finite: False on ranks that see only what others see too, or nothing of it.
         watch: bring one flag a step to the host, without waiting for it, so that `trouble_seen` can answer.
     """
 
@@ -104,12 +105,14 @@ class StepMetrics:
         group: Group = None,
         rank: int = 0,
         expect_overflow: bool = False,
+        names: bool = True,
         watch: bool = True,
     ) -> None:
         self.device = torch.device(device)
         self.group = group
         self.rank = rank
         self.expect_overflow = expect_overflow
+        self.names = names
         self._pending: list[_Pending] = []
         self._averages = _Averages()
         self._last: StepRecord | None = None
@@ -238,7 +241,8 @@ class StepMetrics:
             local += [pending.values.reshape(-1), *(scalar.view(1) for scalar in pending.gradients_finite)]
             local += [scalar.view(1) for scalar in pending.on_device.values()]
         totals = torch.cat([pending.values.sum(dim=0).view(-1) for pending in self._pending])
-        all_reduce(totals, self.group)
+        if totals.numel():  # none where the loss is not computed
+            all_reduce(totals, self.group)
         values = torch.cat([*local, totals]).cpu()
         split = values.numel() - totals.numel()
         return iter(values[:split].tolist()), iter(values[split:].tolist())
@@ -265,6 +269,8 @@ class StepMetrics:
             num_zeros=None if num_zeros is None else int(num_zeros),
             **measured,
         )
+        if not self.names:
+            return step, []
         named = name_non_finite(
             self.rank,
             step.iteration,

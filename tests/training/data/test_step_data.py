@@ -86,5 +86,6 @@ def test_models_are_told_where_a_micro_batch_stands():
     knows = SimpleNamespace(set_random_place=told.append)
     data = second_of_three(micro_batches(1))
     data.begin(4)
-    tell_place([SimpleNamespace(module=SimpleNamespace(module=knows)), SimpleNamespace()], data, 2)
+    tell_place(SimpleNamespace(module=SimpleNamespace(module=knows)), data, 2)
+    tell_place(SimpleNamespace(), data, 2)
     assert told == [data.place_of(2)] and told[0].iteration == 4
