@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recompute import recompute_activations
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,8 +51,8 @@ class TransformerBlock(MegatronModule):
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
         self.layers_at_once = 1
-        submodules = block_submodules(spec, config)
         numbers = layers_of_stage(config, self.pg_collection, vp_stage)
+        submodules = block_submodules(spec, len(numbers))
         assert submodules.layer_specs is not None
         if len(submodules.layer_specs) != len(numbers):
             raise UserError(f"{len(submodules.layer_specs)} layer specs for {len(numbers)} layers of this stage")
@@ -69,6 +70,7 @@ class TransformerBlock(MegatronModule):
                 hidden_size=config.hidden_size,
                 eps=config.layernorm_epsilon,
             )
+        recompute_activations(self, config, self.pg_collection.tp)
 
     def has_final_layernorm_in_this_stage(self) -> bool:
         """The norm after the last layer stands in the last stage."""
@@ -101,7 +103,7 @@ class TransformerBlock(MegatronModule):
         return hidden.view(s, b, h)
 
     def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
-        """A run of `layers_at_once` layers, [t, h] -> [t, h]: the piece that recompute wraps."""
+        """A run of `layers_at_once` layers, [t, h] -> [t, h]: the piece that full recompute wraps."""
         for layer in layers:
             hidden = layer(hidden, inputs)
         return hidden
@@ -132,17 +134,23 @@ def drops(config: TransformerConfig) -> bool:
 
 def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> range:
     """Numbers, from 1, of the layers that this rank's (virtual) pipeline stage holds."""
-    if group_size(groups.pp) > 1 or vp_stage:
-        raise UserError(f"not yet: {group_size(groups.pp)} pipeline stages; use 1")
-    return range(1, config.num_layers + 1)
+    stages, ranks = stage_map(config), groups.size("pp")
+    if ranks != stages.pipeline_size:
+        raise UserError(
+            f"config.pipeline_model_parallel_size is {stages.pipeline_size}, the pipeline group has {ranks} ranks; "
+            "make them equal"
+        )
+    if vp_stage is None and stages.chunks > 1:
+        raise UserError(f"a rank has {stages.chunks} model chunks: give vp_stage, from 0 to {stages.chunks - 1}")
+    if not 0 <= (vp_stage or 0) < stages.chunks:
+        raise UserError(f"vp_stage {vp_stage}: a rank has {stages.chunks} model chunks, numbered from 0")
+    return stages.part(groups.rank("pp"), vp_stage or 0).layers
 
 
-def block_submodules(
-    spec: TransformerBlockSubmodules | ModuleSpec, config: TransformerConfig
-) -> TransformerBlockSubmodules:
+def block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:
     """The specs of a stage's layers, from a spec for all of them, for a block, or from themselves."""
     if isinstance(spec, TransformerBlockSubmodules):
         return spec
     if isinstance(spec.submodules, TransformerBlockSubmodules):
         return spec.submodules
-    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers)
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from megatron.core.config_fields import flag, not_a_flag, refuse
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
+from megatron.core.pipeline_parallel.stages import pipeline_of, stage_problems
 from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
@@ -38,7 +39,8 @@ class TransformerConfig(
     """A transformer, completely described: what is left at None is derived when the config is made.
 
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
-    `add_qkv_bias` (with `add_bias_linear`), `params_dtype`, and the three init methods. Output projections start with
+    `add_qkv_bias` (with `add_bias_linear`), `params_dtype`, the three init methods, and the number of virtual pipeline
+    stages where a layout or a schedule says it. Output projections start with
     a standard deviation that is smaller by sqrt(2 * num_layers), num_layers being those of the whole model.
 
     Raises UserError when a value is impossible or its feature is still to come.
@@ -57,6 +59,8 @@ class TransformerConfig(
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self.add_qkv_bias = self.add_qkv_bias or self.add_bias_linear
         self.attention_softmax_in_fp32 = self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
+        chunks = pipeline_of(self).chunks  # a layout or a schedule may say how many
+        self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
         self._derive_init_methods()
 
     def _derive_init_methods(self) -> None:
@@ -91,6 +95,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
     if all((getattr(config, name) or 0) >= 1 for name in _SIZES):
         yield from _head_problems(config)
         yield from _split_problems(config)
+    yield from stage_problems(config)
     yield from _recompute_problems(config)
 
 
@@ -145,9 +150,9 @@ def _recompute_problems(config: Any) -> Iterator[str]:
         yield from _recompute_module_problems(config.recompute_modules or ())
     if config.distribute_saved_activations:
         if config.recompute_granularity != "full":
-            yield "{distribute_saved_activations} needs {recompute_granularity:name} full: it spreads the inputs of layers"
+            yield "{distribute_saved_activations} spreads inputs of layers: it needs {recompute_granularity:name} full"
         if config.sequence_parallel:
-            yield "{distribute_saved_activations}: with {sequence_parallel:name} they are spread already; drop one of the two"
+            yield "{distribute_saved_activations}: {sequence_parallel:name} has spread them already; drop one"
 
 
 _RECOMPUTED = ("core_attn", "layernorm", "mlp")

@@ -1,0 +1,169 @@
+"""Recompute by every way of asking for it: no bit of the numbers changes, and memory does."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.recompute import recompute_parts
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+LENGTH, ROWS, LAYERS, WIDTH = 32, 2, 3, 64
+
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+WAYS = {
+    "uniform": FULL | {"recompute_method": "uniform"},
+    "uniform by 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "block of 2": FULL | {"recompute_method": "block", "recompute_num_layers": 2},
+    "core_attn": {"recompute_granularity": "selective"},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "layernorm and mlp": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    "all parts": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
+}
+
+
+def build(**settings) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=4,
+        hidden_dropout=settings.pop("hidden_dropout", 0.1),
+        attention_dropout=settings.pop("attention_dropout", 0.1),
+        **{"fp64": True} | settings,
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=50, max_sequence_length=LENGTH)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    ids = torch.randint(50, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    tokens = Tokens(LENGTH, ROWS, random=RandomPlace(seed=7, iteration=4, first_sample=6))
+    return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss = loss_of(model)
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    differing = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not differing, differing
+    assert all(value.abs().sum() > 0 for value in one.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_no_bit_changes(way, precision):
+    """With both kinds of dropout on."""
+    settings = {"fp64": False, "bf16": True, "params_dtype": torch.bfloat16} if precision == "bf16" else {}
+    assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
+
+
+@pytest.mark.parametrize("way", ["uniform", "block of 2", "all parts"])
+def test_a_gated_model_with_norms_of_queries_and_keys(way):
+    settings = {"gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
+    assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
+
+
+def kept_bytes(**settings) -> int:
+    """Bytes that a forward pass leaves allocated for backward."""
+    model = build(**settings)
+    loss_of(model)  # what is allocated once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = loss_of(model)
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in profiler.events())
+
+
+HIDDEN = LENGTH * ROWS * WIDTH * 8
+"""Bytes of one hidden state [t, h] of the model above."""
+
+
+def test_memory_that_is_kept():
+    """By the layer, in hidden states: what each way saves, against what its name promises."""
+    kept = {way: kept_bytes(**settings) for way, settings in WAYS.items()}
+    nothing = kept_bytes()
+    saved = {way: (nothing - count) / LAYERS / HIDDEN for way, count in kept.items()}
+    assert saved["layernorm"] == pytest.approx(2, abs=0.1)  # the two norms' results
+    # fc1's result and the activation's, 4 each; not fc2's, which the addition keeps nothing of.
+    assert saved["mlp"] == pytest.approx(8, abs=0.6)
+    assert saved["layernorm and mlp"] == pytest.approx(saved["layernorm"] + saved["mlp"], abs=0.1)
+    assert saved["core_attn"] > 0.9  # at least its result, which the projection wants again
+    assert saved["all parts"] == pytest.approx(saved["core_attn"] + saved["layernorm and mlp"], abs=0.1)
+    full, by_two, block = (kept[way] for way in ("uniform", "uniform by 2", "block of 2"))
+    assert by_two < full < block < nothing
+    state = torch.get_rng_state().numel()
+    assert full - by_two == pytest.approx(HIDDEN + state, rel=0.02)  # 2 kept inputs for 3, and states of the generator
+    assert (block - full) * LAYERS == pytest.approx(nothing - full, rel=0.1)
+
+
+def test_a_copied_model_is_recomputed_with_its_own_weights():
+    for way in ("uniform", "block of 2", "all parts"):
+        model = build(**WAYS[way])
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert_equal(gradients(twin), gradients(build()))
+
+
+class Drawing(nn.Module):
+    """An MLP of a user, which draws from torch's generator."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(WIDTH))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return nn.functional.dropout(self.linear(hidden_states).sin(), 0.3, self.training), None
+
+
+def test_draws_of_a_users_own_module_are_repeated():
+    def run(**settings) -> dict[str, Tensor]:
+        spec = get_gpt_layer_local_spec()
+        spec.submodules.mlp = Drawing
+        config = TransformerConfig(num_layers=2, hidden_size=WIDTH, num_attention_heads=4, fp64=True, **settings)
+        torch.manual_seed(1)  # for the weights of the user's part, and for what it draws
+        return gradients(GPTModel(config, spec, vocab_size=50, max_sequence_length=LENGTH))
+
+    plain = run()
+    for way in ("uniform", "mlp"):
+        assert_equal(run(**WAYS[way]), plain)
+
+
+def test_a_part_that_a_layer_does_not_have_is_named():
+    layer = build_module(
+        ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()),
+        config=TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
+    )
+    with pytest.raises(UserError, match="core_attn: a TransformerLayer has no such part"):
+        recompute_parts(layer, ["core_attn"])
+    recompute_parts(layer, ["layernorm"])  # places that a spec leaves empty have nothing to forget
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "not yet: moe_act is a part of a"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["gelu"]}, "gelu is no part of a layer"),
+        ({"recompute_granularity": "full", "recompute_num_layers": 1}, "needs recompute_method uniform or block"),
+        ({"distribute_saved_activations": True}, "it needs recompute_granularity full"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
