@@ -1,4 +1,4 @@
-"""Grammars of flags whose one word says more than a number: patterns over layers, tuples of integers."""
+"""Grammars of flags whose one word says more than a number: patterns over layers, tuples of integers, stages."""
 
 import re
 
@@ -22,6 +22,31 @@ def layer_pattern(text: str) -> int | list[int]:
 def integer_tuple(text: str) -> tuple[int, ...]:
     """`127,0` or `(127,0)`."""
     return tuple(int(word) for word in text.strip().strip("()").split(",") if word.strip())
+
+
+_REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
+_REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d+)")
+
+
+def pipeline_layout(text: str) -> list[str]:
+    """What stands on each pipeline stage: `Et*2|(tt|)*2,L` gives ["Ett", "tt", "tt", "L"].
+
+    Letters: E embedding, t transformer layer, m multi-token prediction layer, L loss. `x*n` repeats a letter or a bar,
+    `(...)*n` what stands in the parentheses, which do not nest; commas mean nothing. Raises ValueError for the rest.
+    """
+    letters = text.replace(",", "").replace(" ", "")
+    for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
+        letters = pattern.sub(lambda match: _times(match[1], int(match[2]), text), letters)
+    strange = set(letters) - set("EtmL|")
+    if strange:
+        raise ValueError(f"{text!r}: {min(strange)!r} is out of place; stages are like Et*3|(tt|)*29,m|L")
+    return letters.split("|")
+
+
+def _times(part: str, times: int, text: str) -> str:
+    if len(part) * times > 1_000_000:
+        raise ValueError(f"{text!r} is longer than a million layers")
+    return part * times
 
 
 def _tokens(text: str) -> list[str]:

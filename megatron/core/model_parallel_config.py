@@ -211,6 +211,13 @@ class ModelParallelConfig:
 
     # Pipeline --------------------------------------------------------------------------------------------------------
 
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v"] | None = flag(
+        None, only_with="pipeline_model_parallel_size"
+    )
+    """Order of work on the pipeline's stages: 1f1b; interleaved (several model chunks a rank); zb-h1 (1f1b with weight
+    gradients late, in its bubbles); zb-v (the same with two chunks a rank, first and last stage on the first rank).
+    When not given: interleaved with virtual stages, else 1f1b."""
+
     pipeline_dtype: torch.dtype | None = not_a_flag(None)
     """Type of what pipeline stages exchange; as params_dtype when None."""
 
@@ -241,7 +248,9 @@ class ModelParallelConfig:
     """Micro-batches for which it is put off; 0: all."""
 
     overlap_p2p_comm_warmup_flush: bool = flag(
-        False, on="--overlap-p2p-communication-warmup-flush", only_with="pipeline_model_parallel_size"
+        False,
+        on="--overlap-p2p-communication-warmup-flush",
+        no_effect="unless --no-overlap-p2p-communication is given, the exchange is overlapped everywhere",
     )
     """Overlap the exchange between stages in warm-up and drain too."""
 

@@ -30,6 +30,7 @@ PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "published_flag
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--layout-invariant",
     "--ckpt-waive-keys",
+    "--pipeline-schedule",
 }
 OTHER_DEFAULT = {
     "--ckpt-format": "safetensors",

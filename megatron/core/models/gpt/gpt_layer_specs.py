@@ -2,6 +2,8 @@
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -78,8 +80,10 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of all layers of a GPT, and of its last norm."""
+    """Specs of the layers of a GPT that one pipeline stage has, and of its last norm. `pp_rank`: default, this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, qk_l2_norm=qk_l2_norm)
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm)
+    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    layers = stage_map(config).part(rank, vp_stage or 0).layers
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=WrappedTorchNorm)
