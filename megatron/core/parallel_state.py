@@ -85,7 +85,6 @@ def initialize_model_parallel(
         pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend not in (None, "nccl"),
         use_sharp=use_sharp,
         hybrid_context_parallel=hybrid_context_parallel,
-        num_distributed_optimizer_instances=num_distributed_optimizer_instances > 1,
         nccl_communicator_config_path=nccl_communicator_config_path is not None,
         high_priority_stream_groups=bool(high_priority_stream_groups),
         sharp_enabled_group=sharp_enabled_group is not None,
@@ -103,6 +102,7 @@ def initialize_model_parallel(
         expert=expert_model_parallel_size,
         expert_tensor=expert_tensor_parallel_size,
         order=order,
+        optimizer_instances=num_distributed_optimizer_instances,
     )
     collection = ProcessGroupCollection.from_grid(
         grid,
@@ -292,22 +292,26 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data and context. With one instance of the sharded optimizer, partial data parallel groups are the whole ones.
+# Data and context. Partial data parallel ranks are those of one instance of the sharded optimizer, if it has several.
 
 
-def _data(with_context_parallel: bool) -> str:
+def _data(with_context_parallel: bool, partial: bool = False) -> str:
+    if partial and not with_context_parallel:
+        raise UserError("partial_data_parallel goes with with_context_parallel=True: an instance spans both")
+    if partial:
+        return "intra_dp_cp"
     return "dp_cp" if with_context_parallel else "dp"
 
 
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, independent_all_gather: bool = False
 ) -> Group:
-    return _group(_data(with_context_parallel))
+    return _group(_data(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Group:
     """The group, or a twin of it, that moves host tensors."""
-    return _gloo(_data(with_context_parallel))
+    return _gloo(_data(with_context_parallel, partial_data_parallel))
 
 
 def _gloo(name: str) -> Group:
@@ -325,11 +329,11 @@ def has_separate_all_gather_group() -> bool:
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return _size(_data(with_context_parallel))
+    return _size(_data(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return _rank(_data(with_context_parallel))
+    return _rank(_data(with_context_parallel, partial_data_parallel))
 
 
 set_data_parallel_rank = _rank_setter("dp")
@@ -396,25 +400,29 @@ get_expert_tensor_and_model_parallel_rank = _rank_getter("tp_ep")
 get_expert_tensor_model_pipeline_parallel_group = _group_getter("tp_ep_pp")
 
 
+def _expert_data(partial: bool) -> str:
+    return "intra_expt_dp" if partial else "expt_dp"
+
+
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Group:
-    return _group("expt_dp", check_initialized)
+    return _group(_expert_data(partial_expert_data_parallel), check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> Group:
     """Former name of `get_expert_data_parallel_group`."""
-    return _group("expt_dp")
+    return _group(_expert_data(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Group:
-    return _gloo("expt_dp")
+    return _gloo(_expert_data(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    return _rank("expt_dp")
+    return _rank(_expert_data(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    return _size("expt_dp")
+    return _size(_expert_data(partial_expert_data_parallel))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

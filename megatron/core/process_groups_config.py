@@ -16,20 +16,12 @@ import torch.distributed as dist
 
 from megatron.core.collectives import Group, PlannedGroup, group_rank, group_ranks
 from megatron.core.exceptions import UserError
-from megatron.core.rank_grid import RankGrid, hierarchical_groups
+from megatron.core.rank_grid import GROUP_AXES, RankGrid, hierarchical_groups
+from megatron.core.rank_grid import first_and_last as first_and_last
+from megatron.core.rank_grid import first_only as first_only
 from megatron.core.utils.torch_groups import create_group_among_members
 
 EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
-
-
-def first_and_last(pipeline: Sequence[int]) -> list[int]:
-    """Ranks of a pipeline that hold the word embedding or the output layer: its first and its last."""
-    return [pipeline[0]] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
-
-
-def first_only(pipeline: Sequence[int]) -> list[int]:
-    """Ranks of a pipeline that hold position embeddings: its first."""
-    return [pipeline[0]]
 
 
 class ProcessGroupCollection:
@@ -39,27 +31,7 @@ class ProcessGroupCollection:
     was not given is then a UserError that names it.
     """
 
-    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
-        "tp": ("tp",),
-        "pp": ("pp",),
-        "mp": ("tp", "pp"),
-        "cp": ("cp",),
-        "tp_cp": ("tp", "cp"),
-        "dp": ("dp",),
-        "dp_cp": ("dp", "cp"),
-        "tp_dp": ("tp", "dp"),
-        "tp_dp_cp": ("tp", "dp", "cp"),
-        "ep": ("ep",),
-        "expt_tp": ("etp",),
-        "tp_ep": ("etp", "ep"),
-        "tp_ep_pp": ("etp", "ep", "pp"),
-        "expt_dp": ("edp",),
-        # One instance of the sharded optimizer: its ranks are all data parallel ranks.
-        "intra_dp_cp": ("dp", "cp"),
-        "intra_expt_dp": ("edp",),
-        "inter_dist_opt": (),
-        "intra_dist_opt": ("tp", "cp", "dp", "pp"),
-    }
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = GROUP_AXES
     """Along which axes of the grid each group extends. Beside these: `embd`, `pos_embd`, and the list `hcp`."""
 
     tp: Group
@@ -157,7 +129,7 @@ class ProcessGroupCollection:
             return (0,) if group is None else group_ranks(group)
         if name in ("embd", "pos_embd"):
             return tuple(self._pipeline_choice[name](self.ranks("pp")))
-        return self.grid.group(self._rank, self.AXES[name])
+        return self.grid.named_group(name, self._rank)
 
     def size(self, name: str) -> int:
         """Number of ranks of a group."""

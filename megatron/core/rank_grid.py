@@ -4,6 +4,7 @@ Two grids share the world. The dense grid has the axes tp, cp, dp, pp; the exper
 ETP * EP * EDP = TP * CP * DP. A rank is a point of each; a group is the set of ranks that differ along some axes only.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,19 +18,44 @@ _DENSE_AXES = ("tp", "cp", "dp", "pp")
 _EXPERT_AXIS_OF = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 """Name of an expert axis, by its place in the order string."""
 
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "cp": ("cp",),
+    "tp_cp": ("tp", "cp"),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "expt_dp": ("edp",),
+    # Of one instance of the sharded optimizer's state, if there are several; else its ranks are all of them.
+    "intra_dp_cp": ("dp", "cp"),
+    "intra_expt_dp": ("edp",),
+    "inter_dist_opt": (),
+    "intra_dist_opt": ("tp", "cp", "dp", "pp"),
+}
+"""Published names of groups, and along which axes of a grid each extends."""
+
 
 @dataclass(frozen=True)
 class Axes:
-    """One grid: axis names and sizes, fastest first."""
+    """One grid: axis names and sizes, fastest first. An axis may lie in two pieces, under one name."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands along each axis."""
-        place = {}
+        place, pieces = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in zip(self.names, self.sizes, strict=True):
-            rank, place[name] = divmod(rank, size)
+            rank, along = divmod(rank, size)
+            place[name] += along * pieces[name]
+            pieces[name] *= size
         return place
 
     def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
@@ -52,6 +78,19 @@ class Axes:
         return [tuple([first + offset for offset in offsets]) for first in self.group(0, across)]
 
 
+_OF_AN_INSTANCE = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt")
+
+
+def first_and_last(pipeline: Sequence[int]) -> list[int]:
+    """Ranks of a pipeline that hold the word embedding or the output layer: its first and its last."""
+    return [pipeline[0]] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
+
+
+def first_only(pipeline: Sequence[int]) -> list[int]:
+    """Ranks of a pipeline that hold position embeddings: its first."""
+    return [pipeline[0]]
+
+
 @dataclass(frozen=True)
 class RankGrid:
     """Sizes of all axes for a world of ranks, and the groups that follow. Raises UserError where sizes do not fit."""
@@ -64,6 +103,9 @@ class RankGrid:
     expert_tensor: int | None = None
     """None: as `tensor`."""
     order: str = DEFAULT_ORDER
+    optimizer_instances: int = 1
+    """Instances of the sharded optimizer's state. Each lies on neighbours among the data (and context) parallel ranks,
+    `intra_dp_cp`; the ranks that hold the same part of it are `inter_dist_opt`."""
     dense: Axes = field(init=False)
     experts: Axes = field(init=False)
 
@@ -84,16 +126,23 @@ class RankGrid:
         object.__setattr__(self, "expert_tensor", expert_tensor)
         names = [name for name in order if name in dense]
         object.__setattr__(self, "dense", Axes(tuple(names), tuple(dense[name] for name in names)))
-        names = [name for name in order if name in expert]
-        object.__setattr__(
-            self, "experts", Axes(tuple(_EXPERT_AXIS_OF[n] for n in names), tuple(expert[n] for n in names))
-        )
+        pieces = [(_EXPERT_AXIS_OF[name], expert[name]) for name in order if name in expert]
+        # Data parallel ranks of an expert that share a sequence or a layer come before the pipeline, if it is to be one
+        # pipeline for both grids: then the axis lies in two pieces.
+        inner = self.tensor * self.context // (expert_tensor * self.expert)
+        if order.index("pp") < order.index("dp") and inner > 1:
+            at = next(i for i, (name, _) in enumerate(pieces) if name == "pp")
+            pieces = [(name, size // inner if name == "edp" else size) for name, size in pieces]
+            pieces.insert(at, ("edp", inner))
+        object.__setattr__(self, "experts", Axes(*zip(*pieces, strict=True)))
         if self.dense.groups(["pp"]) != self.experts.groups(["pp"]):
             raise UserError(
                 f"with order {self.order} the pipelines of the dense and the expert grid differ; they agree when "
-                f"expert tensor x expert ({expert_tensor} x {self.expert}) equals tensor x context "
+                f"expert tensor x expert ({expert_tensor} x {self.expert}) divides tensor x context "
                 f"({self.tensor} x {self.context}), or with order {DEFAULT_ORDER}"
             )
+        self._check_instances(dense["dp"] * dense["cp"], "data and context parallel ranks")
+        self._check_instances(expert["dp"], "data parallel ranks of an expert")
 
     @property
     def data(self) -> int:
@@ -103,7 +152,7 @@ class RankGrid:
     def axis_size(self, name: str) -> int:
         """Size of an axis of either grid."""
         axes = self.dense if name in self.dense.names else self.experts
-        return axes.sizes[axes.names.index(name)]
+        return math.prod(size for axis, size in zip(axes.names, axes.sizes, strict=True) if axis == name)
 
     def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
         """The group of `rank` along axes of one grid: dense (tp, cp, dp, pp) or expert (etp, ep, edp, pp)."""
@@ -112,6 +161,30 @@ class RankGrid:
     def groups(self, along: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along axes of one grid."""
         return self._axes_of(along).groups(along)
+
+    def named_group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group of `rank` under one of the names of GROUP_AXES."""
+        if name not in _OF_AN_INSTANCE or self.optimizer_instances == 1:
+            return self.group(rank, GROUP_AXES[name])
+        if name == "intra_dist_opt":
+            return tuple(sorted(r for m in self.named_group("mp", rank) for r in self.named_group("intra_dp_cp", m)))
+        return next(group for group in self._instances_of(name, rank) if rank in group)
+
+    def named_groups(self, name: str) -> list[tuple[int, ...]]:
+        """All groups under one of the names of GROUP_AXES: a partition of the world."""
+        if name not in _OF_AN_INSTANCE or self.optimizer_instances == 1:
+            return self.groups(GROUP_AXES[name])
+        if name == "intra_dist_opt":
+            parts = [self._instances_of("intra_dp_cp", model[0]) for model in self.groups(GROUP_AXES["dp_cp"])]
+            return [tuple(sorted(itertools.chain(*same))) for same in zip(*parts, strict=True)]
+        whole = GROUP_AXES["expt_dp" if name == "intra_expt_dp" else "dp_cp"]
+        return [group for ranks in self.groups(whole) for group in self._instances_of(name, ranks[0])]
+
+    def _instances_of(self, name: str, rank: int) -> list[tuple[int, ...]]:
+        """The data parallel group of `rank` cut into instances, or into ranks that hold the same part of one."""
+        whole = self.named_group("expt_dp" if name == "intra_expt_dp" else "dp_cp", rank)
+        number = self.optimizer_instances
+        return hierarchical_groups(whole, [len(whole) // number, number])[name == "inter_dist_opt"]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands along every axis of both grids."""
@@ -133,6 +206,12 @@ class RankGrid:
         if any(sizes[name] != 1 for name in missing):
             raise UserError(f"order {self.order!r} leaves out {', '.join(n for n in missing if sizes[n] != 1)}")
         return order + missing
+
+    def _check_instances(self, replicas: int, what: str) -> None:
+        number = self.optimizer_instances
+        if number < 1 or replicas % number:
+            works = " or ".join(map(str, nearest_divisors(replicas, number)))
+            raise UserError(f"{number} instances of the optimizer's state do not divide the {replicas} {what}; {works}")
 
     def _check_divides(self, product: int, what: str, sizes: tuple[int, ...]) -> None:
         if self.world_size % product == 0:

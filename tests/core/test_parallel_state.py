@@ -14,8 +14,10 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 
 from megatron.core import parallel_state
+from megatron.core.collectives import group_ranks
 from megatron.core.exceptions import UserError
-from megatron.core.process_groups_config import default_collection
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection, set_default_collection
+from megatron.core.rank_grid import RankGrid
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data/published_parallel_state.json").read_text())
 
@@ -53,8 +55,10 @@ def test_a_lone_process_needs_no_torch_distributed() -> None:
 def test_what_does_not_fit_or_is_to_come_is_refused() -> None:
     with pytest.raises(UserError, match=r"= 2 x 1 x 1 = 2 does not divide the 1 ranks"):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    with pytest.raises(UserError, match="not yet: use_sharp, num_distributed_optimizer_instances"):
-        parallel_state.initialize_model_parallel(use_sharp=True, num_distributed_optimizer_instances=2)
+    with pytest.raises(UserError, match="not yet: use_sharp, hybrid_context_parallel"):
+        parallel_state.initialize_model_parallel(use_sharp=True, hybrid_context_parallel=True)
+    with pytest.raises(UserError, match="2 instances of the optimizer's state do not divide the 1 data and context"):
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
 
 
 @pytest.mark.usefixtures("clean")
@@ -70,6 +74,83 @@ def test_setters_override_and_virtual_stages_count() -> None:
     assert parallel_state.is_pipeline_last_stage() and not parallel_state.is_pipeline_first_stage()
     assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
     assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
+
+
+@pytest.mark.usefixtures("clean")
+def test_every_getter_under_a_layout() -> None:
+    """Rank 21 of 32 = TP 2 x CP 2 x DP 4 x PP 2: tp 1, cp 0, dp 1, pp 1; of experts: etp 0, ep 1, edp 2, pp 1."""
+    grid = RankGrid(32, tensor=2, context=2, pipeline=2, expert=2, expert_tensor=1, optimizer_instances=2)
+    set_default_collection(ProcessGroupCollection.from_grid(grid, 21, hierarchical_context_sizes=[2, 1]))
+    for name, wanted in GETTERS.items():
+        function, _, flag = name.partition("?")
+        value = getattr(parallel_state, f"get_{function}")(**({flag: True} if flag else {}))
+        assert value == wanted, name
+    for name, ranks in GROUPS.items():
+        function, *flags = name.split("?")
+        assert group_ranks(getattr(parallel_state, f"get_{function}")(**dict.fromkeys(flags, True))) == ranks, name
+    levels = parallel_state.get_hierarchical_context_parallel_groups()
+    assert [group_ranks(group) for group in levels[:1]] == [(21, 23)] and levels[1] is None
+    assert parallel_state.is_pipeline_last_stage() and parallel_state.is_rank_in_embedding_group()
+    assert not parallel_state.is_rank_in_position_embedding_group()
+    with pytest.raises(UserError, match="goes with with_context_parallel=True"):
+        parallel_state.get_data_parallel_world_size(partial_data_parallel=True)
+
+
+GETTERS = {
+    "tensor_model_parallel_world_size": 2,
+    "tensor_model_parallel_rank": 1,
+    "tensor_model_parallel_src_rank": 20,
+    "pipeline_model_parallel_world_size": 2,
+    "pipeline_model_parallel_rank": 1,
+    "pipeline_model_parallel_first_rank": 5,
+    "pipeline_model_parallel_last_rank": 21,
+    "pipeline_model_parallel_next_rank": 5,
+    "pipeline_model_parallel_prev_rank": 5,
+    "model_parallel_src_rank": 4,
+    "context_parallel_world_size": 2,
+    "context_parallel_rank": 0,
+    "context_parallel_global_ranks": [21, 23],
+    "tensor_and_context_parallel_world_size": 4,
+    "tensor_and_context_parallel_rank": 1,
+    "data_parallel_world_size": 4,
+    "data_parallel_rank": 1,
+    "data_parallel_src_rank": 17,
+    "data_parallel_world_size?with_context_parallel": 8,
+    "data_parallel_rank?with_context_parallel": 2,
+    "expert_model_parallel_world_size": 2,
+    "expert_model_parallel_rank": 1,
+    "expert_model_parallel_src_rank": 20,
+    "expert_tensor_parallel_world_size": 1,
+    "expert_tensor_parallel_rank": 0,
+    "expert_tensor_and_model_parallel_world_size": 2,
+    "expert_tensor_and_model_parallel_rank": 1,
+    "expert_data_parallel_world_size": 8,
+    "expert_data_parallel_rank": 2,
+    "expert_data_parallel_world_size?partial_expert_data_parallel": 4,
+    "expert_data_parallel_rank?partial_expert_data_parallel": 2,
+    "all_ranks": "1_1_0_1_1",
+}
+GROUPS = {
+    "tensor_model_parallel_group": (20, 21),
+    "pipeline_model_parallel_group": (5, 21),
+    "model_parallel_group": (4, 5, 20, 21),
+    "embedding_group": (5, 21),
+    "context_parallel_group": (21, 23),
+    "tensor_and_context_parallel_group": (20, 21, 22, 23),
+    "data_parallel_group": (17, 21, 25, 29),
+    "data_parallel_group?with_context_parallel": (17, 19, 21, 23, 25, 27, 29, 31),
+    "data_parallel_group?with_context_parallel?partial_data_parallel": (17, 19, 21, 23),
+    "inter_distributed_optimizer_instance_group": (21, 29),
+    "intra_distributed_optimizer_instance_group": (*range(8), *range(16, 24)),
+    "tensor_and_data_parallel_group": (16, 17, 20, 21, 24, 25, 28, 29),
+    "tensor_and_data_parallel_group?with_context_parallel": tuple(range(16, 32)),
+    "amax_reduction_group?tp_only_amax_red?with_context_parallel": (20, 21, 22, 23),
+    "expert_model_parallel_group": (20, 21),
+    "expert_tensor_and_model_parallel_group": (20, 21),
+    "expert_tensor_model_pipeline_parallel_group": (4, 5, 20, 21),
+    "expert_data_parallel_group": tuple(range(17, 32, 2)),
+    "expert_data_parallel_group?partial_expert_data_parallel": (17, 19, 21, 23),
+}
 
 
 def values_on_four_ranks() -> dict[str, Any]:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.rank_grid import RankGrid, hierarchical_groups
+from megatron.core.rank_grid import DEFAULT_ORDER, GROUP_AXES, RankGrid, hierarchical_groups
 
 
 def published_dense(tp: int, cp: int, dp: int, pp: int) -> dict[int, dict[str, int]]:
@@ -53,9 +53,18 @@ def test_the_other_mapping_has_data_parallel_ranks_outermost() -> None:
 
 
 def test_pipelines_of_the_two_grids_must_agree() -> None:
-    with pytest.raises(UserError, match=r"expert tensor x expert \(1 x 4\) equals tensor x context \(2 x 1\)"):
+    with pytest.raises(UserError, match=r"expert tensor x expert \(1 x 4\) divides tensor x context \(2 x 1\)"):
         RankGrid(16, tensor=2, pipeline=2, expert=4, expert_tensor=1, order="tp-cp-ep-pp-dp")
     RankGrid(16, tensor=2, pipeline=2, expert=2, expert_tensor=1, order="tp-cp-ep-pp-dp")
+
+
+def test_the_other_mapping_without_experts_takes_any_context_size() -> None:
+    """Their data parallel ranks then lie on both sides of the pipeline: TP 2 x CP 2 | PP 2 | DP 2."""
+    grid = RankGrid(16, tensor=2, context=2, pipeline=2, order="tp-cp-ep-pp-dp")
+    assert grid.group(0, ["pp"]) == (0, 4) == grid.experts.group(0, ["pp"])
+    assert grid.named_group("expt_dp", 1) == (1, 3, 9, 11) == grid.named_group("dp_cp", 1)
+    assert [grid.coordinates(rank)["edp"] for rank in (1, 3, 9, 11)] == [0, 1, 2, 3]
+    assert grid.axis_size("edp") == 4 and grid.named_groups("expt_dp") == grid.named_groups("dp_cp")
 
 
 def test_sizes_that_do_not_fit_are_named_with_those_that_would() -> None:
@@ -84,6 +93,31 @@ def test_hierarchical_context_groups_join_neighbours_first() -> None:
 
 def test_sixteen_thousand_ranks() -> None:
     grid = RankGrid(16_384, tensor=8, context=2, pipeline=16, expert=8)
-    for along in (["tp"], ["cp"], ["dp"], ["pp"], ["tp", "pp"], ["dp", "cp"], ["ep"], ["etp", "ep", "pp"], ["edp"]):
-        groups = grid.groups(along)
+    for name in GROUP_AXES:
+        groups = grid.named_groups(name)
         assert len(groups) * len(groups[0]) == 16_384
+
+
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, "tp-cp-ep-pp-dp"])
+@pytest.mark.parametrize("instances", [1, 2, 4])
+def test_groups_by_name_are_partitions_and_those_of_each_rank(order: str, instances: int) -> None:
+    grid = RankGrid(64, tensor=2, context=2, pipeline=4, order=order, optimizer_instances=instances)
+    for name in GROUP_AXES:
+        groups = grid.named_groups(name)
+        assert sorted(itertools.chain(*groups)) == list(range(64)), name
+        for group in groups:
+            assert list(group) == sorted(group)
+            assert all(grid.named_group(name, rank) == group for rank in group), name
+
+
+def test_instances_of_the_optimizers_state() -> None:
+    """TP 2 x CP 2 x DP 4: an instance takes two neighbouring replicas, both halves of their sequences."""
+    grid = RankGrid(16, tensor=2, context=2, optimizer_instances=2)
+    assert grid.named_group("dp_cp", 0) == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert grid.named_group("intra_dp_cp", 10) == grid.named_group("intra_expt_dp", 10) == (8, 10, 12, 14)
+    assert grid.named_group("inter_dist_opt", 10) == (2, 10)
+    assert grid.named_groups("intra_dist_opt") == [tuple(range(8)), tuple(range(8, 16))]
+    with pytest.raises(UserError, match=r"3 instances .* do not divide the 8 data and context parallel ranks; 2 or 4"):
+        RankGrid(16, tensor=2, context=2, optimizer_instances=3)
+    with pytest.raises(UserError, match=r"4 instances .* do not divide the 2 data parallel ranks of an expert; 2"):
+        RankGrid(16, tensor=2, expert=8, expert_tensor=1, optimizer_instances=4)

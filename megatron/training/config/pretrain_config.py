@@ -72,6 +72,7 @@ class PretrainConfig:
             expert=transformer.expert_model_parallel_size,
             expert_tensor=transformer.expert_tensor_parallel_size if transformer.num_moe_experts else None,
             order="tp-cp-ep-pp-dp" if self.parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+            optimizer_instances=self.ddp.num_distributed_optimizer_instances,
         )
 
     def parts(self) -> list[Any]:
