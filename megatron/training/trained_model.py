@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.planning import Tolerance
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
+from megatron.training.config.command_line import split_words
+from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import Surroundings
 from megatron.training.initialize import process_environment
@@ -22,13 +24,10 @@ from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer
 
-_FORMATS = ("--bf16", "--fp16", "--fp64")
-_SIZES_OF_ONE_PROCESS = (
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--expert-model-parallel-size",
-)
+_FORMATS = ("fp16", "bf16", "fp64")
+_OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory")
+"""Sections of flags that say how a run computes, and not what."""
+_AND_BESIDE_THEM = ("cp_comm_type",)
 
 
 @dataclass(frozen=True)
@@ -81,9 +80,13 @@ def load_trained_model(
 
 
 def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
-    """The flags of a run with the sizes of one process; without `half`, in float32 at least."""
-    words = [word for word in command_line if half or word not in _FORMATS[:2]]
-    for flag in _SIZES_OF_ONE_PROCESS:
-        if flag in words:
-            words += [flag, "1"]
+    """The flags of a run without those of its layout; without `half`, in float32 at least."""
+    kept_formats = _FORMATS if half else _FORMATS[2:]
+    table = flags_by_spelling()
+    words: list[str] = []
+    for occurrence in split_words(command_line)[0]:
+        flag = table.get(occurrence.spelling)
+        of_layout = flag is not None and (flag.group in _OF_MANY_PROCESSES or flag.field in _AND_BESIDE_THEM)
+        if not of_layout or flag.field in kept_formats:
+            words += [occurrence.spelling, *occurrence.words]
     return words
