@@ -54,6 +54,7 @@ class ProcessGroupCollection:
     intra_dp_cp: Group
     intra_expt_dp: Group
     inter_dist_opt: Group
+    inter_expt_dp: Group
     intra_dist_opt: Group
 
     grid: RankGrid | None = None
@@ -122,14 +123,19 @@ class ProcessGroupCollection:
 
     # Numbers, without communication ----------------------------------------------------------------------------------
 
-    def ranks(self, name: str) -> tuple[int, ...]:
-        """Global ranks of a group, in group order. For `embd` and `pos_embd`, of this rank's pipeline."""
+    def ranks(self, name: str, of: int | None = None) -> tuple[int, ...]:
+        """Global ranks of a group, in group order. For `embd` and `pos_embd`, of this rank's pipeline.
+
+        `of` asks for the group of another rank, which a collection filled by hand does not know.
+        """
         if self.grid is None:
+            assert of in (None, self.global_rank), of
             group = getattr(self, name)
             return (0,) if group is None else group_ranks(group)
+        rank = self._rank if of is None else of
         if name in ("embd", "pos_embd"):
-            return tuple(self._pipeline_choice[name](self.ranks("pp")))
-        return self.grid.named_group(name, self._rank)
+            return tuple(self._pipeline_choice[name](self.grid.named_group("pp", rank)))
+        return self.grid.named_group(name, rank)
 
     def size(self, name: str) -> int:
         """Number of ranks of a group."""

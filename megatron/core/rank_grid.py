@@ -37,6 +37,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "intra_dp_cp": ("dp", "cp"),
     "intra_expt_dp": ("edp",),
     "inter_dist_opt": (),
+    "inter_expt_dp": (),
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
 """Published names of groups, and along which axes of a grid each extends."""
@@ -78,7 +79,8 @@ class Axes:
         return [tuple([first + offset for offset in offsets]) for first in self.group(0, across)]
 
 
-_OF_AN_INSTANCE = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt")
+_OF_AN_INSTANCE = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "inter_expt_dp", "intra_dist_opt")
+_OF_EXPERTS = ("intra_expt_dp", "inter_expt_dp")
 
 
 def first_and_last(pipeline: Sequence[int]) -> list[int]:
@@ -177,14 +179,14 @@ class RankGrid:
         if name == "intra_dist_opt":
             parts = [self._instances_of("intra_dp_cp", model[0]) for model in self.groups(GROUP_AXES["dp_cp"])]
             return [tuple(sorted(itertools.chain(*same))) for same in zip(*parts, strict=True)]
-        whole = GROUP_AXES["expt_dp" if name == "intra_expt_dp" else "dp_cp"]
+        whole = GROUP_AXES["expt_dp" if name in _OF_EXPERTS else "dp_cp"]
         return [group for ranks in self.groups(whole) for group in self._instances_of(name, ranks[0])]
 
     def _instances_of(self, name: str, rank: int) -> list[tuple[int, ...]]:
         """The data parallel group of `rank` cut into instances, or into ranks that hold the same part of one."""
-        whole = self.named_group("expt_dp" if name == "intra_expt_dp" else "dp_cp", rank)
+        whole = self.named_group("expt_dp" if name in _OF_EXPERTS else "dp_cp", rank)
         number = self.optimizer_instances
-        return hierarchical_groups(whole, [len(whole) // number, number])[name == "inter_dist_opt"]
+        return hierarchical_groups(whole, [len(whole) // number, number])[name.startswith("inter")]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands along every axis of both grids."""
