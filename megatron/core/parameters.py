@@ -155,9 +155,20 @@ def info_of(parameter: Tensor) -> ParameterInfo:
     info = getattr(parameter, "info", None)
     if info is None:
         shape = tuple(parameter.shape)
-        info = ParameterInfo(shape, Box.whole(shape), _Undeclared())
+        # The published mark of a user's own norm: every tensor parallel rank sees its own tokens only.
+        partial = frozenset({"tp"} if getattr(parameter, "sequence_parallel", False) else ())
+        info = ParameterInfo(shape, Box.whole(shape), _Undeclared(), partial_gradient_axes=partial)
         parameter.info = info  # type: ignore[attr-defined]
     return info
+
+
+def add_partial_gradient_axis(axis: str, *modules: nn.Module | None) -> None:
+    """Say that every rank along a grid axis has only a part of the gradients of these modules' parameters."""
+    for module in modules:
+        for parameter in module.parameters() if module is not None else ():
+            info = info_of(parameter)
+            axes = info.partial_gradient_axes | {axis}
+            parameter.info = dataclasses.replace(info, partial_gradient_axes=axes)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -273,10 +284,21 @@ def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.d
 # Where gradients go
 
 
+class InputsToGather(Protocol):
+    """Inputs of a product of which each rank of a group has some rows."""
+
+    def gather(self) -> Tensor:
+        """All rows, [t, in]."""
+
+
 class GradientSink(Protocol):
     """Takes the gradient of one parameter as soon as backward has it, in place of `.grad`."""
 
-    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+    puts_off: bool
+    """At the moment products are kept as their factors, to be run later: their inputs may then be something with a
+    method `gather()` that gives them, so that no more than this rank's rows is kept."""
+
+    def add_product(self, output_gradient: Tensor, inputs: "Tensor | InputsToGather") -> None:
         """Accumulate output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear."""
 
     def add(self, gradient: Tensor) -> None:

@@ -7,30 +7,51 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.parameters import gradient_sink
 
 
-def embedding(index: Tensor, table: Tensor) -> Tensor:
-    """int64 [...] and [rows, h] -> [..., h]."""
-    return _Embedding.apply(index, table)
+def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
+    """int64 [...] and [rows, h] -> [..., h].
+
+    Over a group the ranks hold a larger table, cut evenly by rows in group order: each gives zeros for the rows of
+    others, so that the sum over the group is the result. An index outside of the whole table is an error of the caller
+    (an index error on a CPU, a device assert on a GPU), which one rank sees.
+    """
+    size = group_size(group)
+    if size == 1:
+        return _Embedding.apply(index, table, None)
+    rank, rows = group_rank(group), table.shape[0]
+    local = index - rank * rows
+    elsewhere = torch.zeros_like(index, dtype=torch.bool)
+    if rank > 0:
+        elsewhere |= local < 0
+    if rank < size - 1:
+        elsewhere |= local >= rows
+    # What stands elsewhere reads, and later adds zeros to, some row that is here: not always the same, which all the
+    # threads that accumulate would wait for.
+    return _Embedding.apply(torch.where(elsewhere, index % rows, local), table, elsewhere)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, index: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
+    def forward(ctx: Any, index: Tensor, table: Tensor, elsewhere: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index, elsewhere)
         ctx.table = table
-        return F.embedding(index, table)
+        found = F.embedding(index, table)
+        return found if elsewhere is None else found.masked_fill_(elsewhere[..., None], 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None]:
-        (index,), table = ctx.saved_tensors, ctx.table
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[None, Tensor | None, None]:
+        (index, elsewhere), table = ctx.saved_tensors, ctx.table
         if not ctx.needs_input_grad[1]:
-            return None, None
+            return None, None, None
+        if elsewhere is not None:
+            output_gradient = output_gradient.masked_fill(elsewhere[..., None], 0.0)
         sink = gradient_sink(table)
         if sink is None:
             gradient = torch.ops.aten.embedding_dense_backward(output_gradient, index, table.shape[0], -1, False)
-            return None, gradient
+            return None, gradient, None
         sink.add_rows(index.reshape(-1), output_gradient.reshape(-1, table.shape[1]))
-        return None, None
+        return None, None, None

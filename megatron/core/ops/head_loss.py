@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron.core.collectives import Group
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.linear import linear
 
@@ -14,9 +15,15 @@ def head_loss(
     bias: Tensor | None,
     labels: Tensor,
     vocab_size: int,
+    group: Group = None,
+    *,
+    gathers: bool = False,
     loss: Callable[..., Tensor] = cross_entropy,
 ) -> Tensor:
     """Loss of each token: [t, h], head [columns, h] (+ [columns]) and int64 [t] -> [t], in the wider of float32 and
-    the type of `hidden`. Columns from `vocab_size` on are padding. The gradient takes the place of the logits. `loss`
-    is `cross_entropy` or a faster implementation of it."""
-    return loss(linear(hidden, weight, bias), labels, vocab_size, overwrite_logits=True)
+    the type of `hidden`. Columns from `vocab_size` on are padding. The gradient takes the place of the logits.
+
+    Over a group the vocabulary is cut evenly; with `gathers` each rank has its part of `hidden` ([t / ranks, h]), and
+    all have the labels and losses of all tokens. `loss` is `cross_entropy` or a faster implementation of it."""
+    logits = linear(hidden, weight, bias, group, gathers=gathers)
+    return loss(logits, labels, vocab_size, overwrite_logits=True, group=group)

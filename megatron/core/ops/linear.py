@@ -1,10 +1,15 @@
-"""y = x W^T + b, whose weight gradient goes where the weight says.
+"""y = x W^T + b, whose weight gradient goes where the weight says, and whose exchange hides behind its products.
 
 The product dW = dy^T x is apart from dX: it is handed, as its two factors, to the weight's gradient sink, which may
 accumulate it at once inside the product or keep the factors for later (zero-bubble pipelines). A weight without a sink
 gets an ordinary gradient.
+
+Over a group, each rank has some rows of one weight, and backward sums the inputs' gradient over the ranks while dW is
+computed. Under sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs: they are
+gathered for the product and again, while dX is computed, for dW; only the part is kept in between.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,42 +17,78 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.collectives import (
+    Group,
+    Pending,
+    gather_rows,
+    start_all_reduce,
+    start_gather_rows,
+    start_reduce_scatter_rows,
+)
 from megatron.core.parameters import gradient_sink
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs."""
-    return _Linear.apply(inputs, weight, bias)
+@dataclass(frozen=True)
+class SequenceShard:
+    """This rank's rows of the inputs of a product that is put off, which gathers them when it is run."""
+
+    rows: Tensor
+    """[t / ranks, in]"""
+    group: Group
+
+    def gather(self) -> Tensor:
+        """[t, in]. All ranks of the group run their products in one order."""
+        return gather_rows(self.rows, self.group)
+
+
+def linear(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, group: Group = None, *, gathers: bool = False
+) -> Tensor:
+    """[..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
+
+    `group`: ranks with the same inputs and other rows of the weight; the inputs' gradient is summed over them. With
+    `gathers` each rank has its part of the inputs' first dimension, in group order, and gets its part of the gradient;
+    the outputs have all of it.
+    """
+    return _Linear.apply(inputs, weight, bias, group, gathers)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, group: Group, gathers: bool) -> Tensor:
         ctx.save_for_backward(inputs)
         # The parameter, not a saved tensor: under full sharding its storage goes away and comes back before backward.
-        ctx.weight = weight
-        return _affine(inputs, weight, bias)
+        ctx.weight, ctx.group, ctx.gathers = weight, group, gathers
+        return _affine(gather_rows(inputs, group) if gathers else inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
-        needs_inputs, needs_weight, needs_bias = ctx.needs_input_grad
-        inputs_gradient = weight_gradient = bias_gradient = None
-        if needs_inputs:
-            inputs_gradient = product(output_gradient, weight.detach())
-        if needs_weight or needs_bias:
-            rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
+        needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
+        columns = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; this rank's part of it with `gathers`
+        sink = gradient_sink(weight)
+        puts_off = getattr(sink, "puts_off", False)
+        gathered = start_gather_rows(columns, ctx.group) if ctx.gathers and needs_weight and not puts_off else None
+        summed = _start_inputs_gradient(rows, weight, ctx.group, ctx.gathers) if needs_inputs else None
+        weight_gradient = bias_gradient = None
         if needs_weight:
-            columns = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]
-            sink = gradient_sink(weight)
+            if gathered is not None:
+                columns = gathered.wait()
             if sink is None:
                 weight_gradient = product(rows.t(), columns)
             else:
-                sink.add_product(rows, columns)
+                sink.add_product(rows, SequenceShard(columns, ctx.group) if ctx.gathers and puts_off else columns)
         if needs_bias:
             bias_gradient = rows.sum(0)
-        return inputs_gradient, weight_gradient, bias_gradient
+        inputs_gradient = None if summed is None else summed.wait().view(inputs.shape)
+        return inputs_gradient, weight_gradient, bias_gradient, None, None
+
+
+def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:
+    gradient = product(rows, weight.detach())  # [t, in]
+    return start_reduce_scatter_rows(gradient, group) if scatters else start_all_reduce(gradient, group)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers and the word embedding, split over the ranks of a tensor parallel group."""
+"""Linear layers that are split over the ranks of a tensor parallel group (Shoeybi et al. 2019)."""
 
 import math
 from collections.abc import Callable
@@ -7,12 +7,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.collectives import Group, group_size
+from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box, Constant
 from megatron.core.process_groups_config import default_collection
-from megatron.core.tensor_parallel.storage import check_group, new_parameter, split_box
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    reduce_in_place,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box, with_columns
+from megatron.core.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_box
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "linear_with_grad_accumulation_and_async_allreduce",
+]
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -20,13 +35,17 @@ InitMethod = Callable[[Tensor], Any]
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W [output_size, input_size] cut by rows, so that each rank has a part of y.
 
-    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. With
-    `skip_weight_param_allocation` the weight is given to `forward`. `stride` and `keep_master_weight_for_test` change
-    nothing: a parameter's box says how it is cut.
+    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. Under
+    `config.sequence_parallel` x is this rank's part of the tokens (first dimension), and y has all of them.
+    `gather_output` gives every rank all of y. With `skip_weight_param_allocation` the weight is given to `forward`.
+    With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller who sums it (without
+    sequence parallelism). `stride` and `keep_master_weight_for_test` change nothing: a parameter's box says how it is
+    cut. Nor do the buffers of activations and gradients: a product that is put off is its gradient sink's affair.
 
     Our own keywords: `canonical_shape` are the dimensions that the rows of the canonical weight stand for (their
     product is `output_size`), `split_dim` the one among them that the ranks share. With `vocab_padding_multiple` the
-    rows are a vocabulary: cut as `VocabParallelEmbedding` cuts it, and rounded up with rows that stay zero.
+    rows are a vocabulary: cut as `VocabParallelEmbedding` cuts it, and rounded up with rows that stay zero. `facts`
+    are more of what the weight's descriptor says.
     """
 
     def __init__(
@@ -52,24 +71,26 @@ class ColumnParallelLinear(nn.Module):
         split_dim: int = 0,
         vocab_padding_multiple: int | None = None,
         backend: Backend | None = None,
+        **facts: Any,
     ) -> None:
         super().__init__()
         self.config, self.input_size, self.output_size = config, input_size, output_size
-        self.tp_group = check_group(tp_group if tp_group is not None else default_collection().tp)
-        self.skip_bias_add = skip_bias_add
+        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1
+        self.gradient_group = self.tp_group if self.sequence_parallel or not disable_grad_reduce else None
+        """Over which the gradient of x is summed."""
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
         canonical = canonical_shape or (output_size,)
         assert math.prod(canonical) == output_size, (canonical, output_size)
-        if vocab_padding_multiple is None:
-            rows, box = output_size // group_size(self.tp_group), split_box(canonical, split_dim, self.tp_group)
-        else:
-            rows, box = vocabulary_box(output_size, self.tp_group, vocab_padding_multiple)
+        rows, box = self._rows(canonical, split_dim, vocab_padding_multiple)
         self.output_size_per_partition = rows
-        facts: dict[str, Any] = {
+        facts = {
             "sharded_axes": frozenset({"tp"}),
             "grid": "expert" if is_expert else "dense",
             "embedding_or_output": vocab_padding_multiple is not None,
+            **facts,
         }
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
@@ -81,20 +102,32 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **facts)
 
+    def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
+        """How many rows are stored here, and the box that they are."""
+        if vocab_padding_multiple is not None:
+            return vocabulary_box(self.output_size, self.tp_group, vocab_padding_multiple)
+        box = split_box(canonical, split_dim, self.tp_group)
+        return box.numel, box
+
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[..., input_size] -> ([..., output_size_per_partition], bias or None)."""
+        """[..., input_size] -> ([..., output_size_per_partition], bias or None). `runtime_gather_output` says
+        otherwise than `gather_output`."""
         weight = self.weight if weight is None else weight
-        if self.skip_bias_add:
-            return self.backend.linear(input_, weight, None), self.bias
-        return self.backend.linear(input_, weight, self.bias), None
+        bias = None if self.skip_bias_add else self.bias
+        output = self.backend.linear(input_, weight, bias, self.gradient_group, gathers=self.sequence_parallel)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            output = gather_from_tensor_model_parallel_region(output, self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with W [output_size, input_size] cut by columns: each rank has a part of x, and y is summed.
 
-    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`.
+    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its
+    part of the tokens (first dimension) of y. Without `input_is_parallel` each rank is given all of x. `stride` and
+    `keep_master_weight_for_test` change nothing.
     """
 
     def __init__(
@@ -116,11 +149,17 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.input_size, self.output_size = config, input_size, output_size
-        self.tp_group = check_group(tp_group if tp_group is not None else default_collection().tp)
-        self.skip_bias_add = skip_bias_add
+        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1
+        if self.sequence_parallel and not input_is_parallel:
+            raise UserError(
+                "input_is_parallel=False does not go with sequence_parallel: each rank has its part of the tokens, "
+                "not all of them; set one of the two otherwise"
+            )
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
-        self.input_size_per_partition = input_size // group_size(self.tp_group)
+        self.input_size_per_partition = part_size(input_size, self.tp_group, "input_size of a RowParallelLinear")
         grid = "expert" if is_expert else "dense"
         self.weight = new_parameter(
             config,
@@ -131,72 +170,27 @@ class RowParallelLinear(nn.Module):
             sharded_axes=frozenset({"tp"}),
             grid=grid,
         )
+        self.register_parameter("bias", None)
         if bias:
-            self.bias = new_parameter(config, (output_size,), Constant(0.0), grid=grid)
-        else:
-            self.register_parameter("bias", None)
+            # Under sequence parallelism each rank adds it to its own tokens only.
+            partial = frozenset({"tp"} if self.sequence_parallel else ())
+            self.bias = new_parameter(config, (output_size,), Constant(0.0), grid=grid, partial_gradient_axes=partial)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., input_size_per_partition] -> ([..., output_size], bias or None)."""
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        if group_size(self.tp_group) == 1:
+            output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+            return output, self.bias if self.skip_bias_add else None
+        partial = self.backend.linear(input_, self.weight)
+        if self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
+        else:
+            output = reduce_in_place(partial, self.tp_group)
         if self.skip_bias_add:
-            return self.backend.linear(input_, self.weight, None), self.bias
-        return self.backend.linear(input_, self.weight, self.bias), None
-
-
-class VocabParallelEmbedding(nn.Module):
-    """A table of `num_embeddings` rows, cut by rows over the ranks.
-
-    Our own keyword: `vocab_padding_multiple`, to a multiple of which the stored rows are rounded up (default: the
-    group's size). Rows beyond the vocabulary stay zero.
-    """
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        init_method: InitMethod,
-        reduce_scatter_embeddings: bool = False,
-        config: ModelParallelConfig,
-        tp_group: Group = None,
-        vocab_padding_multiple: int | None = None,
-        backend: Backend | None = None,
-        **facts: Any,
-    ) -> None:
-        super().__init__()
-        self.config, self.num_embeddings, self.embedding_dim = config, num_embeddings, embedding_dim
-        self.tp_group = check_group(tp_group if tp_group is not None else default_collection().tp)
-        self.backend = backend or choose_backend(config)
-        rows, box = vocabulary_box(num_embeddings, self.tp_group, vocab_padding_multiple)
-        self.num_embeddings_per_partition = rows
-        self.weight = new_parameter(
-            config,
-            (rows, embedding_dim),
-            init_method,
-            global_shape=(num_embeddings, embedding_dim),
-            box=with_columns(box, embedding_dim),
-            sharded_axes=frozenset({"tp"}),
-            embedding_or_output=True,
-            **facts,
-        )
-
-    def forward(self, input_: Tensor) -> Tensor:
-        """int64 [...] -> [..., embedding_dim]."""
-        return self.backend.embedding(input_, self.weight)
-
-
-def vocabulary_box(vocab_size: int, group: Group, multiple: int | None = None) -> tuple[int, Box]:
-    """Rows of a vocabulary that this rank stores, padding included, and the box of true rows among them."""
-    size, rank = group_size(group), group_rank(group)
-    multiple = math.lcm(multiple or 1, size)
-    rows = math.ceil(vocab_size / multiple) * multiple // size
-    first = min(rank * rows, vocab_size)
-    return rows, Box((first,), (min(rows, vocab_size - first),))
-
-
-def with_columns(box: Box, columns: int) -> Box:
-    """The box with one more dimension, held whole."""
-    return Box((*box.start, 0), (*box.shape, columns))
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -211,10 +205,16 @@ def linear_with_grad_accumulation_and_async_allreduce(
     async_grad_allreduce: bool | None = None,
     tp_group: Group = None,
 ) -> Tensor:
-    """input W^T + bias, [..., in] -> [..., out]. The weight's gradient goes to its sink if it has one; the switches
-    change nothing among one rank, which is what works so far."""
-    check_group(tp_group if tp_group is not None else default_collection().tp)
-    return linear(input, weight, bias)
+    """input W^T + bias, [..., in] -> [..., out], of a weight that is cut by rows.
+
+    With `sequence_parallel` the input is this rank's part of the tokens (first dimension) and the output has all of
+    them; with `allreduce_dgrad` (or by its old name `async_grad_allreduce`) all ranks have the same input. Either way
+    its gradient is summed over the group. The weight's gradient goes to its sink if it has one, which accumulates it in
+    the product or puts it off: the other switches change nothing.
+    """
+    sums = sequence_parallel or allreduce_dgrad or bool(async_grad_allreduce)
+    group = tp_group if tp_group is not None else default_collection().tp
+    return linear(input, weight, bias, group if sums else None, gathers=sequence_parallel)
 
 
 def drop_empty_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

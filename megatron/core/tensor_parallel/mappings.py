@@ -1,45 +1,70 @@
 """Moves of activations between ranks that hold parts of a tensor and ranks that hold all of it, under published names.
 
-Among one rank, which is what works so far, all of them are the identity; among more they raise UserError.
+Each comes with the move of the gradient that belongs to it. Among one rank all of them are the identity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group
+from megatron.core.collectives import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all_rows,
+    gather_rows,
+    group_rank,
+    group_size,
+    reduce_scatter_rows,
+)
+from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import default_collection
-from megatron.core.tensor_parallel.storage import check_group
+
+Move = Callable[[Tensor], Tensor]
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The tensor itself; backward sums its gradient over the group."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+    return _moved(input_, group, _same, lambda g: all_reduce(g.clone(), group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The sum over the group; backward gives each rank the gradient as it is."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+    return _moved(input_, group, lambda x: all_reduce(x.clone(memory_format=torch.contiguous_format), group), _same)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """This rank's part of the last dimension; backward gathers."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+    return _moved(input_, group, lambda x: _own_part(x, -1, group), lambda g: _gather_last(g, group))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The parts of all ranks along the last dimension; backward takes this rank's part."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+    return _moved(input_, group, lambda x: _gather_last(x, group), lambda g: _own_part(g, -1, group))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The parts of all ranks along the last dimension; backward sums and takes this rank's part."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+
+    def reduce_scatter_last(gradient: Tensor) -> Tensor:
+        parts = torch.stack(gradient.chunk(group_size(group), -1))  # [ranks, ..., n]
+        return reduce_scatter_rows(parts, group)[0]
+
+    return _moved(input_, group, lambda x: _gather_last(x, group), reduce_scatter_last)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """This rank's part of the first dimension; backward gathers."""
-    return _among_one(input_, group)
+    group = _tensor_parallel(group)
+    return _moved(input_, group, lambda x: _own_part(x, 0, group), lambda g: gather_rows(g, group))
 
 
 def gather_from_sequence_parallel_region(
@@ -49,9 +74,16 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """The parts of all ranks along the first dimension; backward takes this rank's part, summed over the group with
-    `tensor_parallel_output_grad`."""
-    return _among_one(input_, group)
+    """The parts of all ranks along the first dimension, of equal size or of `output_split_sizes`; backward takes this
+    rank's part, summed over the group with `tensor_parallel_output_grad`. `use_global_buffer` changes nothing."""
+    group = _tensor_parallel(group)
+    sizes = output_split_sizes
+    backward: Move
+    if tensor_parallel_output_grad:
+        backward = lambda g: _reduce_scatter_first(g, group, sizes)  # noqa: E731
+    else:
+        backward = lambda g: _own_part(g, 0, group, sizes)  # noqa: E731
+    return _moved(input_, group, lambda x: _gather_first(x, group, sizes), backward)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -60,8 +92,13 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the group; backward gathers."""
-    return _among_one(input_, group)
+    """This rank's part, along the first dimension, of the sum over the group; backward gathers. Parts are of equal
+    size, or of `input_split_sizes`. `use_global_buffer` changes nothing."""
+    group = _tensor_parallel(group)
+    sizes = input_split_sizes
+    return _moved(
+        input_, group, lambda x: _reduce_scatter_first(x, group, sizes), lambda g: _gather_first(g, group, sizes)
+    )
 
 
 def all_to_all(
@@ -70,11 +107,87 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Part i of the first dimension goes to rank i; backward sends gradients back."""
-    check_group(group)
-    return input_
+    """Part i of the first dimension goes to rank i; backward sends gradients back. Parts are of equal size, or of the
+    sizes given."""
+    out, into = output_split_sizes_, input_split_sizes
+    return _moved(
+        input_, group, lambda x: all_to_all_rows(x, group, out, into), lambda g: all_to_all_rows(g, group, into, out)
+    )
 
 
-def _among_one(input_: Tensor, group: Group) -> Tensor:
-    check_group(group if group is not None else default_collection().tp)
-    return input_
+def reduce_in_place(partial: Tensor, group: Group) -> Tensor:
+    """As `reduce_from_tensor_model_parallel_region`, in the memory of its argument: the result of an operation that
+    does not need it in backward."""
+    return partial if group_size(group) == 1 else _ReduceInPlace.apply(partial, group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, move: Move, move_gradient: Move) -> Tensor:
+        ctx.move_gradient = move_gradient
+        return move(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.move_gradient(gradient), None, None
+
+
+class _ReduceInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(partial)
+        return all_reduce(partial, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _moved(tensor: Tensor, group: Group, move: Move, move_gradient: Move) -> Tensor:
+    return tensor if group_size(group) == 1 else _Moved.apply(tensor, move, move_gradient)
+
+
+def _tensor_parallel(group: Group) -> Group:
+    return group if group is not None else default_collection().tp
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _own_part(tensor: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    ranks, extent = group_size(group), tensor.shape[dim]
+    if sizes is not None:
+        return tensor.split(list(sizes), dim)[group_rank(group)].contiguous()
+    if extent % ranks:
+        raise UserError(f"a dimension of {extent} (shape {tuple(tensor.shape)}) does not divide by {ranks} ranks")
+    return tensor.narrow(dim, extent // ranks * group_rank(group), extent // ranks).contiguous()
+
+
+def _gather_last(tensor: Tensor, group: Group) -> Tensor:
+    return torch.cat(all_gather(tensor, group), -1)
+
+
+def _gather_first(tensor: Tensor, group: Group, sizes: Sequence[int] | None) -> Tensor:
+    if sizes is None:
+        return gather_rows(tensor, group)
+    # Collectives are of equal parts: the shorter ones travel with rows that are dropped.
+    parts = gather_rows(_lengthened(tensor, max(sizes)), group).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_first(tensor: Tensor, group: Group, sizes: Sequence[int] | None) -> Tensor:
+    if sizes is None:
+        if tensor.shape[0] % group_size(group):
+            raise UserError(f"{tensor.shape[0]} rows do not divide by {group_size(group)} ranks")
+        return reduce_scatter_rows(tensor, group)
+    parts = torch.cat([_lengthened(part, max(sizes)) for part in tensor.split(list(sizes))])
+    return reduce_scatter_rows(parts, group)[: sizes[group_rank(group)]]
+
+
+def _lengthened(tensor: Tensor, rows: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])

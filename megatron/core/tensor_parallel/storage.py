@@ -46,17 +46,25 @@ def new_parameter(
 
 
 def split_box(shape: tuple[int, ...], dim: int, group: Group) -> Box:
-    """This rank's part of a tensor that is cut evenly along one dimension."""
-    size, rank = group_size(group), group_rank(group)
-    extent = shape[dim] // size
+    """This rank's part of a tensor that is cut evenly along one dimension. Raises UserError if it cannot be."""
+    rank = group_rank(group)
+    extent = part_size(shape[dim], group, f"dimension {dim} of a parameter {list(shape)}")
     return Box(
         tuple(rank * extent if axis == dim else 0 for axis in range(len(shape))),
         tuple(extent if axis == dim else count for axis, count in enumerate(shape)),
     )
 
 
-def check_group(group: Group) -> Group:
-    """The group itself, as long as it has one rank."""
-    if group_size(group) > 1:
-        raise UserError(f"not yet: tensor parallel layers over {group_size(group)} ranks; use 1")
-    return group
+def part_size(whole: int, group: Group, what: str) -> int:
+    """What each rank of a tensor parallel group has of `whole`. Raises UserError, naming `what`, if it is uneven."""
+    size = group_size(group)
+    if whole % size:
+        below = whole - whole % size
+        works = f"{below} or {below + size}" if below else str(size)
+        raise UserError(f"{what}: {whole} does not divide by {size} tensor parallel ranks; {works} does")
+    return whole // size
+
+
+def with_columns(box: Box, columns: int) -> Box:
+    """The box with one more dimension, held whole."""
+    return Box((*box.start, 0), (*box.shape, columns))

@@ -1,14 +1,14 @@
 """Cutting tensors and vocabularies into equal parts, under published names."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.collectives import Group, broadcast, gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import default_collection
-from megatron.core.tensor_parallel.storage import check_group
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -36,8 +36,7 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
     """The flat tensor of which `split_tensor_into_1d_equal_chunks` gave each rank a part."""
-    check_group(tp_group if tp_group is not None else default_collection().tp)
-    return tensor
+    return gather_rows(tensor, tp_group if tp_group is not None else default_collection().tp)
 
 
 class VocabUtility:
@@ -57,13 +56,37 @@ class VocabUtility:
         return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)
 
 
+_MOST_DIMENSIONS = 8
+
+
 def broadcast_data(
-    keys: Sequence[str], data: dict[str, Tensor], datatype: torch.dtype, tp_group: Group = None
+    keys: Sequence[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: Group = None
 ) -> dict[str, Tensor]:
-    """The tensors of the group's first rank, on the current device. Raises UserError for one of another type."""
-    check_group(tp_group if tp_group is not None else default_collection().tp)
-    for key in keys:
-        if data[key].dtype is not datatype:
-            raise UserError(f"{key} is {data[key].dtype}, not {datatype}")
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return {key: data[key].to(device) for key in keys}
+    """The tensors of the group's first rank, on the current device; what other ranks give is not looked at.
+
+    Waits for the device once, for the shapes. Raises UserError, on all ranks, for a tensor of another type.
+    """
+    group = tp_group if tp_group is not None else default_collection().tp
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    tensors = [data[key] for key in keys] if data is not None and group_rank(group) == 0 else None
+    shapes = broadcast(_shapes(tensors, datatype, len(keys)).to(device), group).tolist()
+    wrong = [key for key, (is_right, *_) in zip(keys, shapes, strict=True) if not is_right]
+    if wrong:
+        raise UserError(f"not {datatype}: {', '.join(wrong)}")
+    sizes = [shape[2 : 2 + shape[1]] for shape in shapes]
+    counts = [math.prod(size) for size in sizes]
+    if tensors is not None:
+        flat = torch.cat([tensor.to(device).reshape(-1) for tensor in tensors])
+    else:
+        flat = torch.empty(sum(counts), dtype=datatype, device=device)
+    parts = broadcast(flat, group).split(counts)
+    return {key: part.view(size) for key, part, size in zip(keys, parts, sizes, strict=True)}
+
+
+def _shapes(tensors: Sequence[Tensor] | None, datatype: torch.dtype, count: int) -> Tensor:
+    """For each tensor: whether it is of the type, its number of dimensions, its sizes. Zeros where there are none."""
+    rows = torch.zeros(count, 2 + _MOST_DIMENSIONS, dtype=torch.int64)
+    for row, tensor in zip(rows, tensors or (), strict=False):
+        row[0], row[1] = tensor.dtype is datatype, tensor.dim()
+        row[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
+    return rows

@@ -1,10 +1,12 @@
 """What travels with the hidden states through the layers of a model; made once a micro-batch on each stage."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.ops.dropout import DropoutPlace, DropoutTokens
 from megatron.core.ops.rope import Rotation
 from megatron.core.tokens import Tokens
@@ -40,12 +42,27 @@ class LayerInputs:
     attention_mask: Tensor | None = None
     """bool, broadcasts to [b, heads, s, s]; True hides a key, beside what the layer's own rule hides."""
     dropout: DropoutTokens | None = None
-    """None: nothing is dropped."""
+    """Of all these tokens, as attention sees them; None: nothing is dropped."""
+    hidden_dropout: DropoutTokens | None = None
+    """Of the tokens whose hidden states this rank holds; None: of all of them."""
     inference_context: InferenceContext | None = None
 
     def dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
-        """Where dropout stands in the run, at one site of one layer (counted from 1)."""
+        """Where dropout of all tokens stands in the run, at one site of one layer (counted from 1)."""
         return None if self.dropout is None else DropoutPlace(self.dropout, layer_number, site)
+
+    def hidden_dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
+        """As `dropout_place`, for the hidden states that this rank holds."""
+        dropout = self.hidden_dropout or self.dropout
+        return None if dropout is None else DropoutPlace(dropout, layer_number, site)
+
+
+def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens | None:
+    """The part of the tokens whose hidden states a rank of a sequence parallel group holds: they are cut evenly, as
+    they lie in [t, h]."""
+    if dropout is None:
+        return None
+    return dataclasses.replace(dropout, index=dropout.index.chunk(group_size(group))[group_rank(group)])
 
 
 def as_heads(tensor: Tensor, tokens: Tokens, heads: int) -> Tensor:

@@ -24,7 +24,8 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); a gated activation takes the halves of a twice as wide fc1."""
+    """fc2(activation(fc1(x))); a gated activation takes the halves of a twice as wide fc1. Tensor parallel ranks share
+    the channels in between."""
 
     def __init__(
         self,
@@ -87,7 +88,8 @@ class MLP(MegatronModule):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[..., h] -> ([..., h], bias that is still to be added). `per_token_scale` [...] multiplies the activation."""
+        """[..., h] -> ([..., h], bias that is still to be added). `per_token_scale` [...] multiplies the activation.
+        Under sequence parallelism both are this rank's part of the tokens."""
         activated = self.activation_func(*self.linear_fc1(hidden_states))
         if per_token_scale is not None:
             activated = (activated * per_token_scale.unsqueeze(-1)).to(hidden_states.dtype)

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
+from megatron.core.collectives import group_size
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tokens import Tokens
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_inputs import LayerInputs, sequence_slice
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recompute import recompute_activations
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
@@ -94,7 +95,8 @@ class TransformerBlock(MegatronModule):
         assert hidden_states is not None
         s, b, h = hidden_states.shape
         if inputs is None:
-            inputs = self.lone_inputs(s, b, attention_mask, packed_seq_params, hidden_states.device)
+            s_all = s * (group_size(self.pg_collection.tp) if self.config.sequence_parallel else 1)
+            inputs = self.lone_inputs(s_all, b, attention_mask, packed_seq_params, hidden_states.device)
         hidden = hidden_states.reshape(s * b, h)  # [t, h]
         for first in range(0, len(self.layers), self.layers_at_once):
             hidden = self.run_layers(self.layers[first : first + self.layers_at_once], hidden, inputs)
@@ -124,7 +126,8 @@ class TransformerBlock(MegatronModule):
         dropout = None
         if self.training and drops(self.config):
             dropout = dropout_tokens(tokens, device, choose_backend(self.config).keep_rows)
-        return LayerInputs(tokens, attention_mask=attention_mask, dropout=dropout)
+        held = sequence_slice(dropout, self.pg_collection.tp) if self.config.sequence_parallel else dropout
+        return LayerInputs(tokens, attention_mask=attention_mask, dropout=dropout, hidden_dropout=held)
 
 
 def drops(config: TransformerConfig) -> bool:

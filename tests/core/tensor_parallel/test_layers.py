@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.core import tensor_parallel
+from megatron.core.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box, info_of
@@ -77,31 +78,25 @@ def test_published_empty_extra_state_is_taken() -> None:
         layer.load_state_dict({**layer.state_dict(), "_extra_state": torch.zeros(3)})
 
 
-class Group:
+def place(rank: int, size: int) -> PlannedGroup:
     """Rank `rank` of `size`, without processes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    return PlannedGroup(tuple(range(size)), rank)
 
 
-@pytest.fixture
-def pretended_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("layers", "storage"):
-        monkeypatch.setattr(f"megatron.core.tensor_parallel.{module}.group_size", lambda group: group.size)
-        monkeypatch.setattr(f"megatron.core.tensor_parallel.{module}.group_rank", lambda group: group.rank)
-
-
-def test_boxes_follow_the_group(pretended_groups: None) -> None:
-    assert split_box((4, 6), 0, Group(1, 2)) == Box((2, 0), (2, 6))
-    assert split_box((2, 6, 5), 1, Group(2, 3)) == Box((0, 4, 0), (2, 2, 5))
+def test_boxes_follow_the_group() -> None:
+    assert split_box((4, 6), 0, place(1, 2)) == Box((2, 0), (2, 6))
+    assert split_box((2, 6, 5), 1, place(2, 3)) == Box((0, 4, 0), (2, 2, 5))
     # 50257 over two ranks: 25129 rows each, of which the last rank's last is padding.
-    assert [vocabulary_box(50257, Group(rank, 2)) for rank in (0, 1)] == [
+    assert [vocabulary_box(50257, place(rank, 2)) for rank in (0, 1)] == [
         (25129, Box((0,), (25129,))),
         (25129, Box((25129,), (25128,))),
     ]
-    assert vocabulary_box(3, Group(3, 4), 2) == (1, Box((3,), (0,)))
+    assert vocabulary_box(3, place(3, 4), 2) == (1, Box((3,), (0,)))
 
 
-def test_more_ranks_are_refused_by_name(pretended_groups: None) -> None:
-    with pytest.raises(UserError, match="not yet: tensor parallel layers over 2 ranks"):
-        tensor_parallel.ColumnParallelLinear(6, 8, config=CONFIG, init_method=nn.init.normal_, tp_group=Group(0, 2))
+def test_sizes_that_do_not_divide_are_named_with_those_that_do() -> None:
+    init = {"config": CONFIG, "init_method": nn.init.normal_, "tp_group": place(0, 4)}
+    with pytest.raises(UserError, match=r"10 does not divide by 4 tensor parallel ranks; 8 or 12 does"):
+        tensor_parallel.ColumnParallelLinear(6, 10, **init)
+    with pytest.raises(UserError, match=r"input_size.*: 3 does not divide by 4 tensor parallel ranks; 4 does"):
+        tensor_parallel.RowParallelLinear(3, 8, bias=True, input_is_parallel=True, skip_bias_add=False, **init)

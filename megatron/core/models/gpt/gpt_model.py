@@ -7,16 +7,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
+from megatron.core.collectives import group_size
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.ops.dropout import DropoutTokens, dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RandomPlace, Tokens, position_ids
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
@@ -26,10 +29,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class GPTModel(MegatronModule):
     """A decoder-only language model, or the part of one that a pipeline stage holds.
 
-    `vocab_size` may be the true vocabulary or one that was rounded up; the stored rows are rounded up to a multiple of
-    `vocab_padding_multiple` (our own keyword; default: the tensor parallel size) with rows that stay zero and take no
-    part in any softmax. `fp16_lm_cross_entropy` and `parallel_output` change nothing: the loss is computed in float32
-    at least, and without a gathered copy of the logits.
+    `vocab_size` is the vocabulary, or one that was rounded up and knows, as attribute `unpadded`, what from; the stored
+    rows are rounded up to a multiple of `vocab_padding_multiple` (our own keyword; default: the tensor parallel size)
+    with rows that stay zero and take no part in any softmax. With `parallel_output` each tensor parallel rank gives its
+    part of the logits, else all of them; a loss never needs them gathered. `fp16_lm_cross_entropy` changes nothing: the
+    loss is computed in float32 at least. Without `scatter_embedding_sequence_parallel` the embedding, called by itself,
+    gives all tokens also under sequence parallelism.
+
+    A chunk with `post_process` alone has a copy of an embedding that its head shares: of one canonical name, started
+    from the same values, and one with it when gradients are summed.
 
     Raises UserError for what is still to come.
     """
@@ -69,19 +77,25 @@ class GPTModel(MegatronModule):
             raise UserError("not yet: mtp_block_spec")
         self.pg_collection = pg_collection or default_collection()
         self.backend = choose_backend(config)
-        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
+        self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
+        if self.vocab_size != vocab_size and vocab_padding_multiple is None:
+            vocab_padding_multiple = int(vocab_size)
+        self.max_sequence_length = max_sequence_length
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
+        is_copied = share_embeddings_and_output_weights and pre_process != post_process
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config,
-                vocab_size,
+                self.vocab_size,
                 max_sequence_length,
                 position_embedding_type,
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 tp_group=self.pg_collection.tp,
                 vocab_padding_multiple=vocab_padding_multiple,
+                tied=is_copied,
             )
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
@@ -104,17 +118,21 @@ class GPTModel(MegatronModule):
             vp_stage=vp_stage,
         )
         if post_process:
-            assert config.init_method is not None
-            self.output_layer = ColumnParallelLinear(
+            copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}
+            self.output_layer = LanguageModelHead(
                 config.hidden_size,
-                vocab_size,
+                self.vocab_size,
                 config=config,
-                init_method=config.init_method,
+                init_method=config.embedding_init_method if is_copied else config.init_method,
                 bias=False,
+                gather_output=not parallel_output,
                 skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
                 tp_group=self.pg_collection.tp,
-                vocab_padding_multiple=vocab_padding_multiple or 1,
+                vocab_padding_multiple=vocab_padding_multiple,
+                **copy,
             )
+            if self.output_layer.weight is None:
+                self.output_layer.borrowed_parameters = (self.embedding.word_embeddings.weight,)
         self.random_place: RandomPlace | None = None
         name_parameters(self)
         if config.perform_initialization:
@@ -137,14 +155,17 @@ class GPTModel(MegatronModule):
         padding_mask: Tensor | None = None,
         tokens: Tokens | None = None,
     ) -> Tensor:
-        """Logits [b, s, vocab_size]; with `labels` [b, s] the loss of each token [b, s], in float32 at least.
+        """Logits [b, s, vocab_size], or this rank's part of them (see `parallel_output`); with `labels` [b, s] the loss
+        of each token [b, s], in float32 at least.
 
         `input_ids` [b, s]. `position_ids` [b, s]: None counts from 0 in each row or packed document. `attention_mask`
         (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
         `decoder_input` [s, b, h] takes the embedding's place. `tokens` says what the tokens are and where they stand in
         the run; without it (or `packed_seq_params`) they are whole rows. With `inference_context` the tokens continue
         those it has seen, and the logits are those of each row's next token, [b, 1, vocab_size]. A stage that is not
-        the last gives hidden states [s, b, h].
+        the last gives hidden states [s, b, h], and a later one wants them by `set_input_tensor` and knows its tokens by
+        `tokens` or the shapes of the rest. Under sequence parallelism hidden states, `decoder_input` too, are this
+        rank's [s / ranks, b, h].
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
@@ -154,7 +175,12 @@ class GPTModel(MegatronModule):
         hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
         if not self.post_process:
             return hidden
-        return self._head(hidden if context is None else context.select_last(hidden), labels)
+        if context is not None:
+            hidden, runtime_gather_output = context.select_last(hidden), True
+        weight = next(iter(self.output_layer.borrowed_parameters), None)
+        gather = runtime_gather_output
+        result, _ = self.output_layer(hidden, weight, gather, labels=None if labels is None else labels.t())
+        return result.transpose(0, 1).contiguous()  # [b, s] or [b, s, vocabulary]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the stage before, for the next forward."""
@@ -165,18 +191,6 @@ class GPTModel(MegatronModule):
         if self.pre_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
-
-    def _head(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
-        s, b, h = hidden.shape
-        weight = self.output_layer.weight
-        if weight is None:
-            weight = self.shared_embedding_or_output_weight()
-        if labels is None:
-            logits = self.backend.linear(hidden, weight)  # [s, b, stored rows]
-            return logits[..., : self.vocab_size].transpose(0, 1).contiguous()
-        flat = labels.t().reshape(-1)  # [t]
-        loss = self.backend.head_loss(hidden.view(s * b, h), weight, None, flat, self.vocab_size)
-        return loss.view(s, b).t().contiguous()
 
     def _embed(
         self,
@@ -191,16 +205,24 @@ class GPTModel(MegatronModule):
         source = given if given is not None else input_ids
         assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
         positions = position_ids(tokens, source.device)
+        dropout = self._dropout(tokens, source.device)
         inputs = LayerInputs(
             tokens,
             rotation=self.rotary_pos_emb(positions) if self.rotary_pos_emb is not None else None,
             attention_mask=attention_mask,
-            dropout=self._dropout(tokens, source.device),
+            dropout=dropout,
+            hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
             inference_context=context,
         )
         if given is None:
-            given = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
+            given = self._embedded(input_ids, positions, inputs)
         return given, inputs
+
+    def _embedded(self, input_ids: Tensor | None, positions: Tensor, inputs: LayerInputs) -> Tensor:
+        if not self.sequence_parallel or self.embedding.scatter_to_sequence_parallel:
+            return self.embedding(input_ids, positions, inputs.hidden_dropout_place(0, "embedding"))
+        whole = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
+        return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
     def set_random_place(self, place: RandomPlace | None) -> None:
         """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
@@ -224,6 +246,7 @@ class GPTModel(MegatronModule):
             given = decoder_input if decoder_input is not None else self.decoder.input_tensor
             if given is not None:
                 s, b = given.shape[:2]
+                s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
             else:
                 assert input_ids is not None
                 b, s = input_ids.shape
@@ -236,6 +259,8 @@ class GPTModel(MegatronModule):
             tokens = dataclasses.replace(tokens, random=self.random_place)
         if self.position_embedding_type == "learned_absolute":
             self._check_length(tokens)
+        if self.sequence_parallel:
+            part_size(tokens.seq_length, self.pg_collection.tp, "sequence_parallel: tokens in a row")
         return tokens
 
     def _check_length(self, tokens: Tokens) -> None:

@@ -1,14 +1,15 @@
 """Embedding of tokens and, if they are learned, of positions."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
-from megatron.core.collectives import Group
+from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import DropoutPlace
 from megatron.core.ops.precision import widened
+from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.module import MegatronModule
@@ -18,11 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class PositionEmbedding(MegatronModule):
     """A table of vectors, one a position."""
 
-    def __init__(self, config: TransformerConfig, max_sequence_length: int) -> None:
+    def __init__(self, config: TransformerConfig, max_sequence_length: int, **facts: Any) -> None:
         super().__init__(config)
         self.backend = choose_backend(config)
         assert config.embedding_init_method is not None
-        self.weight = new_parameter(config, (max_sequence_length, config.hidden_size), config.embedding_init_method)
+        shape = (max_sequence_length, config.hidden_size)
+        self.weight = new_parameter(config, shape, config.embedding_init_method, **facts)
 
     def forward(self, positions: Tensor) -> Tensor:
         """int64 [...] -> [..., h]."""
@@ -30,7 +32,11 @@ class PositionEmbedding(MegatronModule):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """word(token) + position(position), then dropout. Our own keyword: `vocab_padding_multiple`."""
+    """word(token) + position(position), then dropout.
+
+    Under sequence parallelism with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own
+    keywords: `vocab_padding_multiple`, and `tied`: another pipeline stage has a copy of the words' table.
+    """
 
     def __init__(
         self,
@@ -43,29 +49,40 @@ class LanguageModelEmbedding(MegatronModule):
         tp_group: Group = None,
         *,
         vocab_padding_multiple: int | None = None,
+        tied: bool = False,
     ) -> None:
         super().__init__(config)
         if num_tokentypes:
             raise UserError(f"not yet: num_tokentypes {num_tokentypes}; use 0")
         self.backend = choose_backend(config)
+        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
+        self.scatters = scatter_to_sequence_parallel and config.sequence_parallel and group_size(self.tp_group) > 1
         assert config.embedding_init_method is not None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             config.hidden_size,
             init_method=config.embedding_init_method,
             config=config,
-            tp_group=tp_group,
+            tp_group=self.tp_group,
             vocab_padding_multiple=vocab_padding_multiple,
+            reduce_scatter_embeddings=self.scatters,
+            tied=tied,
         )
         self.position_embeddings: PositionEmbedding | None = None
         if position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(config, max_sequence_length)
+            partial = frozenset({"tp"} if self.scatters else ())
+            self.position_embeddings = PositionEmbedding(config, max_sequence_length, partial_gradient_axes=partial)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutPlace | None = None) -> Tensor:
-        """int64 [b, s] and [b or 1, s] -> [s, b, h]. Nothing is dropped without a `place`."""
-        hidden = self.word_embeddings(input_ids.t())  # [s, b, h]
+        """int64 [b, s] and [b or 1, s] -> [s, b, h], or this rank's part of it, [s / ranks, b, h]. Nothing is dropped
+        without a `place`, which is that of the tokens that are given back."""
+        hidden = self.word_embeddings(input_ids) if self.scatters else self.word_embeddings(input_ids.t())
         if self.position_embeddings is not None:
-            hidden = hidden + self.position_embeddings(position_ids.t())
+            positions = position_ids.t()  # [s, b or 1]
+            if self.scatters:
+                positions = positions.chunk(group_size(self.tp_group))[group_rank(self.tp_group)]
+            hidden = hidden + self.position_embeddings(positions)
         if self.config.fp32_residual_connection:
             hidden = widened(hidden)
         if not self.training:

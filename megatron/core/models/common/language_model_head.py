@@ -1,0 +1,61 @@
+"""The head of a language model: logits over the vocabulary, or at once the loss of each token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import group_size
+from megatron.core.ops.cross_entropy import vocabulary_part
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+
+class LanguageModelHead(ColumnParallelLinear):
+    """hidden W^T with W [vocabulary, h] cut by rows over the tensor parallel ranks; see `ColumnParallelLinear`.
+
+    `output_size` is the vocabulary without padding. Padding takes no part in a softmax: it is cut off gathered logits,
+    and -inf in a rank's part of them.
+    """
+
+    borrowed_parameters: tuple[nn.Parameter, ...] = ()
+    """What `forward` is given and uses although it stands elsewhere in the model: the embedding of a tied head."""
+
+    def __init__(self, input_size: int, output_size: int, *, vocab_padding_multiple: int | None, **more: Any) -> None:
+        super().__init__(input_size, output_size, vocab_padding_multiple=vocab_padding_multiple or 1, **more)
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        labels: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [s, b, h] (under sequence parallelism this rank's part, [s / ranks, b, h]) -> (logits
+        [s, b, vocabulary], or with more than one rank and no gathering [s, b, stored rows]; None). With `labels`
+        [s, b]: (the loss of each token [s, b], in float32 at least; None), the same on every rank."""
+        weight = self.weight if weight is None else weight
+        if labels is not None:
+            loss = self.backend.head_loss(
+                input_.flatten(0, 1),  # [t, h]
+                weight,
+                self.bias,
+                labels.flatten(),
+                self.output_size,
+                self.gradient_group,
+                gathers=self.sequence_parallel,
+            )
+            return loss.view(labels.shape), None
+        logits = self.backend.linear(input_, weight, self.bias, self.gradient_group, gathers=self.sequence_parallel)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
+        elif group_size(self.tp_group) > 1:
+            return self._without_padding(logits), None
+        return logits[..., : self.output_size], None
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        true = vocabulary_part(logits.shape[-1], self.output_size, self.tp_group).count
+        if true < logits.shape[-1]:
+            logits[..., true:] = -torch.inf
+        return logits

@@ -1,0 +1,71 @@
+"""A vocabulary that is cut over tensor parallel ranks, and the embedding of its tokens."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters import Box
+from megatron.core.process_groups_config import default_collection
+from megatron.core.tensor_parallel.mappings import reduce_in_place, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.storage import new_parameter, with_columns
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table of `num_embeddings` rows, cut by rows over the ranks.
+
+    Our own keyword: `vocab_padding_multiple`, to a multiple of which the stored rows are rounded up (default: the
+    group's size). Rows beyond the vocabulary stay zero.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: Callable[[Tensor], Any],
+        reduce_scatter_embeddings: bool = False,
+        config: ModelParallelConfig,
+        tp_group: Group = None,
+        vocab_padding_multiple: int | None = None,
+        backend: Backend | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__()
+        self.config, self.num_embeddings, self.embedding_dim = config, num_embeddings, embedding_dim
+        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.backend = backend or choose_backend(config)
+        rows, box = vocabulary_box(num_embeddings, self.tp_group, vocab_padding_multiple)
+        self.num_embeddings_per_partition = rows
+        self.weight = new_parameter(
+            config,
+            (rows, embedding_dim),
+            init_method,
+            global_shape=(num_embeddings, embedding_dim),
+            box=with_columns(box, embedding_dim),
+            sharded_axes=frozenset({"tp"}),
+            embedding_or_output=True,
+            **facts,
+        )
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """int64 [...] -> [..., embedding_dim]. With `reduce_scatter_embeddings`, [b, s] -> this rank's part of
+        [s, b, embedding_dim], as sequence parallelism has it."""
+        if self.reduce_scatter_embeddings:
+            partial = self.backend.embedding(input_.t().contiguous(), self.weight, self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
+        return reduce_in_place(self.backend.embedding(input_, self.weight, self.tp_group), self.tp_group)
+
+
+def vocabulary_box(vocab_size: int, group: Group, multiple: int | None = None) -> tuple[int, Box]:
+    """Rows of a vocabulary that this rank stores, padding included, and the box of true rows among them."""
+    size, rank = group_size(group), group_rank(group)
+    multiple = math.lcm(multiple or 1, size)
+    rows = math.ceil(vocab_size / multiple) * multiple // size
+    first = min(rank * rows, vocab_size)
+    return rows, Box((first,), (min(rows, vocab_size - first),))
