@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from support.processes import _context
+from support.processes import forkserver
 from support.runs import GPT, TINY
 
 from megatron.training import pretrain
@@ -64,7 +64,7 @@ def launch(
     outputs = [folder / f"rank_{rank}.txt" for rank in ranks]
     words = f"{base} {flags}".split()
     processes = [
-        _context.Process(target=_main, args=(rank, world_size, port, words, outputs[rank], main)) for rank in ranks
+        forkserver.Process(target=_main, args=(rank, world_size, port, words, outputs[rank], main)) for rank in ranks
     ]
     for process in processes:
         process.start()

@@ -10,9 +10,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
+forkserver = multiprocessing.get_context("forkserver")
 # The server imports these once and forks the ranks: a world starts in a fraction of a second.
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "megatron.training.training", "pretrain_gpt"])
+forkserver.set_forkserver_preload(["torch", "torch.distributed", "numpy", "megatron.training.training", "pretrain_gpt"])
 
 TIMEOUT = 120.0
 """Seconds until a world that hangs is given up."""
@@ -26,8 +26,8 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> l
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
-            process = _context.Process(
+            ours, theirs = forkserver.Pipe(duplex=False)
+            process = forkserver.Process(
                 target=_rank_main, args=(theirs, function, rank, world_size, os.path.join(folder, "store"), args)
             )
             process.start()

@@ -1,0 +1,163 @@
+"""The judge: what the ranks of a cell saw, against one process."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from parity.evidence import Evidence, Masks, Piece, relative
+from torch import Tensor
+
+TOLERANCE = 1e-11
+"""Of float64."""
+
+
+@dataclass
+class Verdict:
+    """How far a cell is from one process, and in what."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """Largest relative error by kind: loss, gradient, norm, weights."""
+    where: dict[str, str] = field(default_factory=dict)
+    """Where each of them is."""
+    problems: list[str] = field(default_factory=list)
+    """What is not equal to the bit although it should be, or is not there."""
+
+    def note(self, kind: str, error: float, where: str) -> None:
+        """An error of one kind; the largest stays."""
+        if not error <= self.errors.get(kind, 0.0):  # a NaN stays too
+            self.errors[kind], self.where[kind] = error, where
+
+    def beyond(self, tolerance: float) -> list[str]:
+        """What is wrong, a line each."""
+        far = [f"{kind}: error {e:.1e} in {self.where[kind]}" for kind, e in self.errors.items() if not e <= tolerance]
+        return self.problems + far
+
+    @property
+    def largest(self) -> float:
+        return max(self.errors.values(), default=0.0)
+
+
+def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -> Verdict:
+    """Compare everything. `to_the_bit`: initial values and masks too, which holds where types are the same."""
+    verdict = Verdict()
+    if to_the_bit:
+        verdict.problems += _unequal_starts(reference, ranks)
+        verdict.problems += _unequal_masks(reference.masks, [rank.masks for rank in ranks])
+    for number, expected in enumerate(reference.steps):
+        steps = [rank.steps[number] for rank in ranks]
+        verdict.problems += _unequal_replicas(f"gradient of step {number}", [step.gradients for step in steps])
+        _compare_losses(verdict, number, expected.losses, [(r.context, r.steps[number].losses) for r in ranks])
+        for step in steps:
+            verdict.note("norm", abs(step.norm - expected.norm) / max(expected.norm, 1e-300), f"step {number}")
+        _compare_pieces(verdict, "gradient", f"step {number}", expected.gradients, [s.gradients for s in steps])
+    verdict.problems += _unequal_replicas("weight", [rank.weights for rank in ranks])
+    _compare_pieces(verdict, "weights", "the end", reference.weights, [rank.weights for rank in ranks])
+    for rank in ranks:
+        error = abs(rank.norm_of_ones / reference.norm_of_ones - 1)
+        verdict.note("norm of ones", error, f"{rank.norm_of_ones**2:.3f} of {reference.norm_of_ones**2:.0f} elements")
+    return verdict
+
+
+def _unequal_starts(reference: Evidence, ranks: list[Evidence]) -> Iterator[str]:
+    whole = {piece.name: piece.values for piece in reference.initial}
+    for number, rank in enumerate(ranks):
+        for piece in rank.initial:
+            if piece.name not in whole or not torch.equal(piece.values, piece.of(whole[piece.name])):
+                yield f"initial value of {piece.name} on rank {number} differs"
+    yield from _missing("initial value", reference.initial, [rank.initial for rank in ranks])
+
+
+def _unequal_masks(reference: Masks, ranks: list[Masks]) -> Iterator[str]:
+    """Rows of masks that differ from those of one process, that it never drew, or that no rank has drawn."""
+    known = {identity for masks in ranks for identity in masks.rows}
+    different = {
+        identity
+        for masks in ranks
+        for identity, drawn in masks.rows.items()
+        if identity in reference.rows and not _agree(drawn, reference.rows[identity])
+    }
+    for text, rows in (
+        ("differ", different),
+        ("are of no token of the batch", known - reference.rows.keys()),
+        ("were never drawn", reference.rows.keys() - known),
+    ):
+        if rows:
+            yield f"{len(rows)} rows of dropout masks {text}, such as {min(rows)}"
+
+
+def _agree(drawn: list[tuple[int, bytes]], expected: list[tuple[int, bytes]]) -> bool:
+    """Runs of one row have the same bits where they overlap."""
+    for first, row in drawn:
+        for other, wanted in expected:
+            begin, end = max(first, other), min(first + len(row), other + len(wanted))
+            if row[begin - first : max(end, begin) - first] != wanted[begin - other : max(end, begin) - other]:
+                return False
+    return True
+
+
+def _unequal_replicas(what: str, ranks: list[list[Piece]]) -> Iterator[str]:
+    seen: dict[object, tuple[int, Tensor]] = {}
+    for number, rank in enumerate(ranks):
+        for piece in rank:
+            first, values = seen.setdefault(piece.place, (number, piece.values))
+            if not torch.equal(values, piece.values):
+                yield f"{what} {piece.name} {piece.box}: ranks {first} and {number} differ"
+
+
+def _compare_losses(
+    verdict: Verdict, number: int, expected: dict[int, Tensor], ranks: list[tuple[int, dict[int, Tensor]]]
+) -> None:
+    """Sums and counts of micro-batches; parts of sequences add up, other ranks that know a loss know the same."""
+    parts: dict[tuple[int, int], Tensor] = {}
+    for context, losses in ranks:
+        for first, part in losses.items():
+            known = parts.setdefault((first, context), part)
+            if not torch.equal(known, part):
+                verdict.problems.append(f"loss of sample {first} in step {number} differs between ranks")
+    totals: dict[int, Tensor] = {}
+    for (first, _), part in parts.items():
+        totals[first] = totals.get(first, torch.zeros_like(part)) + part
+    if totals.keys() != expected.keys():
+        verdict.problems.append(f"losses of samples {sorted(totals)} instead of {sorted(expected)} in step {number}")
+        return
+    got, wanted = (torch.stack([losses[first] for first in sorted(losses)]) for losses in (totals, expected))
+    verdict.note("loss", relative(got[:, 0] - wanted[:, 0], wanted[:, 0]), f"step {number}")
+    if not torch.equal(got[:, 1].double(), wanted[:, 1].double()):
+        verdict.problems.append(f"tokens {got[:, 1].tolist()} instead of {wanted[:, 1].tolist()} in step {number}")
+
+
+def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece], ranks: list[list[Piece]]) -> None:
+    """The whole tensors that the ranks' pieces make."""
+    verdict.problems += [f"{text} at {when}" for text in _missing(kind, expected, ranks)]
+    made = assemble(piece for rank in ranks for piece in rank)
+    for piece in expected:
+        if piece.name in made:
+            wanted = piece.values.double()
+            verdict.note(kind, relative(made[piece.name].view(-1) - wanted, wanted), f"{piece.name} at {when}")
+
+
+def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
+    """Canonical tensors by name, in float64, from all their pieces; what no piece has stays NaN."""
+    made: dict[str, Tensor] = {}
+    for piece in pieces:
+        whole = made.setdefault(piece.name, torch.full(piece.global_shape, torch.nan, dtype=torch.float64))
+        index = piece.of(torch.arange(whole.numel()))
+        whole.view(-1)[index] = piece.values.double()
+    return made
+
+
+def _missing(kind: str, expected: list[Piece], ranks: list[list[Piece]]) -> Iterator[str]:
+    names = {piece.name for rank in ranks for piece in rank}
+    yield from (f"no {kind} of {piece.name}" for piece in expected if piece.name not in names)
+    yield from (f"{kind} of unknown {name}" for name in names - {piece.name for piece in expected})
+    for name, whole in assemble(piece for rank in ranks for piece in rank).items():
+        if bool(whole.isnan().all()) or _has_holes(name, ranks):
+            yield f"parts of {kind} {name} are on no rank"
+
+
+def _has_holes(name: str, ranks: list[list[Piece]]) -> bool:
+    pieces = [piece for rank in ranks for piece in rank if piece.name == name]
+    seen = torch.zeros(pieces[0].global_shape, dtype=torch.bool)
+    for piece in pieces:
+        seen.view(-1)[piece.of(torch.arange(seen.numel()))] = True
+    return not bool(seen.all())

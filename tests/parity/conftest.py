@@ -1,0 +1,13 @@
+"""One world of eight processes for all cells."""
+
+from collections.abc import Iterator
+
+import pytest
+from parity.cells import WORLD
+from support.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    with Pool(WORLD, seconds=60.0) as pool:
+        yield pool

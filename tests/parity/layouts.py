@@ -1,0 +1,215 @@
+"""Layouts of the parity proof: one value along each dimension, and what they ask of the library."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from parity.models import LENGTH, Model
+from parity.text import GLOBAL_BATCH
+
+from megatron.core.distributed import DistributedDataParallelConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value along one dimension: how many ranks it takes and what it sets."""
+
+    name: str
+    ranks: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of TransformerConfig."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Of DistributedDataParallelConfig."""
+    chunks: int = 1
+    """Model chunks of a pipeline rank."""
+    groups_at_most: int = 64
+    """Key and value heads of the model, at most."""
+    levels: tuple[int, ...] | None = None
+    """Sizes of hierarchical context parallelism."""
+    unpacked: bool = False
+    """Not for packed documents."""
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def _tensor(ranks: int, sequence: bool = False) -> Choice:
+    settings = {"tensor_model_parallel_size": ranks, "sequence_parallel": sequence}
+    return Choice(f"{'sp' if sequence else 'tp'}{ranks}", ranks, settings)
+
+
+def _stages(name: str, ranks: int, chunks: int = 1, **settings: Any) -> Choice:
+    virtual = {"virtual_pipeline_model_parallel_size": chunks} if chunks > 1 else {}
+    return Choice(name, ranks, {"pipeline_model_parallel_size": ranks, **virtual, **settings}, chunks=chunks)
+
+
+def _context(name: str, ranks: int, kind: Any, levels: tuple[int, ...] | None = None) -> Choice:
+    settings = {"context_parallel_size": ranks, "cp_comm_type": kind}
+    if levels:
+        settings["hierarchical_context_parallel_sizes"] = list(levels)
+    return Choice(name, ranks, settings, levels=levels)
+
+
+def _data(name: str, ranks: int, **ddp: Any) -> Choice:
+    return Choice(name, ranks, ddp=ddp)
+
+
+def _shards(name: str, ranks: int, strategy: str, **ddp: Any) -> Choice:
+    settings = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy, "overlap_grad_reduce": True}
+    return _data(name, ranks, **settings, use_distributed_optimizer=True, **ddp)
+
+
+_STATE = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+_FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+
+DIMENSIONS: dict[str, list[Choice]] = {
+    "tensor": [Choice("tp1"), _tensor(2), _tensor(2, sequence=True)],
+    "pipeline": [
+        Choice("pp1"),
+        _stages("pp2", 2),
+        _stages("pp2-uneven", 2, num_layers_in_first_pipeline_stage=1),
+        _stages("pp2-interleaved", 2, chunks=2),
+        _stages("pp2-zb-h1", 2, pipeline_schedule="zb-h1"),
+        _stages("pp2-zb-v", 2, chunks=2, pipeline_schedule="zb-v"),
+    ],
+    "context": [
+        Choice("cp1"),
+        _context("cp2-p2p", 2, "p2p"),
+        _context("cp2-all_gather", 2, "all_gather"),
+        _context("cp2-a2a", 2, "a2a"),
+    ],
+    "data": [
+        Choice("dp1"),
+        _data("dp2", 2, overlap_grad_reduce=True),
+        _data("dp2-optim", 2, **_STATE),
+        _shards("dp2-optim_grads", 2, "optim_grads"),
+        _shards("dp2-optim_grads_params", 2, "optim_grads_params"),
+        _data("dp4-hybrid", 4, use_distributed_optimizer=True, num_distributed_optimizer_instances=2),
+    ],
+    "recompute": [
+        Choice("keep"),
+        Choice("recompute-full", settings={**_FULL, "recompute_method": "uniform"}),
+        Choice("recompute-core", settings={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+    ],
+}
+"""What is combined, in pairs and more. The first of each dimension is to have none of it."""
+
+FURTHER: dict[str, list[Choice]] = {
+    "tensor": [_tensor(4), _tensor(8, sequence=True), _tensor(4, sequence=True)],
+    "pipeline": [
+        _stages("pp4", 4),
+        _stages("pp4-zb-h1", 4, pipeline_schedule="zb-h1"),
+        _stages("pp4-layout", 4, chunks=2, pipeline_model_parallel_layout="E|t|t||t||t|L"),
+        _stages("pp2-layout", 2, chunks=2, pipeline_model_parallel_layout="Et|tt||tL"),
+        _stages("pp2-auto", 2, pipeline_model_parallel_layout="auto"),
+        _stages("pp2-three-chunks", 2, chunks=3, pipeline_model_parallel_layout="E|t|t|t|t|L"),
+        _stages("pp2-groups-of-4", 2, chunks=2, microbatch_group_size_per_vp_stage=4),
+        _stages(
+            "pp2-counted",
+            2,
+            chunks=3,
+            account_for_embedding_in_pipeline_split=True,
+            account_for_loss_in_pipeline_split=True,
+        ),
+        _stages("pp2-overlap", 2, chunks=2, overlap_p2p_comm=True, batch_p2p_comm=False),
+        _stages("pp4-zb-v", 4, chunks=2, pipeline_schedule="zb-v", pipeline_model_parallel_layout="E|t|t||t||t|L"),
+        _stages("pp2-last-1", 2, num_layers_in_last_pipeline_stage=1),
+    ],
+    "context": [
+        _context("cp4-p2p", 4, "p2p"),
+        _context("cp4-all_gather", 4, "all_gather"),
+        _context("cp4-a2a", 4, "a2a"),
+        _context("cp4-a2a+p2p", 4, "a2a+p2p", (2, 2)),
+        _context("cp2-by-layer", 2, ["p2p", "a2a", "all_gather", "p2p"]),
+        _context("cp8-a2a+p2p", 8, "a2a+p2p", (2, 4)),
+    ],
+    "data": [
+        _data("dp8", 8),
+        _data("dp4-average", 4, average_in_collective=True, overlap_grad_reduce=True, bucket_size=4000),
+        _data("dp4-optim", 4, use_distributed_optimizer=True),
+        _shards("dp4-optim_grads", 4, "optim_grads"),
+        _shards("dp8-optim_grads_params", 8, "optim_grads_params"),
+        _shards("dp4-fsdp-optim", 4, "optim"),
+        _data("dp8-hybrid", 8, **_STATE, num_distributed_optimizer_instances=2),
+    ],
+    "recompute": [Choice("recompute-block", settings={**_FULL, "recompute_method": "block"})],
+}
+"""Larger ones and special ones, which are met alone and with a few others."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One choice along each dimension, and the order of ranks."""
+
+    tensor: Choice = DIMENSIONS["tensor"][0]
+    pipeline: Choice = DIMENSIONS["pipeline"][0]
+    context: Choice = DIMENSIONS["context"][0]
+    data: Choice = DIMENSIONS["data"][0]
+    recompute: Choice = DIMENSIONS["recompute"][0]
+    order: str = "tp-cp-ep-dp-pp"
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(getattr(self, dimension) for dimension in DIMENSIONS)
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for choice in self.choices:
+            ranks *= choice.ranks
+        return ranks
+
+    @property
+    def name(self) -> str:
+        split = [c.name for c in self.choices if c not in _NONE]
+        return "+".join(split + (["pp-before-dp"] if self.order == PIPELINE_BEFORE_DATA else [])) or "one"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of TransformerConfig."""
+        return {name: value for choice in self.choices for name, value in choice.settings.items()}
+
+    def ddp_config(self, **settings: Any) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(**{**self.data.ddp, **settings})
+
+    def misfit(self, model: Model) -> str | None:
+        """Why the model cannot have this layout; None where it can."""
+        tensor, context, rows = self.tensor.ranks, self.context.ranks, model.rows
+        batches, rest = divmod(GLOBAL_BATCH, self.data.ranks * rows)
+        if max(tensor, model.groups) % min(tensor, model.groups):
+            return "groups and tensor parallel ranks do not divide each other"
+        if self.tensor.settings.get("sequence_parallel") and LENGTH * (rows if model.packed else 1) // context % tensor:
+            return "tokens do not divide by tensor parallel ranks"
+        if rest:
+            return "the batch does not divide by data parallel ranks"
+        if self.pipeline.chunks > 1 and self.schedule is None and batches % self.pipeline.ranks:
+            return "micro-batches do not divide by stages, which the interleaved schedule asks for"
+        return None
+
+    @property
+    def schedule(self) -> str | None:
+        return self.pipeline.settings.get("pipeline_schedule")
+
+
+_NONE = {choices[0] for choices in DIMENSIONS.values()}
+PIPELINE_BEFORE_DATA = "tp-cp-ep-pp-dp"
+"""The order of --use-tp-pp-dp-mapping."""
+
+
+def choice(name: str) -> Choice:
+    """A choice by name."""
+    for table in (DIMENSIONS, FURTHER):
+        for choices in table.values():
+            for candidate in choices:
+                if candidate.name == name:
+                    return candidate
+    raise KeyError(name)
+
+
+def dimension_of(wanted: Choice) -> str:
+    """The dimension that a choice is a value of."""
+    return next(d for table in (DIMENSIONS, FURTHER) for d, choices in table.items() if wanted in choices)
+
+
+def layout(*names: str, order: str = Layout.order) -> Layout:
+    """The layout that makes these choices."""
+    return Layout(**{dimension_of(choice(name)): choice(name) for name in names}, order=order)

@@ -1,0 +1,208 @@
+"""What a rank of a cell does: a few training steps through the library's public functions, on any device."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity.cells import Cell
+from parity.evidence import Evidence, Masks, Step, pieces
+from parity.models import LENGTH, OPTIMIZER, build_model, transformer_config
+from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters import canonical_names
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.stages import StageMap, stage_map
+from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last, first_only
+from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which types a cell is computed."""
+
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of TransformerConfig; in float64 without any."""
+    optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+FLOAT64 = Precision()
+
+
+@dataclass
+class Parts:
+    """One rank's parts of a cell, ready to train."""
+
+    cell: Cell
+    config: TransformerConfig
+    groups: ProcessGroupCollection
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    evidence: Evidence
+    device: torch.device
+
+    @property
+    def replicas(self) -> int:
+        return self.groups.size("dp")
+
+    @property
+    def num_microbatches(self) -> int:
+        return GLOBAL_BATCH // (self.replicas * self.cell.model.rows)
+
+
+def groups_of(cell: Cell, rank: int) -> ProcessGroupCollection:
+    """The groups of one rank of a cell; the cell has ranks 0 .. n-1 of a world that may be larger."""
+    layout = cell.layout
+    sizes = {"tensor": layout.tensor.ranks, "context": layout.context.ranks, "pipeline": layout.pipeline.ranks}
+    instances = layout.data.ddp.get("num_distributed_optimizer_instances", 1)
+    grid = RankGrid(layout.ranks, **sizes, order=layout.order, optimizer_instances=instances)
+    return ProcessGroupCollection.from_grid(
+        grid,
+        rank,
+        hierarchical_context_sizes=layout.context.levels,
+        embedding_ranks=first_only if layout.schedule == "zb-v" else first_and_last,
+    )
+
+
+def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
+    """Model chunks, wrapped, and their optimizer."""
+    groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0)
+    config = transformer_config(
+        cell.model,
+        **cell.layout.settings,
+        **precision.settings,
+        calculate_per_token_loss=cell.per_token,
+        finalize_model_grads_func=partial(finalize_model_grads, pg_collection=groups),
+    )
+    if config.pipeline_model_parallel_layout == "auto":
+        from megatron.core.pipeline_parallel.balance import settle_layout
+
+        settle_layout(config, LENGTH, cell.model.vocabulary)
+    stages: StageMap = stage_map(config)
+    plain, initial, masks = [], [], Masks()
+    for number in range(cell.layout.pipeline.chunks):
+        part = stages.part(groups.rank("pp"), number)
+        virtual = number if cell.layout.pipeline.chunks > 1 else None
+        chunk = build_model(cell.model, config, groups, part.embedding, part.loss, virtual).to(device)
+        initial += pieces(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
+        chunk.backend = dataclasses.replace(chunk.backend, keep_rows=masks.watch(chunk.backend.keep_rows))
+        plain.append(chunk)
+    wrapped = [
+        DistributedDataParallel(config, cell.layout.ddp_config(grad_reduce_in_fp32=True), chunk, pg_collection=groups)
+        for chunk in plain
+    ]
+    optimizer_config = OptimizerConfig(**{**OPTIMIZER, **precision.optimizer})
+    optimizer = get_megatron_optimizer(optimizer_config, wrapped, pg_collection=groups)
+    evidence = Evidence(initial, masks=masks, context=groups.rank("cp"))
+    return Parts(cell, config, groups, wrapped, optimizer, evidence, device)
+
+
+def train(
+    cell: Cell, steps: int = 3, device: str = "cpu", precision: Precision = FLOAT64, lean: bool = False
+) -> Evidence:
+    """A few steps of a cell on this rank. `lean`: losses and norms alone."""
+    parts = prepare(cell, torch.device(device), precision)
+    evidence = parts.evidence
+    try:
+        for number in range(steps):
+            seen = len(evidence.masks.rows)
+            evidence.steps.append(_step(parts, number, lean))
+            if number > 0:  # masks are compared in the first step
+                evidence.masks.rows = dict(list(evidence.masks.rows.items())[:seen])
+        if not lean:
+            evidence.weights = pieces(_weight_chunks(parts))
+            evidence.norm_of_ones = norm_of_ones(parts)
+    finally:
+        parts.groups.close()
+    return evidence
+
+
+def _step(parts: Parts, number: int, lean: bool) -> Step:
+    for chunk in parts.chunks:
+        chunk.zero_grad_buffer()
+    losses = _micro_batches(parts, number)
+    gradients = [] if lean else pieces(_gradient_chunks(parts))
+    update = parts.optimizer.step_on_device()
+    assert bool(update.update_applied)
+    return Step(losses, gradients, float(update.grad_norm))
+
+
+def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
+    """Forward and backward of all micro-batches of a step; the losses of those that this rank knows one of."""
+    cell, groups = parts.cell, parts.groups
+    first = [(n * parts.replicas + groups.rank("dp")) * cell.model.rows for n in range(parts.num_microbatches)]
+    forward_step = partial(_forward_step, parts, step)
+    virtual = len(parts.chunks) > 1
+    rows = 1 if cell.model.packed else cell.model.rows
+    reports = get_forward_backward_func(groups.size("pp"), len(parts.chunks) if virtual else None)(
+        forward_step_func=forward_step,
+        data_iterator=[iter(first) for _ in parts.chunks] if virtual else iter(first),
+        model=parts.chunks if virtual else parts.chunks[0],
+        num_microbatches=parts.num_microbatches,
+        seq_length=LENGTH * cell.model.rows // rows,
+        micro_batch_size=rows,
+        pg_collection=groups,
+    )
+    return {sample: report.cpu() for sample, report in reports}
+
+
+def _forward_step(
+    parts: Parts, step: int, samples: Iterator[int], chunk: nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    sample = next(samples)
+    part = (parts.groups.rank("cp"), parts.groups.size("cp"))
+    batch = on_device(micro_batch(parts.cell.model, step, sample, part), parts.device)
+    output = chunk(batch.ids, batch.tokens.positions, None, labels=batch.labels, tokens=batch.tokens)
+
+    def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, tuple[int, Tensor]]:
+        mask = batch.mask.to(losses.dtype)
+        total, count = (losses * mask).sum(), mask.sum()
+        return total, count, (sample, torch.stack([total.detach(), count]))
+
+    return output, loss_func
+
+
+def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """A micro-batch with its tensors there."""
+    tokens = batch.tokens
+    moved = {
+        name: value.to(device) for name in ("positions", "cu_seqlens") if (value := getattr(tokens, name)) is not None
+    }
+    return MicroBatch(
+        batch.ids.to(device), batch.labels.to(device), batch.mask.to(device), dataclasses.replace(tokens, **moved)
+    )
+
+
+def _weight_chunks(parts: Parts) -> Iterable[Chunk]:
+    for chunk in parts.chunks:
+        chunk.start_param_sync(force_sync=True)
+        if hasattr(chunk, "weight_chunks"):
+            yield from chunk.weight_chunks()
+        else:
+            yield from (parameter_chunk(parameter) for _, parameter in canonical_names(chunk.module))
+
+
+def _gradient_chunks(parts: Parts) -> Iterable[Chunk]:
+    for chunk in parts.chunks:
+        if hasattr(chunk, "gradient_chunks"):
+            yield from chunk.gradient_chunks()
+        else:
+            for unit in chunk.units:
+                for slot in unit.slots:
+                    yield Chunk(slot.info.name, slot.info.global_shape, slot.info.box, None, slot.of(unit.grad_buffer))
+
+
+def norm_of_ones(parts: Parts) -> float:
+    """The norm of the whole model's gradient where every element of it is one."""
+    with torch.no_grad():
+        for chunk in _gradient_chunks(parts):
+            chunk.tensor.fill_(1.0)
+    return float(parts.optimizer.get_grad_norm())

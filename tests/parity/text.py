@@ -1,0 +1,86 @@
+"""What the models of the parity proof read: functions of (model, step, sample), cut here without the product's help."""
+
+from dataclasses import dataclass
+
+import torch
+from parity.models import LENGTH, SEED, Model
+from torch import Tensor
+
+from megatron.core.tokens import RandomPlace, SequencePart, Tokens
+
+GLOBAL_BATCH = 8
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The part of a micro-batch that a context parallel rank holds."""
+
+    ids: Tensor
+    """int64 [b, s], as labels, and the mask in float64."""
+    labels: Tensor
+    mask: Tensor
+    tokens: Tokens
+
+
+def micro_batch(
+    model: Model, step: int, first: int, part: tuple[int, int] = (0, 1), rows: int | None = None
+) -> MicroBatch:
+    """The micro-batch whose first sample is number `first` of the step's global batch: part (rank, of so many).
+
+    Samples with number 1, 4 and 5 are masked altogether, others in places, or in one half: so there are micro-batches,
+    data parallel ranks and context parallel ranks without a token. Where a whole step is masked, nothing counts.
+    """
+    rows = rows or model.rows
+    samples = [_sample(model, step, number) for number in range(first, first + rows)]
+    ids, labels, mask = (torch.stack([sample[i] for sample in samples]) for i in range(3))
+    ends = sorted({end + LENGTH * row for row, sample in enumerate(samples) for end in [*sample[3], LENGTH]})
+    place = RandomPlace(SEED, step, first)
+    if not model.packed:
+        index = zigzag(LENGTH, part)
+        cut = [value[:, index] for value in (ids, labels, mask)]
+        positions = index.expand(rows, -1) if model.told_positions else None
+        tokens = Tokens(len(index), rows, _part(part), positions=positions, random=place)
+        return MicroBatch(*cut, tokens)
+    index = zigzag(LENGTH * rows, part)
+    cut = [value.reshape(1, -1)[:, index] for value in (ids, labels, mask)]
+    starts = torch.tensor([0, *ends[:-1]])
+    document = torch.bucketize(torch.arange(LENGTH * rows), torch.tensor(ends), right=True)
+    positions = torch.arange(LENGTH * rows) - starts[document]
+    tokens = Tokens(
+        len(index),
+        1,
+        _part(part),
+        positions=positions[None, index] if model.told_positions else None,
+        cu_seqlens=torch.tensor([0, *ends], dtype=torch.int32),
+        max_seqlen=max(end - start for start, end in zip([0, *ends], ends, strict=False)),
+        sample_length=LENGTH,
+        random=place,
+    )
+    return MicroBatch(*cut, tokens)
+
+
+def zigzag(length: int, part: tuple[int, int]) -> Tensor:
+    """Where the tokens stand that a context parallel rank holds of a row: chunks r and 2 n - 1 - r of 2 n."""
+    rank, size = part
+    pieces = torch.arange(length).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]]) if size > 1 else torch.arange(length)
+
+
+def _part(part: tuple[int, int]) -> SequencePart | None:
+    return SequencePart(*part) if part[1] > 1 else None
+
+
+def _sample(model: Model, step: int, number: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Inputs, labels, mask and inner ends of documents of one sample."""
+    generator = torch.Generator().manual_seed(100 * step + number + 1)
+    # Small ids are frequent, so that there is something to learn within a few steps.
+    text = (torch.rand(LENGTH + 1, generator=generator) ** 2 * model.vocabulary).long()
+    mask = (torch.rand(LENGTH, generator=generator) < 0.3 + 0.2 * (number % 4)).double()
+    if number in (1, 4, 5) or step == model.masked_step:
+        mask.zero_()
+    elif number == 2:
+        mask[: LENGTH // 2] = 0
+    elif number == 6:
+        mask[LENGTH // 4 : 3 * LENGTH // 4] = 0
+    ends = (torch.randperm(LENGTH - 1, generator=generator)[:2] + 1).tolist() if model.packed else []
+    return text[:-1], text[1:], mask, sorted(ends)
