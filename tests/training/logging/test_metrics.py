@@ -138,6 +138,38 @@ def test_a_non_finite_gradient_is_named_by_the_probe():
     assert probe.take() == []
 
 
+def test_a_probe_goes_by_micro_batches_whatever_the_order_of_their_backwards():
+    """A pipeline has several micro-batches under way."""
+    embedding = torch.nn.Embedding(10, 4)
+    probe = GradientProbe(embedding)
+    for _ in range(2):
+        first, second, third = (embedding(torch.arange(3)).sum() * scale for scale in (1.0, 1.0, math.inf))
+        for output in (third, first, second):
+            output.backward()
+        with torch.no_grad():
+            embedding(torch.arange(3))
+        assert [bool(flag) for flag in probe.take()] == [True, True, False]
+
+
+def test_a_rank_that_sees_what_others_see_names_nothing():
+    metrics = StepMetrics("cpu", names=False)
+    metrics.record(5, [report(math.nan, 1)], update_applied=False, grad_norm=math.inf, sample_ids=[[8]])
+    assert metrics.trouble_seen() and metrics.collect(reset=True).non_finite == ()
+
+
+def test_a_rank_that_computes_no_loss():
+    """It knows norms and counts, and takes part in no sum of losses."""
+    metrics = StepMetrics("cpu", group=_NoGroup())  # type: ignore[arg-type]
+    metrics.record(3, [], grad_norm=torch.tensor(2.0), update_applied=torch.tensor(True), consumed_samples=8)
+    interval = metrics.collect(reset=True)
+    assert interval.losses == {} and (interval.nan, interval.skipped) == (0, 0) and not metrics.trouble_seen()
+    assert interval.last is not None and (interval.last.grad_norm, interval.last.consumed_samples) == (2.0, 8)
+
+
+class _NoGroup:
+    """What nothing can be reduced over."""
+
+
 def test_a_non_finite_norm_alone_names_all_samples():
     metrics = StepMetrics("cpu")
     metrics.record(5, [report(1.0, 1)] * 2, update_applied=False, grad_norm=math.inf, sample_ids=[[8], [9]])
