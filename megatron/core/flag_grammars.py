@@ -32,9 +32,10 @@ def pipeline_layout(text: str) -> list[str]:
     """What stands on each pipeline stage: `Et*2|(tt|)*2,L` gives ["Ett", "tt", "tt", "L"].
 
     Letters: E embedding, t transformer layer, m multi-token prediction layer, L loss. `x*n` repeats a letter or a bar,
-    `(...)*n` what stands in the parentheses, which do not nest; commas mean nothing. Raises ValueError for the rest.
+    `(...)*n` what stands in the parentheses, which do not nest. Commas mean nothing, nor do backslashes, which hid
+    parentheses from a shell. Raises ValueError for the rest.
     """
-    letters = text.replace(",", "").replace(" ", "")
+    letters = text.replace(",", "").replace(" ", "").replace("\\", "")
     for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
         letters = pattern.sub(lambda match: _times(match[1], int(match[2]), text), letters)
     strange = set(letters) - set("EtmL|")

@@ -72,6 +72,7 @@ def _is_a_reason(problem: str) -> bool:
             "is missing: ",  # commands that take their model from a checkpoint, or have no flags at all
             "--tokenizer-model: a value is missing",  # the variable was not set
             "--rampup-batch-size 16 16 5859375 counts in samples; give --train-samples",
+            "--num-layers 12 do not divide by 8 pipeline stages",  # its variables have it so where nobody sets them
         )
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megatron.core.datasets.utils import DEFAULT_SPLIT
+from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.training.config.settings import Settings
 
 
@@ -74,13 +75,11 @@ def _backend(s: Settings) -> str | None:
 
 def _virtual_stages(s: Settings) -> None:
     """Model chunks of each pipeline stage, where a flag gives their number or the layers of each."""
-    stages, chunks, each = s.pipeline_model_parallel_size, s.num_virtual_stages_per_pipeline_rank, None
-    if s.num_layers_per_virtual_pipeline_stage is not None and s.num_layers is not None:
-        each = s.num_layers_per_virtual_pipeline_stage
-        layers = s.num_layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
-        if chunks is None and each > 0 and stages > 0 and layers % (stages * each) == 0:
-            chunks = layers // (stages * each)
-    s.derive("virtual_pipeline_model_parallel_size", chunks if stages > 1 and chunks and chunks > 1 else None)
+    chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
+    several = s.pipeline_model_parallel_size > 1
+    if chunks is None and several and (s.num_layers or 0) > 0 and (each or 0) > 0:
+        chunks = virtual_stages(s, each)
+    s.derive("virtual_pipeline_model_parallel_size", chunks if several and (chunks or 0) > 1 else None)
 
 
 def _sharding(s: Settings) -> str | None:

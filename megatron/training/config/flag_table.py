@@ -147,8 +147,12 @@ def can_be(flag: Flag, word: str) -> bool:
 
 def spelling_of(field: str) -> str:
     """How a field is written on the command line."""
-    flag = flag_table().get(field)
+    flag = flag_table().get(_SAID_BY.get(field, field))
     return flag.spelling if flag is not None else field
+
+
+_SAID_BY = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+"""Fields without a flag of their own, and the flag that they are set by."""
 
 
 def flags_of(config_class: type, group: str) -> list[Flag]:

@@ -62,7 +62,8 @@ def virtual_stages(s: Settings) -> Iterator[str]:
         if getattr(s, field) is not None and getattr(s, field) < 1:
             yield f"{{{field}}} must be at least 1"
     each = s.num_layers_per_virtual_pipeline_stage
-    if each is None or each < 1 or stages < 2 or layers < 1:
+    ends = s.num_layers_in_first_pipeline_stage, s.num_layers_in_last_pipeline_stage
+    if each is None or each < 1 or stages < 2 or layers < 1 or ends != (None, None):
         return
     counted = layers + s.account_for_embedding_in_pipeline_split + s.account_for_loss_in_pipeline_split
     if counted % stages == 0 and counted // stages % each:

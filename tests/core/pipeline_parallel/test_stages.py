@@ -95,6 +95,7 @@ def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
         ("Et*2|*2t|L", ["Ett", "", "t", "L"]),
         ("E t|tL", ["Et", "tL"]),
         ("(Et|)*1(t|t)*2L", ["Et", "t", "tt", "tL"]),
+        (r"Et\(tt|\)*2L", ["Ettt", "tt", "L"]),
     ],
 )
 def test_the_grammar_of_layouts(text: str, stages: list[str]) -> None:
