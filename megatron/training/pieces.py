@@ -1,7 +1,8 @@
 """What a script hands to `pretrain`: how to build the model, the data and the step of a run."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,16 @@ def _check_knows_chunks(provider: Callable[..., Any], what: str) -> None:
             f"{what} {getattr(provider, '__name__', '')} has no parameter vp_stage, by which virtual pipeline stages "
             "are told apart: add it, or leave out the flags of virtual stages"
         )
+
+
+def say_not_asked(function: str, given: Mapping[str, Any]) -> None:
+    """Print, on the first rank, which functions a published `function` was handed that have nothing to choose here."""
+    for name, value in given.items():
+        if value is not None and os.environ.get("RANK", "0") == "0":
+            print(
+                f"{function}({name}=...) is not asked: which ranks hold an embedding follows from the layout of stages",
+                flush=True,
+            )
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from megatron.training.data.splits import build_splits, step_data
 from megatron.training.data.step_data import step_data_of, tell_place
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.initialize import process_environment
-from megatron.training.pieces import Context, pieces_of_user_script, stages_of_rank
+from megatron.training.pieces import Context, pieces_of_user_script, say_not_asked, stages_of_rank
 from megatron.training.schedule import build_scheduler
 from megatron.training.setup import build_model, build_optimizer, connect, sample_counts, set_torch
 from megatron.training.state import TrainState
@@ -68,9 +68,10 @@ def initialize_megatron(
     The process group ends with the program. A machine without CUDA is always allowed. Calling it again begins another
     run. Exits with code 2 when the command line is wrong; raises UserError for what there is not yet.
     """
-    asked = {"skip_mpu_initialization": skip_mpu_initialization, "get_embedding_ranks": get_embedding_ranks is not None}
-    asked |= {"get_position_embedding_ranks": get_position_embedding_ranks is not None, "store": store is not None}
+    asked = {"skip_mpu_initialization": skip_mpu_initialization, "store": store is not None}
     refuse("initialize_megatron", asked)
+    chosen = {"get_embedding_ranks": get_embedding_ranks, "get_position_embedding_ranks": get_position_embedding_ranks}
+    say_not_asked("initialize_megatron", chosen)
     if parsed_args is None:
         config = config_of_command_line(extra_args_provider, args_defaults, ignore_unknown_args)
     else:

@@ -20,7 +20,7 @@ from megatron.training.dry_run import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.initialize import process_environment
-from megatron.training.pieces import Pieces, pieces_of_user_script
+from megatron.training.pieces import Pieces, pieces_of_user_script, say_not_asked
 from megatron.training.published import build_train_valid_test_data_iterators as build_train_valid_test_data_iterators
 from megatron.training.published import evaluate as evaluate
 from megatron.training.published import get_model as get_model
@@ -76,6 +76,13 @@ def pretrain(
     for name, given in unserved.items():
         if given is not None:
             raise UserError(f"pretrain({name}=...): not yet")
+    say_not_asked(
+        "pretrain",
+        {
+            "get_embedding_ranks": get_embedding_ranks,
+            "get_position_embedding_ranks": get_position_embedding_ranks,
+        },
+    )
     config = config_of_command_line(extra_args_provider, args_defaults)
     if isinstance(train_valid_test_dataset_provider, Pieces):
         pieces = train_valid_test_dataset_provider
