@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,13 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention import AttentionVariant
-from megatron.core.ops.attention_kernels import CANDIDATES, AttentionKernel, Situation
+from megatron.core.ops.attention_kernels import (
+    BLOCK_CANDIDATES,
+    CANDIDATES,
+    AttentionKernel,
+    BlockKernel,
+    Situation,
+)
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout_cpu import keep_rows_compiled
@@ -46,6 +52,8 @@ class Backend:
     head_loss: Callable[..., Tensor] = head_loss
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """For what a config asks, in order of preference; a layer takes the first that does not refuse."""
+    attention_blocks: Mapping[AttnBackend, tuple[BlockKernel, ...]] = field(default_factory=lambda: BLOCK_CANDIDATES)
+    """The same where rows are split over ranks."""
 
     def describe(self, device_type: str) -> str:
         """One line: the backend, and the operations that are not plain torch on a kind of device."""
@@ -53,7 +61,7 @@ class Backend:
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
             function = getattr(function, device_type, function)
-            if entry.name not in ("name", "attention") and function is not entry.default:
+            if entry.name not in ("name", "attention", "attention_blocks") and function is not entry.default:
                 own.append(entry.name)
         return f"backend {self.name}: plain torch" + (f" but for {', '.join(own)}" if own else "")
 
@@ -104,11 +112,14 @@ def choose_backend(config: ModelParallelConfig, layer_number: int | None = None)
 # Attention
 
 
+Kernel = TypeVar("Kernel", AttentionKernel, BlockKernel)
+
+
 @dataclass(frozen=True)
-class KernelChoice:
+class KernelChoice(Generic[Kernel]):
     """The attention kernel for a situation."""
 
-    kernel: AttentionKernel
+    kernel: Kernel
     refusals: tuple[str, ...]
     """Why kernels that would have been preferred cannot."""
 
@@ -118,10 +129,10 @@ class KernelChoice:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class KernelPlan(Generic[Kernel]):
     """The kernel of an attention layer for every situation it may be called in."""
 
-    choices: Mapping[Situation, KernelChoice]
+    choices: Mapping[Situation, KernelChoice[Kernel]]
 
     def describe(self, device_type: str, packed: bool = False) -> str:
         """What trains and what evaluates on one kind of device."""
@@ -134,6 +145,10 @@ class AttentionPlan:
         return f"training: {training.describe()}; evaluation: {evaluation.describe()}"
 
 
+AttentionPlan = KernelPlan[AttentionKernel]
+BlockPlan = KernelPlan[BlockKernel]
+
+
 def _is(situation: Situation, device_type: str, training: bool, packed: bool) -> bool:
     return (situation.device_type, situation.training, situation.packed) == (device_type, training, packed)
 
@@ -143,7 +158,15 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> 
 
     Raises UserError where flash or fused is asked for and cannot do what training on unpacked documents needs.
     """
-    candidates = backend.attention[config.attention_backend]
+    return _plan(backend.attention[config.attention_backend], variant, config)
+
+
+def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: Any) -> BlockPlan:
+    """The same for rows that are split over ranks."""
+    return _plan(backend.attention_blocks[config.attention_backend], variant, config)
+
+
+def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> KernelPlan[Kernel]:
     choices = {}
     for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
         situation = Situation(device_type, config.params_dtype, training, packed)
@@ -156,12 +179,12 @@ def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> 
             f"attention_backend {asked.name} cannot compute this attention ({'; '.join(got.refusals)}); set {dropout}"
             "attention_backend to auto or unfused"
         )
-    return AttentionPlan(choices)
+    return KernelPlan(choices)
 
 
 def _choose_kernel(
-    candidates: Sequence[AttentionKernel], variant: AttentionVariant, situation: Situation
-) -> KernelChoice:
+    candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
+) -> KernelChoice[Kernel]:
     refusals: list[str] = []
     for kernel in candidates:
         if kernel.serves(situation):

@@ -117,6 +117,10 @@ class Pending:
         self._kept = kept
         """Inputs, which must live until the end."""
 
+    def is_done(self) -> bool:
+        """It is known to have ended: `wait` would wait for nothing. Some backends know only once they were waited for."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self) -> Tensor:
         """The result; on CUDA, ready for kernels of the current stream."""
         if self._work is not None:
@@ -248,6 +252,24 @@ def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
     assert live is not None and tensor.is_contiguous()
     _record("receive", tensor, lambda: (peer, dist.get_rank()))
     return Pending(tensor, dist.irecv(tensor, src=peer, group=live))
+
+
+def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
+    """Begin to send `tensor` to the member at place `to` of the group and to receive `out` from the one at `source`,
+    both contiguous and of one type. All members take part, those with nothing to send or to receive with empty tensors.
+    """
+    live = _live(group)
+    assert live is not None and tensor.is_contiguous() and out.is_contiguous()
+    ranks = group_ranks(live)
+    if tensor.numel():
+        _record("send", tensor, lambda: (dist.get_rank(), ranks[to]))
+    if out.numel():
+        _record("receive", out, lambda: (ranks[source], dist.get_rank()))
+    sent = [tensor.numel() if place == to else 0 for place in range(len(ranks))]
+    received = [out.numel() if place == source else 0 for place in range(len(ranks))]
+    # An all-to-all whose other parts are empty: one launch, where a send and a receive could wait for each other.
+    work = dist.all_to_all_single(out.view(-1), tensor.view(-1), received, sent, group=live, async_op=True)
+    return Pending(out, work, tensor)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.ops.dropout import DropoutPlace, keep_attention
 from megatron.core.ops.precision import widened
 
-_SCORES_AT_ONCE = 1 << 25
+SCORES_AT_ONCE = 1 << 25
 """Attention scores that one block of queries may have."""
 
 
@@ -44,7 +44,7 @@ class AttentionCall:
     """What changes from call to call."""
 
     query_positions: Tensor | None = None
-    """int64 [b, sq]: which key each query stands at, for the variant's rule; None: the queries are the last sq keys."""
+    """int64 [b, sq]: which key each query stands at; None: the queries are the last sq keys."""
     mask: Tensor | None = None
     """bool, broadcasts to [b, heads, sq, sk]; True hides the key, in addition to what the variant hides."""
     cu_seqlens: Tensor | None = None
@@ -66,7 +66,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVaria
     type given. A query that sees no key averages over all of them.
     """
     sq, b, a, _ = query.shape
-    rows = max(1, _SCORES_AT_ONCE // (b * a * key.shape[0]))
+    rows = max(1, SCORES_AT_ONCE // (b * a * key.shape[0]))
     if rows >= sq:
         return _block(query, key, value, variant, call, 0, sq)
     blocks = [
@@ -125,12 +125,12 @@ def hidden_keys(
 ) -> Tensor | None:
     """Which keys the queries `first` .. `first + rows` do not see: bool that broadcasts to [b, a, rows, sk]; None: all
     are seen."""
-    query = torch.arange(first, first + rows, device=device)[:, None]  # [rows, 1]
-    key = torch.arange(sk, device=device)  # [sk]
     if call.query_positions is None:
-        distance = key - (query + (sk - sq))  # [rows, sk]
+        query = torch.arange(first, first + rows, device=device)[:, None] + (sk - sq)  # [rows, 1]
     else:
-        distance = key - call.query_positions[:, None, first : first + rows, None]  # [b, 1, rows, sk]
+        query = call.query_positions[:, None, first : first + rows, None]  # [b, 1, rows, 1]
+    key = torch.arange(sk, device=device)  # [sk]
+    distance = key - query  # [rows, sk] or [b, 1, rows, sk]
     hidden = None
     left, right = variant.reach
     for rule in (
@@ -154,7 +154,13 @@ def _rows_of(mask: Tensor, first: int, rows: int) -> Tensor:
 
 
 def _kept(call: AttentionCall, probability: float, first: int, rows: int, sq: int, sk: int, b: int, a: int) -> Tensor:
-    assert call.dropout is not None and sq == sk
-    index = call.dropout.tokens.index.view(sq, b).t()  # [b, s]
-    heads = torch.arange(call.first_head, call.first_head + a, device=index.device)
-    return keep_attention(call.dropout, index[:, first : first + rows], index, heads, probability)
+    assert call.dropout is not None
+    queries = call.dropout.tokens.index.view(sq, b).t()  # [b, sq]
+    if call.query_positions is None:
+        assert sq == sk
+        row_start = queries[:, :1]
+    else:
+        row_start = queries[:, :1] - call.query_positions[:, :1]
+    keys = row_start + torch.arange(sk, device=queries.device)  # [b, sk]
+    heads = torch.arange(call.first_head, call.first_head + a, device=queries.device)
+    return keep_attention(call.dropout, queries[:, first : first + rows], keys, heads, probability)

@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
+from megatron.core.ops.attention_blocks import (
+    BlockCall,
+    BlockPlace,
+    block_attention,
+    block_attention_backward,
+    merge_block,
+)
 from megatron.core.ops.attention_sdpa import (
     sdpa_attention,
     sdpa_attention_cuda,
@@ -45,6 +52,24 @@ class AttentionKernel:
     """Why it cannot compute a variant in a situation that it serves; None: it can."""
 
 
+BlockForward = Callable[[Tensor, Tensor, Tensor, BlockPlace, AttentionVariant, BlockCall], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """An implementation of `ops.attention_blocks`."""
+
+    name: str
+    forward: BlockForward
+    """As `block_attention`."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """As `block_attention_backward`."""
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """As `merge_block`."""
+    serves: Callable[[Situation], bool]
+    refusal: Callable[[AttentionVariant, Situation], Refusal]
+
+
 def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.training and variant.dropout:
         return f"it has no dropout masks of ours (attention dropout {variant.dropout})"
@@ -76,6 +101,15 @@ VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_pac
 SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal)
 UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
 
+UNFUSED_BLOCKS = BlockKernel(
+    "unfused blocks",
+    block_attention,
+    block_attention_backward,
+    merge_block,
+    lambda situation: True,
+    lambda variant, situation: None,
+)
+
 CANDIDATES = {
     AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
     AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CPU, UNFUSED),
@@ -84,3 +118,12 @@ CANDIDATES = {
     AttnBackend.local: (UNFUSED,),
 }
 """For what a config asks, in order of preference; the last takes everything."""
+
+BLOCK_CANDIDATES = {
+    AttnBackend.auto: (UNFUSED_BLOCKS,),
+    AttnBackend.fused: (UNFUSED_BLOCKS,),
+    AttnBackend.flash: (UNFUSED_BLOCKS,),
+    AttnBackend.unfused: (UNFUSED_BLOCKS,),
+    AttnBackend.local: (UNFUSED_BLOCKS,),
+}
+"""The same for a row that is split over ranks."""

@@ -5,15 +5,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.core.backends import LOCAL, Backend, choose_backend, plan_attention
+from megatron.core.backends import LOCAL, Backend, choose_backend, plan_attention, plan_attention_blocks
 from megatron.core.collectives import group_rank, group_size
+from megatron.core.context_parallel.attention import ContextAttention
+from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
-from megatron.core.ops.attention import AttentionCall, AttentionVariant
+from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.attention_kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention_sdpa import first_usable_kernel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
+from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
@@ -47,9 +50,10 @@ class DotProductAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.backend = backend or choose_backend(config, self.layer_number)
-        tp_group = (pg_collection or default_collection()).tp
+        groups = pg_collection or default_collection()
         heads = config.num_attention_heads
-        self.first_head = heads // group_size(tp_group) * group_rank(tp_group)
+        local_heads = heads // group_size(groups.tp)
+        self.first_head = local_heads * group_rank(groups.tp)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.variant = AttentionVariant(
             scale=scale if scale is not None else 1.0 / math.sqrt(config.kv_channels or 1),
@@ -59,10 +63,15 @@ class DotProductAttention(MegatronModule):
             sink=config.softmax_type != "vanilla",
         )
         self.plan = plan_attention(self.backend, self.variant, config)
+        self.context: ContextAttention | None = None
+        if groups.size("cp") > 1:
+            comm_type = comm_type_of(config, self.layer_number, cp_comm_type)
+            blocks = plan_attention_blocks(self.backend, self.variant, config)
+            self.context = ContextAttention(comm_type, groups, self.variant, local_heads, self.plan, blocks)
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
             assert config.init_method is not None
-            box = split_box((heads,), 0, tp_group)
+            box = split_box((heads,), 0, groups.tp)
             self.softmax_offset = new_parameter(
                 config, box.shape, config.init_method, global_shape=(heads,), box=box, sharded_axes=frozenset({"tp"})
             )
@@ -83,7 +92,8 @@ class DotProductAttention(MegatronModule):
         """query [s, b, a, d], key and value [sk, b, g, d] -> [s, b, a * d].
 
         `attention_mask` (bool, True hides) comes beside this layer's own rule. Without `inputs` nothing is dropped.
-        `query_positions` [b, s] says which key each query stands at, where the queries are not the last keys.
+        `query_positions` [b, s] says which key each query stands at, where the queries are not the last keys. Under
+        context parallelism s counts this rank's part of the rows, and masks are as `ContextAttention` takes them.
         """
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UserError(
@@ -107,12 +117,21 @@ class DotProductAttention(MegatronModule):
             first_head=self.first_head,
         )
         situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
-        context = self.plan.choices[situation].kernel.compute(query, key, value, self.variant, call)
-        return context.flatten(2)  # [s, b, a * d]
+        if self.context is not None:
+            self._check_part(tokens)
+            return self.context(query, key, value, call, situation).flatten(2)
+        masked_documents = attention_mask is not None and cu_seqlens is not None
+        compute = attention if masked_documents else self.plan.choices[situation].kernel.compute
+        return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
+
+    def _check_part(self, tokens: Tokens | None) -> None:
+        assert self.context is not None
+        if tokens is not None and tokens.part != self.context.part:
+            raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
 
     def describe(self, device: torch.device, packed: bool = False) -> str:
         """Which kernels compute this layer's attention on a device; on a GPU, which of torch's it comes to."""
-        text = self.plan.describe(device.type, packed)
+        text = (self.context or self.plan).describe(device.type, packed)
         if device.type == "cuda" and SDPA_CUDA.name in text:
             config = self.config
             sizes = (config.kv_channels or 1, config.num_attention_heads, config.num_query_groups or 1)

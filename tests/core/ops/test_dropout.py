@@ -190,7 +190,7 @@ def test_attention_in_blocks_of_queries_equals_attention_at_once(monkeypatch: py
     model, (ids, labels) = build(), batch()
     part = [(ids, labels, Tokens(11, 3, random=RandomPlace(5, 8)))]
     at_once = step(model, part)
-    monkeypatch.setattr(attention, "_SCORES_AT_ONCE", 4 * 3 * 4 * 11)  # four queries a block
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 4 * 3 * 4 * 11)  # four queries a block
     close(step(model, part), at_once)
 
 

@@ -1,0 +1,182 @@
+"""Attention of rows that are split over context parallel ranks, in the way that a layer's `cp_comm_type` names."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.backends import AttentionPlan, BlockPlan
+from megatron.core.collectives import Group
+from megatron.core.context_parallel.comm_types import CommType
+from megatron.core.context_parallel.exchanged import Job, exchanged_attention
+from megatron.core.context_parallel.exchanges import Gather, Ring
+from megatron.core.context_parallel.gathering import gather_whole_rows
+from megatron.core.context_parallel.heads import share_keys, to_heads, to_rows, whole_rows_of
+from megatron.core.context_parallel.splitting import chunk_length, cut_rows
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
+from megatron.core.ops.attention_blocks import BlockCall
+from megatron.core.ops.attention_kernels import Situation
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import SequencePart, Tokens, row_index
+
+
+@dataclass(frozen=True)
+class SplitRows:
+    """How the rows lie that a stage of the computation sees, and what there is for each of them."""
+
+    part: SequencePart
+    """What this rank holds; all of it where size is 1."""
+    length: int
+    """Tokens of a whole row."""
+    starts: Tensor | None
+    """With dropout: global index of the first token of each row, int64 [b]."""
+    mask: Tensor | None
+    """bool [b or 1, heads or 1, tokens held here or 1, length or 1]; True hides the key."""
+
+    def places(self, device: torch.device) -> Tensor:
+        """Where in its row each token stands that is held here, int64 [s]."""
+        return row_index(Tokens(self.length // self.part.size, 1, self.part), device)
+
+
+class ContextAttention:
+    """Attention of a layer whose rows are split in zig-zag over the ranks of `groups.cp`.
+
+    In two stages, either of which may be idle: `neighbours` ranks exchange tokens for heads, so that each has a longer
+    part of the rows and fewer heads; then keys of the other ranks come to the queries.
+    """
+
+    def __init__(
+        self,
+        comm_type: CommType,
+        groups: ProcessGroupCollection,
+        variant: AttentionVariant,
+        heads: int,
+        plan: AttentionPlan,
+        blocks: BlockPlan,
+    ) -> None:
+        self.comm_type, self.groups, self.variant, self.plan, self.blocks = comm_type, groups, variant, plan, blocks
+        self.part = SequencePart(groups.rank("cp"), groups.size("cp"))
+        self.neighbours = _neighbours(comm_type, groups)
+        if heads % self.neighbours:
+            raise UserError(
+                f"cp_comm_type {comm_type.value} shares the {heads} heads of a tensor parallel rank among "
+                f"{self.neighbours} context parallel ranks, which do not divide them; p2p and all_gather work"
+            )
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, situation: Situation) -> Tensor:
+        """This rank's query [s, b, a, d], key [s, b, g, d] and value [s, b, g, dv] -> [s, b, a, dv].
+
+        `call.dropout` has the places of this rank's tokens, `call.mask` has whole rows of queries or those of this
+        rank's; with a mask keys are gathered, whatever the way.
+        """
+        if call.query_positions is not None or len(query) != len(key):
+            raise UserError(f"decoding with a cache: not yet with context_parallel_size {self.part.size}; use 1")
+        rows = self._rows(query, call)
+        if self.neighbours == 1:
+            return self._among_parts(query, key, value, rows, call, situation)
+        group = self._head_group()
+        rows = self._rows_of_neighbours(rows, group)
+        key, value = (share_keys(tensor, query.shape[2], self.neighbours) for tensor in (key, value))
+        query, key, value = to_heads([query, key, value], group, self.neighbours)
+        context = self._among_parts(query, key, value, rows, self._call_of_heads(call, query.shape[2]), situation)
+        return to_rows(context, group, self.neighbours)
+
+    def describe(self, device_type: str, packed: bool) -> str:
+        """How keys and queries meet, and by which kernels."""
+        kernels = self.plan if self.neighbours == self.part.size else self.blocks
+        return f"{self.comm_type.value} over {self.part.size} ranks, {kernels.describe(device_type, packed)}"
+
+    # Rows of all heads -----------------------------------------------------------------------------------------------
+
+    def _rows(self, query: Tensor, call: AttentionCall) -> SplitRows:
+        s, b = query.shape[:2]
+        length = s * self.part.size
+        chunk = chunk_length(length, self.part.size)
+        starts = None
+        if call.dropout is not None:
+            starts = call.dropout.tokens.index.view(s, b)[0] - self.part.rank * chunk
+        return SplitRows(self.part, length, starts, self._mask_of_part(call.mask, s, length))
+
+    def _mask_of_part(self, mask: Tensor | None, held: int, length: int) -> Tensor | None:
+        if mask is None:
+            return None
+        mask = mask[(None,) * (4 - mask.dim())]
+        queries, keys = mask.shape[2:]
+        if queries not in (1, held, length) or keys not in (1, length):
+            raise UserError(
+                f"attention_mask for {queries} queries and {keys} keys: with context_parallel_size {self.part.size} it "
+                f"has the {length} keys of whole rows, and their queries or the {held} of this rank"
+            )
+        return cut_rows(mask, self.part, 2) if queries == length else mask
+
+    # Heads of longer parts -------------------------------------------------------------------------------------------
+
+    def _head_group(self) -> Group:
+        return self.groups.cp if self.comm_type is CommType.a2a else self.groups.hcp[0]
+
+    def _rows_of_neighbours(self, rows: SplitRows, group: Group) -> SplitRows:
+        """Neighbours together hold what one of fewer ranks would: chunks that are `neighbours` times as long."""
+        count, mask = self.neighbours, rows.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = whole_rows_of(mask, group, count)
+        if mask is not None and mask.shape[1] > 1:
+            heads = mask.shape[1] // count
+            mask = mask.narrow(1, rows.part.rank % count * heads, heads)
+        part = SequencePart(rows.part.rank // count, rows.part.size // count)
+        return dataclasses.replace(rows, part=part, mask=mask)
+
+    def _call_of_heads(self, call: AttentionCall, heads: int) -> AttentionCall:
+        first = self.part.rank % self.neighbours * heads
+        sink = None if call.sink is None else call.sink.narrow(0, first, heads)
+        return dataclasses.replace(call, sink=sink, first_head=call.first_head + first)
+
+    # Keys of other ranks ---------------------------------------------------------------------------------------------
+
+    def _among_parts(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
+    ) -> Tensor:
+        if rows.part.size == 1 or rows.mask is not None:
+            return self._with_all_keys(query, key, value, rows, call, situation)
+        split = Gather if self.comm_type is CommType.all_gather else Ring
+        join = call.cu_seqlens is None and call.dropout is None
+        exchange = split(rows.part, self._row_group(), len(query) // 2, self.variant.reach, join)
+        kernel = self.blocks.choices[situation].kernel
+        places = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
+        return exchanged_attention(query, key, value, call.sink, Job(exchange, kernel, self.variant, places))
+
+    def _row_group(self) -> Group:
+        return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self.groups.cp
+
+    def _with_all_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
+    ) -> Tensor:
+        """By the kernels of whole rows, which know masks."""
+        places = rows.places(query.device)
+        dropout, positions = call.dropout, None
+        if dropout is not None:
+            assert rows.starts is not None
+            index = (rows.starts + places[:, None]).view(-1)  # [t]
+            dropout = dataclasses.replace(dropout, tokens=dataclasses.replace(dropout.tokens, index=index))
+        if rows.part.size > 1:
+            key, value = (gather_whole_rows(tensor, self._row_group(), rows.part.size) for tensor in (key, value))
+            positions = places.expand(query.shape[1], -1)  # [b, s]
+        call = dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=dropout)
+        masked_documents = call.mask is not None and call.cu_seqlens is not None
+        compute = attention if masked_documents else self.plan.choices[situation].kernel.compute
+        return compute(query, key, value, self.variant, call)
+
+
+def _neighbours(comm_type: CommType, groups: ProcessGroupCollection) -> int:
+    """Ranks that exchange tokens for heads."""
+    if comm_type is CommType.a2a:
+        return groups.size("cp")
+    if comm_type is not CommType.a2a_p2p:
+        return 1
+    levels = [len(ranks) for ranks in groups.hierarchical_ranks()]
+    if len(levels) != 2:
+        raise UserError(
+            f"cp_comm_type a2a+p2p needs two hierarchical_context_parallel_sizes, of a2a and of p2p; there are {levels}"
+        )
+    return levels[0]

@@ -1,0 +1,81 @@
+"""The ways in which context parallel ranks exchange keys and values: `cp_comm_type` of a config, a word for all layers
+or one for each."""
+
+import enum
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.exceptions import UserError
+
+
+class CommType(enum.Enum):
+    """How attention's queries meet the keys of other ranks."""
+
+    p2p = "p2p"
+    """Keys and values go from rank to rank, a step ahead of what is computed with them (ring attention)."""
+    all_gather = "all_gather"
+    """They are gathered from all ranks, while each rank computes with its own."""
+    a2a = "a2a"
+    """Each rank gets some heads of whole rows."""
+    a2a_p2p = "a2a+p2p"
+    """a2a among neighbours, p2p among the groups of neighbours: `hierarchical_context_parallel_sizes` has both."""
+
+
+_WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": CommType.all_gather}
+
+
+def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> CommType:
+    """The way of a layer (counted from 1 over the whole model): `word`, or what the config says; p2p where it does not.
+
+    Raises UserError for what `comm_type_problems` finds.
+    """
+    words = word or config.cp_comm_type or CommType.p2p.value
+    if isinstance(words, list):
+        if len(words) not in (1, config.num_layers):
+            raise UserError(f"cp_comm_type has {len(words)} words for {config.num_layers} layers (num_layers)")
+        words = words[0] if len(words) == 1 else words[layer_number - 1]
+    if words not in _WORDS:
+        raise UserError(f"cp_comm_type {words}: choose among {', '.join(kind.value for kind in CommType)}")
+    return _WORDS[words]
+
+
+def comm_type_problems(config: Any) -> Iterator[str]:
+    """A problem for each value with which no layer can exchange anything; `config` has the fields of
+    TransformerConfig."""
+    size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    words = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type or "p2p"]
+    unknown = [word for word in words if word not in _WORDS]
+    if unknown:
+        yield f"{{cp_comm_type}}: choose among {', '.join(kind.value for kind in CommType)}"
+    if len(words) not in (1, config.num_layers) and config.num_layers:
+        yield f"{{cp_comm_type}} has {len(words)} words; 1 or {config.num_layers} ({{num_layers:name}}) work"
+    if size <= 1 or unknown:
+        return
+    kinds = {_WORDS[word] for word in words}
+    if sizes and math.prod(sizes) != size:
+        product = math.prod(sizes)
+        yield f"{{hierarchical_context_parallel_sizes}} multiply to {product}, not to {{context_parallel_size}}"
+    elif CommType.a2a_p2p in kinds and len(sizes or []) != 2:
+        halves = [factor for factor in range(2, size) if size % factor == 0] or [size]
+        near = min(halves, key=lambda factor: abs(factor * factor - size))
+        yield (
+            "{cp_comm_type} a2a+p2p needs two {hierarchical_context_parallel_sizes:name}, of a2a and of p2p; "
+            f"{near} {size // near} works"
+        )
+    yield from _head_problems(config, kinds)
+
+
+def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
+    """Heads of a tensor parallel rank are shared out by a2a."""
+    size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
+    if not config.num_attention_heads or config.tensor_model_parallel_size < 1:
+        return
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    for kind, sharing in ((CommType.a2a, size), (CommType.a2a_p2p, sizes[0] if sizes else 1)):
+        if kind in kinds and heads % max(1, sharing):
+            near = max(factor for factor in range(1, sharing) if heads % factor == 0 and size % factor == 0)
+            yield (
+                f"{{cp_comm_type}} {kind.value} shares the {heads} heads of a tensor parallel rank among {sharing} "
+                f"context parallel ranks, which do not divide them; {near} would, or {{cp_comm_type:name}} p2p"
+            )
