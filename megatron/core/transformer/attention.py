@@ -106,7 +106,7 @@ class SelfAttention(MegatronModule):
                     "parallel ranks; that works with ColumnParallelLinear as linear_qkv of the layer spec, not with "
                     f"{getattr(get_module(spec), '__name__', spec)}"
                 )
-            return SharedKeyValueLinear(config, bias, tp_group)
+            return SharedKeyValueLinear(config, bias, tp_group, self.backend)
         rows = (config.num_query_groups, config.num_attention_heads // config.num_query_groups + 2, config.kv_channels)
         return build_module(
             spec,

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.backends import Backend
 from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box, Constant
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -24,40 +24,25 @@ class SharedKeyValueLinear(nn.Module):
     rank, with the gradient that comes through its own heads. So each rank has one box of either. Biases likewise.
     """
 
-    def __init__(self, config: TransformerConfig, bias: bool, tp_group: Group) -> None:
+    def __init__(self, config: TransformerConfig, bias: bool, tp_group: Group, backend: Backend) -> None:
         super().__init__()
-        groups, d, h = config.num_query_groups, config.kv_channels, config.hidden_size
+        groups, d = config.num_query_groups, config.kv_channels
         assert groups is not None and d is not None
-        self.tp_group, self.groups, self.head_size = tp_group, groups, d
+        self.tp_group, self.backend, self.groups = tp_group, backend, groups
         self.sequence_parallel = config.sequence_parallel
         heads, ranks_of_group = config.num_attention_heads // groups, group_size(tp_group) // groups
         own_heads = heads // ranks_of_group
         self.group, place = divmod(group_rank(tp_group), ranks_of_group)
         """Number of the group whose keys and values this rank needs."""
+        rows = (groups, heads + 2, d)
         own = Box((self.group, place * own_heads, 0), (1, own_heads, d))
         shared = Box((0, heads, 0), (groups, 2, d))
-        shape = (groups, heads + 2, d)
-        self.register_parameter("bias", None)
-        self.register_parameter("key_value_bias", None)
-        for prefix, box, facts in (
-            ("", own, {"sharded_axes": frozenset({"tp"})}),
-            ("key_value_", shared, {"partial_gradient_axes": frozenset({"tp"})}),
-        ):
-            weight = new_parameter(
-                config,
-                (box.numel, h),
-                config.init_method,
-                global_shape=(*shape, h),
-                box=with_columns(box, h),
-                **_named(prefix, "weight", facts),
-            )
-            self.register_parameter(prefix + "weight", weight)
-            if bias:
-                zero = Constant(0.0)
-                added = new_parameter(
-                    config, (box.numel,), zero, global_shape=shape, box=box, **_named(prefix, "bias", facts)
-                )
-                self.register_parameter(prefix + "bias", added)
+        cut: dict[str, Any] = {"sharded_axes": frozenset({"tp"})}
+        copied: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"})}
+        self.weight = _weight(config, rows, own, **cut)
+        self.key_value_weight = _weight(config, rows, shared, part_of=".weight", **copied)
+        self.bias = _bias(config, rows, own, **cut) if bias else None
+        self.key_value_bias = _bias(config, rows, shared, part_of=".bias", **copied) if bias else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[..., h] -> ([..., (heads here + 2) * d], None): query heads, then the key and value head of their group."""
@@ -65,12 +50,18 @@ class SharedKeyValueLinear(nn.Module):
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
-        query = linear(input_, self.weight, self.bias)
-        key_value = linear(input_, self.key_value_weight, self.key_value_bias)
-        key_value = key_value.unflatten(-1, (self.groups, -1))[..., self.group, :]  # [..., 2 * d]
-        return torch.cat([query, key_value], -1), None
+        query = self.backend.linear(input_, self.weight, self.bias)
+        key_value = self.backend.linear(input_, self.key_value_weight, self.key_value_bias)
+        of_group = key_value.unflatten(-1, (self.groups, -1))[..., self.group, :]  # [..., 2 * d]
+        return torch.cat([query, of_group], -1), None
 
 
-def _named(prefix: str, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts of a parameter that goes by a sibling's canonical name if it has a prefix."""
-    return facts | ({"part_of": "." + name} if prefix else {})
+def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:
+    assert config.init_method is not None
+    h = config.hidden_size
+    shape, init = (box.numel, h), config.init_method
+    return new_parameter(config, shape, init, global_shape=(*rows, h), box=with_columns(box, h), **facts)
+
+
+def _bias(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:
+    return new_parameter(config, (box.numel,), Constant(0.0), global_shape=rows, box=box, **facts)

@@ -243,13 +243,13 @@ class GPTModel(MegatronModule):
     ) -> Tokens:
         """What the tokens are, in one record."""
         if tokens is None:
-            given = decoder_input if decoder_input is not None else self.decoder.input_tensor
-            if given is not None:
-                s, b = given.shape[:2]
-                s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
-            else:
-                assert input_ids is not None
+            if decoder_input is None and input_ids is not None:
                 b, s = input_ids.shape
+            else:
+                hidden = decoder_input if decoder_input is not None else self.decoder.input_tensor
+                assert hidden is not None, "a stage needs input_ids, decoder_input, or tokens and set_input_tensor"
+                s, b = hidden.shape[:2]
+                s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
             tokens = Tokens(s, b)
         if packed is not None:
             tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
@@ -265,7 +265,7 @@ class GPTModel(MegatronModule):
 
     def _check_length(self, tokens: Tokens) -> None:
         """Raise UserError for positions beyond the learned ones, as far as the host knows the positions."""
-        length = tokens.first_position + tokens.seq_length if tokens.cu_seqlens is None else tokens.max_seqlen
+        length = tokens.first_position + tokens.row_length if tokens.cu_seqlens is None else tokens.max_seqlen
         if tokens.positions is None and length is not None and length > self.max_sequence_length:
             raise UserError(
                 f"{length} tokens in a row, but the model has learned positions for {self.max_sequence_length} "

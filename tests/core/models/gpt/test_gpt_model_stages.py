@@ -1,0 +1,110 @@
+"""A GPT cut into stages, run one after the other in this process, against the whole one."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.boxes import error, fill, whole_gradients, whole_values
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+ROPE = {"position_embedding_type": "rope"}
+TOKENS = Tokens(12, 2, random=RandomPlace(7, 3, 5))
+
+
+class Padded(int):
+    """A rounded up vocabulary that knows what from."""
+
+    unpadded = 37
+
+
+def build(stage: int, stages: int, vocab_size: int = 37, **model: Any) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        hidden_dropout=0.2,
+        attention_dropout=0.2,
+        embedding_init_method_std=0.5,
+        fp64=True,
+        pipeline_model_parallel_size=stages,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size,
+        16,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
+        pg_collection=ProcessGroupCollection.from_grid(RankGrid(stages, pipeline=stages), stage),
+        **model,
+    )
+
+
+def batch() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(37, (2, 13), generator=generator)
+    return ids[:, :-1], ids[:, 1:], torch.rand(2, 12, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model", [{}, ROPE])
+@pytest.mark.parametrize("vocab_size", [37, Padded(48)])
+def test_stages_in_a_row_equal_the_whole(tied: bool, model: dict, vocab_size: int) -> None:
+    model = {"share_embeddings_and_output_weights": tied, **model}
+    whole = build(0, 1, 37, **model)
+    initial = whole_values(whole)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    ids, labels, weight = batch()
+    expected = whole(ids, labels=labels, tokens=TOKENS)
+    (expected * weight).sum().backward()
+
+    stages = [build(stage, 4, vocab_size, **model) for stage in range(4)]
+    gradients: dict[str, torch.Tensor] = {}
+    hidden = None
+    for stage in stages:
+        for parameter in stage.parameters():  # started alike, the copy of the embedding too
+            value = parameter.detach().view(-1)[: parameter.info.box.numel]
+            assert torch.equal(value, initial[parameter.info.name].view(-1))
+        fill(stage, whole_values(whole))
+        stage.set_input_tensor(hidden)
+        hidden = stage(ids if stage.pre_process else None, labels=labels, tokens=TOKENS)
+        assert hidden.shape == ((12, 2, 16) if not stage.post_process else (2, 12))
+    assert error(hidden, expected) < 1e-12
+    (hidden * weight).sum().backward()
+    for stage in stages:
+        for parameter in stage.parameters():
+            box = parameter.grad.view(-1)[: parameter.info.box.numel].view(parameter.info.box.shape)
+            gradients[parameter.info.name] = gradients.get(parameter.info.name, 0.0) + box
+    for name, gradient in whole_gradients(whole).items():
+        assert error(gradients.pop(name), gradient) < 1e-11, name
+    assert not gradients
+
+
+def test_a_shared_weight_says_who_holds_it() -> None:
+    first, last = (build(stage, 2, share_embeddings_and_output_weights=True) for stage in range(2))
+    word, copy = first.embedding.word_embeddings.weight, last.output_layer.weight
+    assert first.shared_embedding_or_output_weight() is word and last.shared_embedding_or_output_weight() is copy
+    assert word.info.name == copy.info.name == "embedding.word_embeddings.weight"
+    assert word.info.tied and copy.info.tied and (word.info.box, word.info.padding) == (copy.info.box, copy.info.padding)
+    alone = build(0, 1, share_embeddings_and_output_weights=True)
+    assert not alone.embedding.word_embeddings.weight.info.tied
+    assert alone.output_layer.borrowed_parameters == (alone.embedding.word_embeddings.weight,)
+    middle = build(1, 4, share_embeddings_and_output_weights=True)
+    assert middle.shared_embedding_or_output_weight() is None
+    untied = build(1, 2).output_layer.weight.info
+    assert untied.name == "output_layer.weight" and not untied.tied
+
+
+def test_a_rounded_up_vocabulary_keeps_its_rows() -> None:
+    model = build(0, 1, Padded(48))
+    assert model.embedding.word_embeddings.weight.shape == (48, 16) and model.vocab_size == 37
+    assert model.output_layer.weight.info.global_shape == (37, 16)
+    assert model(batch()[0]).shape == (2, 12, 37)
