@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
-from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import default_collection
+from megatron.core.utils.recomputed import Recomputed
 
 
 def model_parallel_cuda_manual_seed(
@@ -49,7 +49,9 @@ def get_cuda_rng_tracker(
 
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
-    """function(*args), whose intermediate results are computed again in backward."""
-    if distribute_saved_activations:
-        raise UserError("not yet: distribute_saved_activations")
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    """function(*args), whose intermediate results are computed again in backward.
+
+    With `distribute_saved_activations` each tensor parallel rank keeps its part of the tensors among `args`, which must
+    be equal on all of them.
+    """
+    return Recomputed(function, default_collection().tp if distribute_saved_activations else None)(*args)

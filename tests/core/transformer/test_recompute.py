@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from support.processes import run_on_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -167,3 +169,28 @@ def test_a_part_that_a_layer_does_not_have_is_named():
 def test_what_cannot_be_recomputed_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Split over ranks
+
+SPLIT_WAYS = [way for way in WAYS if way not in ("uniform by 2", "layernorm", "mlp")]
+
+
+def _split(sequence_parallel: bool) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    settings = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    plain = gradients(build(**settings))
+    for way in SPLIT_WAYS:
+        assert_equal(gradients(build(**settings, **WAYS[way])), plain)
+    if not sequence_parallel:
+        spread = WAYS["uniform"] | {"distribute_saved_activations": True}
+        assert_equal(gradients(build(**settings, **spread)), plain)
+        less = kept_bytes(**settings, **WAYS["uniform"]) - kept_bytes(**settings, **spread)
+        assert less == pytest.approx(LAYERS * HIDDEN / 2, rel=0.05), less / HIDDEN
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
+    run_on_ranks(_split, 2, sequence_parallel)
