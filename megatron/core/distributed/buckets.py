@@ -1,87 +1,96 @@
-"""Buckets: neighbouring units whose gradients are reduced in one collective, and when that happens.
+"""Buckets: neighbouring units whose gradients are reduced once a step, and when that happens.
 
 All ranks reduce buckets in one fixed order, the last units first, as backward finishes them. With overlap a bucket goes
 out once all contributions to it have landed and those before it are out. How many contributions there are (a weight
 that is used twice has two) is learned from the first reduced step: until it is known, buckets go out at the end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import ReduceOp
+from torch import nn
 
-from megatron.core.collectives import Group, Pending, averages_in_collective, group_size, start_all_reduce
-from megatron.core.distributed.units import Unit
+from megatron.core.distributed.reductions import PendingSum, Reduction
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.parameters import info_of
 
 
 @dataclass(frozen=True)
-class Reduction:
+class Reductions:
     """How gradients of one grid are summed over data parallel ranks."""
 
-    group: Group
-    scale: float
-    """Multiplies gradients before the sum."""
-    average_in_collective: bool = False
-    """Leave the part of the scale that is 1 / (size of the group) to the collective, where the backend can do it."""
+    data: Reduction
+    """Over all ranks, or over those of one instance, where units are sharded."""
+    replicas: Reduction | None = None
+    """Then, where there are several instances: over the ranks that own the same range."""
 
 
 class Bucket:
-    """Gradients of some units in one buffer, and the state of their reduction."""
+    """Gradients of some units in one buffer, and the state of their reduction.
 
-    def __init__(self, units: Sequence[Unit], reduction: Reduction, wire_dtype: torch.dtype) -> None:
+    Replicated units are summed by one all-reduce of the buffer; of sharded ones each rank gets the sum of its ranges.
+    """
+
+    def __init__(self, units: Sequence[Unit], reductions: Reductions, wire_dtype: torch.dtype) -> None:
         self.units = list(units)
-        self.reduction = reduction
-        plan = units[0].plan
-        numel = sum(unit.plan.numel for unit in units)
+        self.reductions = reductions
         self.wire_dtype = wire_dtype
-        self.grad_buffer = torch.zeros(numel, dtype=plan.main_dtype, device=units[0].param_buffer.device)
+        numel = sum(unit.plan.numel for unit in units)
+        self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.main_dtype, device=units[0].device)
         self.landed = 0
         """Contributions since reductions were last allowed to start."""
         self.expected: int | None = None
         """Contributions of a step's last micro-batch, once seen."""
         self.started = False
-        self._work: Pending | None = None
-        self._wire: Tensor | None = None
+        self._sums: list[PendingSum] = []
+        self._replica_sums: list[PendingSum] = []
 
     @property
     def is_ready(self) -> bool:
         return self.expected is not None and self.landed >= self.expected
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self.units[0].sharding.shards > 1
+
     def start(self) -> None:
         """Begin the sum over the group. Nothing may land after this until `reset`."""
         self.started = True
-        group, scale = self.reduction.group, self.reduction.scale
-        averaging = self.reduction.average_in_collective and averages_in_collective(self.grad_buffer, group)
-        if averaging:
-            scale *= group_size(group)
-        if scale != 1.0:
-            self.grad_buffer.mul_(scale)
-        if group_size(group) == 1:
+        if self._is_sharded:
+            self._sums = [self.reductions.data.start_part(unit.grad_buffer, self.wire_dtype) for unit in self.units]
+        else:
+            self._sums = [self.reductions.data.start_whole(self.grad_buffer, self.wire_dtype)]
+
+    def advance(self) -> None:
+        """Wait for the sums over an instance, and begin those over its replicas."""
+        sums = [pending.wait() for pending in self._sums]
+        self._sums = []
+        if not self._is_sharded:
             return
-        narrow = self.wire_dtype != self.grad_buffer.dtype
-        self._wire = self.grad_buffer.to(self.wire_dtype) if narrow else self.grad_buffer
-        self._work = start_all_reduce(self._wire, group, ReduceOp.AVG if averaging else ReduceOp.SUM)
+        for unit, part in zip(self.units, sums, strict=True) if sums else ():
+            if part.data_ptr() != unit.owned_gradients.data_ptr():
+                unit.owned_gradients.copy_(part)
+            if self.reductions.replicas is not None:
+                self._replica_sums.append(self.reductions.replicas.start_whole(unit.owned_gradients, self.wire_dtype))
 
     def finish(self) -> None:
-        """Wait until the sum is in the buffer (on CUDA: order later kernels behind it)."""
-        if self._work is not None:
-            self._work.wait()
-        if self._wire is not None and self._wire is not self.grad_buffer:
-            self.grad_buffer.copy_(self._wire)
-        self._work = self._wire = None
+        """Wait until the sum is where the units own it (on CUDA: order later kernels behind it)."""
+        self.advance()
+        for pending in self._replica_sums:
+            pending.wait()
+        self._replica_sums = []
 
     def reset(self) -> None:
         """Zero the gradients, for the next step."""
+        self.finish()
         self.grad_buffer.zero_()
         self.landed = 0
         self.started = False
 
 
 class BucketQueue:
-    """All buckets of a model chunk, in the order in which they are reduced."""
+    """All buckets of a model chunk that are reduced once a step, in that order."""
 
     def __init__(self, buckets: Sequence[Bucket], overlap: bool) -> None:
         self.buckets = list(buckets)
@@ -97,7 +106,8 @@ class BucketQueue:
 
         offset = 0
         for unit in bucket.units:
-            unit.bind_gradients(bucket.grad_buffer[offset : offset + unit.plan.numel], landed)
+            whole = bucket.grad_buffer[offset : offset + unit.plan.numel]
+            unit.bind_gradients(whole, whole[slice(*unit.owned_range)], landed)
             offset += unit.plan.numel
 
     def _landed(self, bucket: Bucket, parameter: nn.Parameter) -> None:
@@ -113,12 +123,15 @@ class BucketQueue:
                 self._start(only_ready=True)
 
     def _start(self, only_ready: bool) -> None:
+        previous: Bucket | None = None
         for bucket in self.buckets:
-            if bucket.started:
-                continue
-            if only_ready and not bucket.is_ready:
-                return
-            bucket.start()
+            if not bucket.started:
+                if only_ready and not bucket.is_ready:
+                    return
+                bucket.start()
+                if previous is not None and previous.reductions.replicas is not None:
+                    previous.advance()
+            previous = bucket
 
     def start(self) -> None:
         """Begin all reductions that have not begun."""
@@ -140,7 +153,10 @@ class BucketQueue:
 
 
 def make_buckets(
-    units: Sequence[Unit], reductions: dict[str, Reduction], max_elements: int | None, reduce_in_main_dtype: bool
+    units: Sequence[Unit],
+    reductions: Mapping[str, Reductions],
+    max_elements: int | None,
+    reduce_in_main_dtype: bool,
 ) -> list[Bucket]:
     """Cut units, last first, into buckets of at most `max_elements` (one unit at least; None: no limit) of one kind."""
     buckets: list[Bucket] = []
@@ -148,9 +164,7 @@ def make_buckets(
 
     def close() -> None:
         if run:
-            plan = run[0].plan
-            wire = plan.main_dtype if reduce_in_main_dtype else plan.dtype
-            buckets.append(Bucket(run, reductions[plan.grid], wire))
+            buckets.append(Bucket(run, reductions[run[0].plan.grid], wire_dtype(run[0], reduce_in_main_dtype)))
             run.clear()
 
     for unit in reversed(units):
@@ -161,3 +175,8 @@ def make_buckets(
         run.append(unit)
     close()
     return buckets
+
+
+def wire_dtype(unit: Unit, reduce_in_main_dtype: bool) -> torch.dtype:
+    """The type in which a unit's gradients are sent."""
+    return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype

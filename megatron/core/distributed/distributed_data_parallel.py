@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.collectives import broadcast
-from megatron.core.distributed.buckets import Bucket, BucketQueue, Reduction, make_buckets
+from megatron.core.collectives import Group, broadcast
+from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
+from megatron.core.distributed.buckets import Bucket, BucketQueue, Reductions, make_buckets
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.placements import placement_of
-from megatron.core.distributed.replicas import data_parallel_group
-from megatron.core.distributed.units import Unit, plan_units
+from megatron.core.distributed.placements import shardings
+from megatron.core.distributed.reductions import Reduction
+from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.units import Piece, UnitPlan, named_infos, plan_units
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
@@ -20,7 +23,8 @@ class DistributedDataParallel(nn.Module):
     """Wraps a model chunk: its weights move into units' flat buffers, its gradients into buckets that are summed.
 
     After `finish_grad_sync` every parameter's `main_grad` holds the mean over data (and context) parallel ranks of what
-    they accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, the sum. Gradients are
+    they accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, the sum. Where the placement
+    shards, that is so of what this rank owns of it: `unit.pieces` of `unit.owned_gradients`. Gradients are
     accumulated in float32 at least, and summed in it with `ddp_config.grad_reduce_in_fp32`, else in the model's type.
     Replicas stay equal to the bit. `param.grad` is never left set.
 
@@ -41,35 +45,43 @@ class DistributedDataParallel(nn.Module):
         self.ddp_config = ddp_config
         self.module = module
         self.pg_collection = (pg_collection or default_collection()).freeze()
-        placement = placement_of(ddp_config)
-        self.units = [Unit(plan, placement) for plan in plan_units(module)]
+        self.shardings = shardings(ddp_config, self.pg_collection)
+        plans = plan_units(module, {grid: sharding.shards for grid, sharding in self.shardings.items()})
+        self.units = [Unit(plan, self.shardings, self._shard_group(plan)) for plan in plans]
         buckets = make_buckets(
             self.units,
-            self._reductions(),
+            {grid: self._reductions(grid) for grid in {plan.grid for plan in plans}},
             None if disable_bucketing else self._bucket_elements(),
             ddp_config.grad_reduce_in_fp32,
         )
         self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce)
         self._offloaded: dict[Bucket, Tensor] = {}
 
+    def _group(self, name: str) -> Group:
+        # A group is made when it is first read: not where there is nobody to talk to.
+        return getattr(self.pg_collection, name) if self.pg_collection.size(name) > 1 else None
+
+    def _shard_group(self, plan: UnitPlan) -> Group:
+        sharding = self.shardings[plan.grid]
+        return self._group(sharding.shard_group) if sharding.shards > 1 else None
+
     def _bucket_elements(self) -> int:
         """Large enough for the bandwidth of a ring of all ranks, small enough to begin early."""
         return self.ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.pg_collection.size("dp_cp"))
 
-    def _reductions(self) -> dict[str, Reduction]:
-        groups = self.pg_collection
-        replicas = groups.size("dp_cp")
+    def _reductions(self, grid: str) -> Reductions:
+        sharding = self.shardings[grid]
         per_token = getattr(self.config, "calculate_per_token_loss", False)
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all: one scale.
-        scale = 1.0 if per_token else 1.0 / replicas
+        scale = 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
         average = self.ddp_config.average_in_collective and not per_token
-        reductions = {}
-        for grid in {unit.plan.grid for unit in self.units}:
-            name = data_parallel_group(grid)
-            # A group is made when it is first read: not where there is nothing to reduce.
-            group = getattr(groups, name) if groups.size(name) > 1 else None
-            reductions[grid] = Reduction(group, scale, average)
-        return reductions
+        precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
+        if sharding.shards == 1:
+            return Reductions(Reduction(self._group(sharding.data_group), scale, average))
+        data = Reduction(self._group(sharding.shard_group), scale, average, precise)
+        if sharding.instances == 1:
+            return Reductions(data)
+        return Reductions(data, Reduction(self._group(sharding.replica_group)))
 
     # The model -------------------------------------------------------------------------------------------------------
 
@@ -78,11 +90,13 @@ class DistributedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The wrapped model's own."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Into the wrapped model. `assign` must be False: the parameters are views of the units' buffers."""
         assert not assign
+        self.finish_param_sync()
         return self.module.load_state_dict(state_dict, strict=strict)
 
     # Gradients -------------------------------------------------------------------------------------------------------
@@ -117,6 +131,12 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._queue.buckets:
             bucket.grad_buffer.mul_(scaling_factor)
 
+    def gradient_chunks(self) -> Iterator[Chunk]:
+        """What this rank owns of every parameter's gradient, over live memory; to be read once they are finalised."""
+        for unit in self.units:
+            for piece in unit.pieces:
+                yield self._chunk(piece, piece.of(unit.owned_gradients), unit)
+
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Move gradients to host memory and free the device's, until `restore_grad_buffers`."""
         for bucket in self._queue.buckets:
@@ -135,17 +155,45 @@ class DistributedDataParallel(nn.Module):
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
+    def weight_chunks(self) -> Iterator[Chunk]:
+        """The model's weights on this rank as checkpoint chunks over live memory: whole boxes, or where parameters are
+        sharded, what this rank owns of them."""
+        self.finish_param_sync()
+        for unit in self.units:
+            for piece in unit.pieces if unit.sharding.placement.shards_weights else ():
+                yield self._chunk(piece, piece.of(unit.owned_weights), unit)
+        sharded = {s.parameter for u in self.units if u.sharding.placement.shards_weights for s in u.slots}
+        for parameter, info in named_infos(self.module):
+            if parameter not in sharded:
+                yield parameter_chunk(parameter, replica_ranks(info, self.pg_collection))
+
+    def _chunk(self, piece: Piece, tensor: Tensor, unit: Unit) -> Chunk:
+        info = piece.info
+        holders = replica_ranks(info, self.pg_collection, unit.sharding)
+        return Chunk(info.name, info.global_shape, info.box, piece.flat_range, tensor, holders)
+
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Give all data parallel ranks the weights of the first. Only models with weights of their own making need it:
         ours start equal on every rank."""
         for unit in self.units:
-            name = data_parallel_group(unit.plan.grid)
-            if self.pg_collection.size(name) > 1:
-                broadcast(unit.param_buffer, getattr(self.pg_collection, name))
+            group = self._group(unit.sharding.data_group)
+            if group is not None:
+                broadcast(unit.param_buffer, group)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather weights that the update left sharded. A replicated placement leaves none."""
+        """Gather weights that the update left sharded, in the order in which forward needs them. With
+        `ddp_config.overlap_param_gather` modules wait for theirs as they come up; else, or with `force_sync`, all is
+        waited for here."""
+        for unit in self.units:
+            if not unit.sharding.placement.shards_weights:
+                unit.start_gather()
+        self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Wait for weights that are being gathered (on CUDA, kernels that come later do)."""
+        for unit in self.units:
+            unit.finish_gather()
 
     def enable_forward_pre_hook(self) -> None:
         """Wait for gathered weights before each forward. A replicated placement gathers none."""

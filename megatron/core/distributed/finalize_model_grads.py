@@ -1,17 +1,25 @@
-"""What gradients still need when all micro-batches of a step are done, read off the parameters' descriptors."""
+"""What gradients still need when all micro-batches of a step are done, read off the parameters' descriptors.
 
-from collections.abc import Iterable, Sequence
+Every rank works on what it owns of each unit. Ranks along a model parallel axis plan their units alike, and so do the
+stages that hold a tied weight, which is a unit of its own: their ranges are the same elements.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, all_reduce, broadcast
+from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.units import Slot, Unit
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
+from megatron.core.parameters import ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-_GROUP_OF_AXIS = {"tp": "tp", "cp": "cp", "pp": "pp", "etp": "expt_tp", "ep": "ep"}
+_GROUP_OF_AXIS = {"tp": "tp", "etp": "expt_tp", "ep": "ep"}
+
+Owned = tuple[ParameterInfo, Tensor]
+"""A parameter and what this rank owns of its gradient, one-dimensional."""
 
 
 @torch.no_grad()
@@ -23,36 +31,53 @@ def finalize_model_grads(
 ) -> None:
     """Finish the data parallel sums, sum what model parallel ranks hold in parts, and divide by the count of tokens.
 
-    `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches
-    (known on the last pipeline stage). Gradients are then sums over tokens and become means over the global batch; a
-    batch without tokens leaves them as they are. Nothing here waits for the device.
+    `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches,
+    zero on pipeline stages other than the one that has the loss. Gradients are then sums over tokens and become means
+    over the global batch; a batch without tokens leaves them as they are. Nothing here waits for the device.
     """
     chunks = [_data_parallel(chunk) for chunk in model]
     for chunk in chunks:
+        chunk.start_grad_sync()
+    for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce)
     groups = pg_collection or chunks[0].pg_collection
-    units = [unit for chunk in chunks for unit in chunk.units]
+    owned = [(piece.info, piece.of(unit.owned_gradients)) for unit in _units(chunks) for piece in unit.pieces]
     for axis, name in _GROUP_OF_AXIS.items():
-        partial = (slot for slot in _all_slots(units) if axis in slot[1].info.partial_gradient_axes)
-        _sum_together(partial, groups, name)
-    _sum_together((slot for slot in _all_slots(units) if slot[1].info.tied), groups, "embd")
+        _sum_together([part for info, part in owned if axis in info.partial_gradient_axes], groups, name)
+    _sum_tied(owned, groups)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, groups)
 
 
-def _all_slots(units: Iterable[Unit]) -> Iterable[tuple[Unit, Slot]]:
-    return ((unit, slot) for unit in units for slot in unit.slots)
+def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
+    return [unit for chunk in chunks for unit in chunk.units]
 
 
-def _sum_together(slots: Iterable[tuple[Unit, Slot]], groups: ProcessGroupCollection, name: str) -> None:
-    """Sum gradients over a group, those of one type in one collective; canonical order makes it the same everywhere."""
-    if groups.size(name) == 1 or groups.rank(name) < 0:
+def _sum_tied(owned: Sequence[Owned], groups: ProcessGroupCollection) -> None:
+    """Give all copies of a tied weight the sum of their gradients: of those on this rank (in several chunks), and over
+    the stages that hold one."""
+    copies: dict[str, list[Tensor]] = {}
+    for info, part in owned:
+        if info.tied:
+            copies.setdefault(info.name, []).append(part)
+    for first, *others in copies.values():
+        for other in others:
+            first.add_(other)
+    _sum_together([copies[name][0] for name in sorted(copies)], groups, "embd")
+    for first, *others in copies.values():
+        for other in others:
+            other.copy_(first)
+
+
+def _sum_together(gradients: Sequence[Tensor], groups: ProcessGroupCollection, name: str) -> None:
+    """Sum gradients over a group, all of whose ranks give the same ones in one order: those of a type in one go."""
+    if not gradients or groups.size(name) == 1 or groups.rank(name) < 0:
         return
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for unit, slot in slots:
-        by_type.setdefault(unit.grad_buffer.dtype, []).append(slot.of(unit.grad_buffer))
-    for gradients in by_type.values():
-        _sum_flat(gradients, getattr(groups, name))
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    for alike in by_type.values():
+        _sum_flat(alike, getattr(groups, name))
 
 
 def _sum_flat(gradients: list[Tensor], group: Group) -> None:
@@ -65,10 +90,9 @@ def _divide_by_tokens(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, groups: ProcessGroupCollection
 ) -> None:
     total = num_tokens.detach().clone().view(())
-    if groups.size("pp") > 1:
-        broadcast(total, groups.pp, source=groups.size("pp") - 1)
-    if groups.size("dp_cp") > 1:
-        all_reduce(total, groups.dp_cp)
+    for name in ("pp", "dp_cp"):
+        if groups.size(name) > 1:
+            all_reduce(total, getattr(groups, name))
     # In float64, where it costs nothing: the reciprocal is rounded once, in the gradients' type.
     scale = 1.0 / total.clamp(min=1).double()
     for chunk in chunks:

@@ -21,20 +21,30 @@ _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 class BufferSink:
     """Accumulates one parameter's gradient into `gradient`, a view of a unit's buffer shaped as the parameter."""
 
-    def __init__(self, parameter: nn.Parameter, gradient: Tensor, landed: Callable[[nn.Parameter], None]) -> None:
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        landed: Callable[[nn.Parameter], None],
+        opened: Callable[[], None] | None = None,
+    ) -> None:
         self.parameter = parameter
         self.gradient = gradient
         self.landed = landed
+        self.opened = opened or _nothing
+        """Called before `gradient` is written, whose memory may come and go."""
         # Parameters that no sink-aware operation uses (norms, biases) get an ordinary gradient, which is moved.
         self._hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_gradient)
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
         """gradient += output_gradient^T @ inputs ([t, out], [t, in])."""
+        self.opened()
         accumulate_product(self.gradient, output_gradient.detach(), inputs.detach())
         self.landed(self.parameter)
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
         """Row index[i] += gradient[i], repeated indices summed (int64 [t], [t, h])."""
+        self.opened()
         rows = gradient.detach().to(self.gradient.dtype)
         if self.gradient.is_cuda:
             # Sorts first, so that the order of the sum, and its last bit, is the same at every run.
@@ -45,6 +55,7 @@ class BufferSink:
 
     def add(self, gradient: Tensor) -> None:
         """gradient += a gradient shaped as the parameter."""
+        self.opened()
         self.gradient.add_(gradient.detach())
         self.landed(self.parameter)
 
@@ -63,13 +74,22 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.t().to(total.dtype), right.to(total.dtype))
 
 
-def attach_sink(parameter: nn.Parameter, gradient: Tensor, landed: Callable[[nn.Parameter], None]) -> None:
+def attach_sink(
+    parameter: nn.Parameter,
+    gradient: Tensor,
+    landed: Callable[[nn.Parameter], None],
+    opened: Callable[[], None] | None = None,
+) -> None:
     """Give a parameter a sink, in place of one from an earlier wrapping, and the published view `main_grad`."""
     earlier = gradient_sink(parameter)
     if isinstance(earlier, BufferSink):
         earlier.detach()
-    parameter.gradient_sink = BufferSink(parameter, gradient, landed)  # type: ignore[attr-defined]
+    parameter.gradient_sink = BufferSink(parameter, gradient, landed, opened)  # type: ignore[attr-defined]
     parameter.main_grad = gradient  # type: ignore[attr-defined]
+
+
+def _nothing() -> None:
+    """The gradient's memory is always there."""
 
 
 def _move_gradient(parameter: Tensor) -> None:

@@ -1,23 +1,21 @@
-"""Units: the flat buffers of a layer, the embedding or the head, times (grid, type).
+"""Plans of units: the flat buffers of a layer, the embedding or the head, times (grid, type).
 
-A unit holds the weights of its parameters end to end in `param_buffer`, of which the parameters are views, and their
-gradients in the same order in `grad_buffer`, which the parameters' sinks write. Reduction, update and checkpoint see
-flat ranges; layers see ordinary parameters. Who owns which range of a unit is its placement's affair.
+A unit holds the weights of its parameters end to end in one flat buffer, of which the parameters are views, and their
+gradients in the same order in another, which the parameters' sinks write. Reduction, update and checkpoint see flat
+ranges; layers see ordinary parameters. Which range of a unit a rank owns is its sharding's affair.
 
-Which parameter lies where is a pure function of canonical names and shapes (`plan_units`), so that all ranks agree
-without asking, and a dry run can count bytes on a meta device.
+Which parameter lies where is a pure function of canonical names, shapes and the number of shards (`plan_units`), so
+that all ranks agree without asking, and a dry run can count bytes on a meta device.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.placements import Placement
-from megatron.core.distributed.sinks import attach_sink
 from megatron.core.parameters import ParameterInfo, canonical_names, info_of
 
 ALIGNMENT = 64
@@ -44,12 +42,31 @@ class Slot:
         return self.start + self.info.box.numel
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The parameter's box in a flat buffer of the unit, without padding: a one-dimensional view."""
+        """The parameter's box in a flat buffer of the whole unit, without padding: a one-dimensional view."""
         return buffer[self.start : self.box_stop]
 
     def shaped(self, buffer: Tensor) -> Tensor:
-        """The whole slot in a flat buffer of the unit, shaped as the parameter."""
+        """The whole slot in a flat buffer of the whole unit, shaped as the parameter."""
         return buffer[self.start : self.stop].view(self.parameter.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank owns of one parameter's box: elements [start, stop) of what it owns of the unit."""
+
+    slot: Slot
+    start: int
+    stop: int
+    flat_range: tuple[int, int] | None
+    """The same elements as counted in the box; None: all of it."""
+
+    @property
+    def info(self) -> ParameterInfo:
+        return self.slot.info
+
+    def of(self, owned: Tensor) -> Tensor:
+        """The piece in a flat tensor of what the rank owns: a one-dimensional view."""
+        return owned[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,7 @@ class UnitPlan:
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     numel: int
-    """Elements of each of its buffers: the parameters and what aligns them."""
+    """Elements of each of its whole buffers: the parameters, what aligns them, and what makes all shards equal."""
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -73,24 +90,40 @@ class UnitPlan:
         """The model's weights are too narrow to be updated in place."""
         return self.main_dtype != self.dtype
 
+    def pieces(self, owned: tuple[int, int]) -> tuple[Piece, ...]:
+        """What a range of the unit holds of each parameter's box, for those of which it holds anything."""
+        first, end = owned
+        found = []
+        for slot in self.slots:
+            start, stop = max(slot.start, first), min(slot.box_stop, end)
+            if start < stop:
+                whole = (start, stop) == (slot.start, slot.box_stop)
+                part = None if whole else (start - slot.start, stop - slot.start)
+                found.append(Piece(slot, start - first, stop - first, part))
+        return tuple(found)
 
-def plan_units(module: nn.Module) -> list[UnitPlan]:
+
+def plan_units(module: nn.Module, shards: Mapping[str, int] | None = None) -> list[UnitPlan]:
     """The units of a model chunk, in the order of its modules. Parameters that need no gradient are left alone.
 
-    A unit is what shares a name up to its first number (`decoder.layers.3`), else its first word (`embedding`). Within
-    a unit decayed parameters come first, so that weight decay acts on one run.
+    A unit is what shares a name up to its first number (`decoder.layers.3`), else its first word (`embedding`); a
+    weight that another stage holds too is a unit of its own, so that both stages share it out alike. Within a unit
+    decayed parameters come first, so that weight decay acts on one run. `shards`: into how many equal parts units of
+    each grid are cut (default 1).
     """
     members: dict[tuple[str, str, torch.dtype], list[tuple[nn.Parameter, ParameterInfo]]] = {}
     for parameter, info in named_infos(module):
         if parameter.requires_grad:
-            members.setdefault((unit_name(info.name), info.grid, parameter.dtype), []).append((parameter, info))
-    return [_plan(*key, parameters) for key, parameters in members.items()]
+            members.setdefault((unit_name(info), info.grid, parameter.dtype), []).append((parameter, info))
+    return [_plan(*key, parameters, (shards or {}).get(key[1], 1)) for key, parameters in members.items()]
 
 
-def unit_name(parameter_name: str) -> str:
-    """The unit that a parameter belongs to, from its canonical name."""
-    numbered = _UP_TO_FIRST_NUMBER.match(parameter_name)
-    return numbered[1] if numbered else parameter_name.partition(".")[0]
+def unit_name(info: ParameterInfo) -> str:
+    """The unit that a parameter belongs to."""
+    if info.tied:
+        return info.name
+    numbered = _UP_TO_FIRST_NUMBER.match(info.name)
+    return numbered[1] if numbered else info.name.partition(".")[0]
 
 
 def named_infos(module: nn.Module) -> Iterable[tuple[nn.Parameter, ParameterInfo]]:
@@ -103,44 +136,15 @@ def named_infos(module: nn.Module) -> Iterable[tuple[nn.Parameter, ParameterInfo
         yield parameter, info
 
 
-def _plan(name: str, grid: str, dtype: torch.dtype, parameters: list[tuple[nn.Parameter, ParameterInfo]]) -> UnitPlan:
+def _plan(
+    name: str, grid: str, dtype: torch.dtype, parameters: list[tuple[nn.Parameter, ParameterInfo]], shards: int
+) -> UnitPlan:
     slots, end = [], 0
     for parameter, info in sorted(parameters, key=lambda member: (not member[1].decays, member[1].embedding_or_output)):
         slots.append(Slot(parameter, info, end))
-        end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-    return UnitPlan(name, grid, dtype, tuple(slots), end)
+        end = _round_up(end + parameter.numel(), ALIGNMENT)
+    return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards))
 
 
-class Unit:
-    """A planned unit with its memory. Making one moves the parameters' values into `param_buffer`."""
-
-    def __init__(self, plan: UnitPlan, placement: Placement = Placement.REPLICATED) -> None:
-        assert placement is Placement.REPLICATED, placement
-        self.plan = plan
-        self.placement = placement
-        device = plan.slots[0].parameter.device
-        self.param_buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
-        for slot in plan.slots:
-            view = slot.shaped(self.param_buffer)
-            view.copy_(slot.parameter.data)
-            slot.parameter.data = view
-        self.grad_buffer: Tensor = torch.empty(0, dtype=plan.main_dtype, device=device)
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        return self.plan.slots
-
-    @property
-    def owned_range(self) -> tuple[int, int]:
-        """The flat range whose optimizer state this rank holds and whose update it computes."""
-        return 0, self.plan.numel
-
-    def bind_gradients(self, buffer: Tensor, landed: Callable[[nn.Parameter], None]) -> None:
-        """Collect gradients in `buffer` ([numel] of the main type), telling `landed` of every contribution."""
-        assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.main_dtype
-        self.grad_buffer = buffer
-        for slot in self.slots:
-            attach_sink(slot.parameter, slot.shaped(buffer), landed)
-
-    def __repr__(self) -> str:
-        return f"Unit({self.plan.name}, {self.plan.grid}, {self.plan.dtype}, {self.plan.numel} elements)"
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

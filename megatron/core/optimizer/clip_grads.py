@@ -1,38 +1,43 @@
-"""Norms and zeros of gradients and weights over the whole model, each parameter counted once, without a wait."""
+"""Norms and zeros of gradients and weights over the whole model, each element counted once, without a wait.
+
+The result is the same to the bit on every rank: it decides by what weights are scaled that several ranks hold.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import all_reduce, broadcast
+from megatron.core.distributed.placements import GRIDS, Sharding
 from megatron.core.distributed.replicas import counts_here
-from megatron.core.distributed.units import Unit
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _MODEL_PARALLEL_GROUP = {"dense": "mp", "expert": "tp_ep_pp"}
 
 
 def _gradients(unit: Unit) -> Tensor:
-    return unit.grad_buffer
+    return unit.owned_gradients
 
 
 def _weights(unit: Unit) -> Tensor:
-    return unit.param_buffer
+    return unit.owned_weights
 
 
 def counted_gradients(
-    units: Sequence[Unit], groups: ProcessGroupCollection, grid: str, buffer: Callable[[Unit], Tensor] = _gradients
+    units: Sequence[Unit], groups: ProcessGroupCollection, grid: str, owned: Callable[[Unit], Tensor] = _gradients
 ) -> Iterator[Tensor]:
-    """Gradients of one grid that this rank adds to a sum over the model: no copies, no padding. One-dimensional.
-
-    With another `buffer` of a unit: what lies in that.
-    """
+    """Gradients of one grid that this rank adds to a sum over the model: what it owns, no copies, no padding.
+    One-dimensional. With another `owned` tensor of a unit: what lies in that."""
+    tied: set[str] = set()
     for unit in units:
         if unit.plan.grid == grid:
-            for slot in unit.slots:
-                if counts_here(slot.info, groups):
-                    yield slot.of(buffer(unit))
+            for piece in unit.pieces:
+                if counts_here(piece.info, groups) and piece.info.name not in tied:
+                    yield piece.of(owned(unit))
+                if piece.info.tied:  # two chunks of this rank may hold a copy each
+                    tied.add(piece.info.name)
 
 
 def grad_norm(units: Sequence[Unit], groups: ProcessGroupCollection) -> Tensor:
@@ -77,15 +82,32 @@ def _sum_over_model(
     units: Sequence[Unit],
     groups: ProcessGroupCollection,
     of_grid: Callable[[list[Tensor]], Tensor],
-    buffer: Callable[[Unit], Tensor] = _gradients,
+    owned: Callable[[Unit], Tensor] = _gradients,
 ) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=units[0].grad_buffer.device)
-    for grid, name in _MODEL_PARALLEL_GROUP.items():
-        if not any(unit.plan.grid == grid for unit in units) and groups.size(name) == 1:
-            continue
-        tensors = list(counted_gradients(units, groups, grid, buffer))
-        part = of_grid(tensors) if tensors else torch.zeros_like(total)
-        if groups.size(name) > 1:
-            all_reduce(part, getattr(groups, name))
-        total = total + part
-    return total
+    parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+    names: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, str | None]] = {}
+    for grid in GRIDS:
+        # Every rank goes through both grids: another stage may have experts where this one has none.
+        model, replicas = _groups_of_model(units[0].shardings[grid], grid)
+        tensors = list(counted_gradients(units, groups, grid, owned))
+        part = of_grid(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=units[0].device)
+        key = groups.ranks(model), groups.ranks(replicas) if replicas else ()
+        parts[key] = parts[key] + part if key in parts else part
+        names[key] = model, replicas
+    return torch.stack([_sum_over_ranks(part, groups, *names[key]) for key, part in parts.items()]).sum()
+
+
+def _groups_of_model(sharding: Sharding, grid: str) -> tuple[str, str | None]:
+    """Names of the group of the ranks that hold one model between them, and of that of its replicas, if any."""
+    if sharding.shards == 1:
+        return _MODEL_PARALLEL_GROUP[grid], sharding.data_group
+    return "intra_dist_opt", sharding.replica_group if sharding.instances > 1 else None
+
+
+def _sum_over_ranks(part: Tensor, groups: ProcessGroupCollection, model: str, replicas: str | None) -> Tensor:
+    if groups.size(model) > 1:
+        all_reduce(part, getattr(groups, model))
+        # Replicas add the same numbers up in groups of their own, where a ring may run another way.
+        if replicas and groups.size(replicas) > 1:
+            broadcast(part, getattr(groups, replicas))
+    return part

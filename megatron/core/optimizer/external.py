@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.placements import placement_of
 from megatron.core.distributed.replicas import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, grad_norm
@@ -44,7 +45,13 @@ class ExternalOptimizer(MegatronOptimizer):
         self.optimizer = optimizer
         self.groups = pg_collection or wrapped[0].pg_collection
         self.units = [unit for chunk in wrapped for unit in chunk.units]
-        self.device = self.units[0].param_buffer.device
+        placement = placement_of(wrapped[0].ddp_config)
+        if placement.shards_state:
+            raise UserError(
+                f"the script's own {name} updates whole weights, and data parallel ranks share them out "
+                f"({placement.value}): leave out --use-distributed-optimizer and full sharding, or use --optimizer"
+            )
+        self.device = self.units[0].device
         self._places = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}
         strangers = sum(parameter not in self._places for parameter in self.get_parameters())
         if strangers:

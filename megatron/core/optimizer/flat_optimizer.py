@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.replicas import replica_ranks
-from megatron.core.distributed.units import Unit
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 @dataclass
 class UnitState:
-    """What the optimizer keeps for one unit: flat tensors of the unit's size in its main type."""
+    """What the optimizer keeps for what this rank owns of one unit: flat tensors of its main type."""
 
     unit: Unit
     weights: Tensor
@@ -33,18 +33,18 @@ class UnitState:
     @classmethod
     def begin(cls, unit: Unit, rule: UpdateRule) -> "UnitState":
         main = unit.plan.main_dtype
-        weights = unit.param_buffer.to(main) if unit.plan.needs_main_weights else unit.param_buffer
+        weights = unit.owned_weights.to(main) if unit.plan.needs_main_weights else unit.owned_weights
         return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
 
     def publish(self) -> None:
         """Round the main weights into the model's."""
         if self.unit.plan.needs_main_weights:
-            self.unit.param_buffer.copy_(self.weights)
+            self.unit.owned_weights.copy_(self.weights)
 
     def reload(self) -> None:
         """Widen the model's weights into the main weights."""
         if self.unit.plan.needs_main_weights:
-            self.weights.copy_(self.unit.param_buffer)
+            self.weights.copy_(self.unit.owned_weights)
 
 
 class FlatOptimizer(MegatronOptimizer):
@@ -67,11 +67,12 @@ class FlatOptimizer(MegatronOptimizer):
         self.groups = groups
         self.stop_on_nonfinite = stop_on_nonfinite
         self.rule = build_update_rule(config)
+        self.chunks = list(chunks)
         self.units = [unit for chunk in chunks for unit in chunk.units]
         if not self.units:
             raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
         self.states = [UnitState.begin(unit, self.rule) for unit in self.units]
-        self.device = self.units[0].param_buffer.device
+        self.device = self.units[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -94,18 +95,19 @@ class FlatOptimizer(MegatronOptimizer):
         }
 
     def _segments_of(self, runs: Sequence[Run]) -> list[Segments]:
-        """The runs of a group as lists of tensors, a list for each type."""
-        by_type: dict[torch.dtype, list[Run]] = {}
+        """What this rank owns of the runs of a group, as lists of tensors, a list for each type."""
+        by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
         for run in runs:
-            by_type.setdefault(self.states[run.unit].weights.dtype, []).append(run)
+            state = self.states[run.unit]
+            first, end = state.unit.owned_range
+            owned = slice(max(run.start, first) - first, min(run.stop, end) - first)
+            if owned.start < owned.stop:
+                by_type.setdefault(state.weights.dtype, []).append((state, owned))
         return [
             Segments(
-                [self.states[r.unit].weights[r.start : r.stop] for r in alike],
-                [self.units[r.unit].grad_buffer[r.start : r.stop] for r in alike],
-                {
-                    name: [self.states[r.unit].moments[name][r.start : r.stop] for r in alike]
-                    for name in self.rule.moments
-                },
+                [state.weights[owned] for state, owned in alike],
+                [state.unit.owned_gradients[owned] for state, owned in alike],
+                {name: [state.moments[name][owned] for state, owned in alike] for name in self.rule.moments},
             )
             for alike in by_type.values()
         ]
@@ -132,6 +134,8 @@ class FlatOptimizer(MegatronOptimizer):
         return StepUpdate(norm, applied, zeros)
 
     def _update(self, applied: Tensor, divisor: Tensor) -> None:
+        for chunk in self.chunks:
+            chunk.finish_param_sync()  # of the update before, if no forward has come in between
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
         for group, segments in zip(self.param_groups, self._segments, strict=True):
@@ -142,6 +146,8 @@ class FlatOptimizer(MegatronOptimizer):
                 self.rule.update(alike, step, rate, group["weight_decay"])
         for state in self.states:
             state.publish()
+        for chunk in self.chunks:
+            chunk.start_param_sync()
 
     # What loops ask --------------------------------------------------------------------------------------------------
 
@@ -169,7 +175,7 @@ class FlatOptimizer(MegatronOptimizer):
         norm = self.get_grad_norm()
         divisor = clip_divisor(norm, clip_grad)
         for unit in self.units:
-            unit.grad_buffer.div_(divisor)
+            unit.owned_gradients.div_(divisor)
         return norm
 
     def count_zeros(self) -> Tensor:
@@ -178,12 +184,14 @@ class FlatOptimizer(MegatronOptimizer):
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Moments of each parameter, shaped as it."""
-        return {
-            slot.parameter: {name: slot.shaped(moment) for name, moment in state.moments.items()}
-            for state in self.states
-            for slot in state.unit.slots
-        }
+        """Moments of each parameter: shaped as it where this rank keeps all of them, else its part, one-dimensional."""
+        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for state in self.states:
+            whole = state.unit.sharding.shards == 1
+            for piece in state.unit.pieces:
+                take = piece.slot.shaped if whole else piece.of
+                found[piece.slot.parameter] = {name: take(moment) for name, moment in state.moments.items()}
+        return found
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -197,10 +205,10 @@ class FlatOptimizer(MegatronOptimizer):
             kinds = dict(state.moments)
             if state.unit.plan.needs_main_weights:
                 kinds[MASTER] = state.weights
-            for slot in state.unit.slots:
-                holders = replica_ranks(slot.info, self.groups)
+            for piece in state.unit.pieces:
+                holders = replica_ranks(piece.info, self.groups, state.unit.sharding)
                 for kind, tensor in kinds.items():
-                    yield optimizer_state_chunk(kind, slot.info, slot.of(tensor), holders=holders)
+                    yield optimizer_state_chunk(kind, piece.info, piece.of(tensor), piece.flat_range, holders)
 
     def common_state(self) -> dict[str, Any]:
         scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else None

@@ -94,12 +94,12 @@ class MegatronOptimizer(abc.ABC):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`, in the same layout. Raises UserError for a missing or unknown tensor."""
-        chunks = {chunk.name: chunk.tensor for chunk in self.state_chunks()}
-        if chunks.keys() != state_dict["state"].keys():
-            odd = sorted(chunks.keys() ^ state_dict["state"].keys())
+        chunks = list(self.state_chunks())
+        odd = sorted({chunk.name for chunk in chunks} ^ state_dict["state"].keys())
+        if odd:
             raise UserError(f"optimizer state does not fit this model: {odd[0]} and {len(odd) - 1} more differ")
-        for name, tensor in chunks.items():
-            tensor.copy_(state_dict["state"][name])
+        for chunk in chunks:
+            chunk.tensor.copy_(state_dict["state"][chunk.name])
         self.load_common_state(state_dict["common"])
 
     def sharded_state_dict(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed.units import Unit
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parameters import ParameterInfo
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.units import plan_units
-from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 
@@ -218,11 +217,6 @@ def test_units_are_layers_and_decayed_parameters_come_first() -> None:
     with torch.device("meta"):
         on_meta = plan_units(SmallModel(tied=False))
     assert [(plan.name, plan.numel) for plan in on_meta] == [(plan.name, plan.numel) for plan in plans]
-
-
-def test_sharded_placements_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"not yet.*optim"):
-        wrapped(SmallModel(), use_distributed_optimizer=True)
 
 
 def test_wrapping_again_gives_gradients_to_the_new_wrapper_once() -> None:

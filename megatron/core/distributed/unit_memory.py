@@ -1,0 +1,116 @@
+"""The memory of a unit on one rank: whole buffers, and the part of them that the rank owns.
+
+Whole weights are one flat tensor that parameters are views of. Where parameters are sharded its storage is given back
+and taken again around each use, the tensor staying the same object: what autograd saved of it is valid again as soon as
+the weights are back.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import Group, Pending, start_gather_rows
+from megatron.core.distributed.placements import Sharding
+from megatron.core.distributed.released import mark_present, mark_released
+from megatron.core.distributed.sinks import attach_sink
+from megatron.core.distributed.units import Slot, UnitPlan
+
+
+class Unit:
+    """A planned unit with its memory. Making one moves the parameters' values into its buffer."""
+
+    def __init__(self, plan: UnitPlan, shardings: Mapping[str, Sharding], shard_group: Group = None) -> None:
+        self.plan = plan
+        self.shardings = shardings
+        """Of this unit and of those of the other grid."""
+        self.sharding = shardings[plan.grid]
+        self.owned_range = self.sharding.owned_range(plan.numel)
+        """Elements whose sum of gradients, optimizer state and update are this rank's."""
+        self.pieces = plan.pieces(self.owned_range)
+        self.device = plan.slots[0].parameter.device
+        self.param_buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.device)
+        """[numel] in the model's type: whole weights, where the placement keeps them or while they are gathered."""
+        for slot in plan.slots:
+            view = slot.shaped(self.param_buffer.data)
+            view.copy_(slot.parameter.data)
+            slot.parameter.data = view
+        self.owned_weights = self._owned(self.param_buffer)
+        """[owned] in the model's type: what this rank updates."""
+        self._nbytes = self.param_buffer.untyped_storage().nbytes()
+        self._shard_group = shard_group
+        self._gather: Pending | None = None
+        if self.sharding.placement.shards_weights:
+            self.owned_weights = self.owned_weights.clone()
+            self.release()
+        self.grad_buffer = torch.empty(0, dtype=plan.main_dtype, device=self.device)
+        """[numel] of the main type: whole gradients, as this rank accumulates them."""
+        self.owned_gradients = self.grad_buffer
+        """[owned] of the main type: where their sum over data parallel ranks is found."""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        return self.plan.slots
+
+    def _owned(self, buffer: Tensor) -> Tensor:
+        return buffer[slice(*self.owned_range)]
+
+    # Weights ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """The whole weights have memory; where a gather is under way, not yet their values."""
+        return self.param_buffer.untyped_storage().nbytes() > 0
+
+    def start_gather(self) -> None:
+        """Begin to bring together what the ranks own into whole weights. Nothing to do where they are whole."""
+        if self._gather is not None or self.sharding.shards == 1:
+            return
+        if self.sharding.placement.shards_weights:
+            if self.is_whole:
+                return
+            self.param_buffer.untyped_storage().resize_(self._nbytes)
+        self._gather = start_gather_rows(self.owned_weights, self._shard_group, out=self.param_buffer)
+
+    def finish_gather(self) -> None:
+        """Wait for a gather that is under way; on CUDA, the kernels that come later do."""
+        if self._gather is None:
+            return
+        self._gather.wait()
+        self._gather = None
+        if self.sharding.placement.shards_weights:
+            for slot in self.slots:
+                mark_present(slot.parameter)
+
+    def release(self) -> None:
+        """Give the memory of the whole weights back, where parameters are sharded."""
+        if not self.sharding.placement.shards_weights or not self.is_whole:
+            return
+        self.finish_gather()  # nobody else may write into this memory while it runs
+        for slot in self.slots:
+            mark_released(slot.parameter)
+        self.param_buffer.untyped_storage().resize_(0)
+
+    def keep_owned(self) -> None:
+        """Take what the rank owns out of whole weights that were written from outside."""
+        if self.sharding.placement.shards_weights:
+            self.owned_weights.copy_(self._owned(self.param_buffer))
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def bind_gradients(
+        self,
+        buffer: Tensor,
+        owned: Tensor,
+        landed: Callable[[nn.Parameter], None],
+        opened: Callable[[], None] | None = None,
+    ) -> None:
+        """Collect gradients in `buffer` ([numel] of the main type), telling `landed` of every contribution; before it
+        is written, `opened`. What this rank owns of the sum will be in `owned`."""
+        assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.main_dtype
+        self.grad_buffer, self.owned_gradients = buffer, owned
+        for slot in self.slots:
+            attach_sink(slot.parameter, slot.shaped(buffer), landed, opened)
+
+    def __repr__(self) -> str:
+        return f"Unit({self.plan.name}, {self.plan.grid}, {self.plan.dtype}, {self.plan.numel} elements)"
