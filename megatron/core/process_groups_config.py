@@ -170,11 +170,28 @@ class ProcessGroupCollection:
             self._made[ranks] = create_group_among_members(ranks, self._timeout)
         return self._made[ranks]
 
+    def has_channel(self, source: int, destination: int) -> bool:
+        """`channel` was asked for these two before."""
+        return (source, destination) in self.__dict__.get("_channels", {})
+
+    def channel(self, source: int, destination: int) -> Group:
+        """For what the global rank `source` sends to `destination`, one of which is this rank: a group of the two.
+
+        A GPU's communicator does one thing after the other, so what goes the other way has a group of its own. Both
+        ranks ask at the same time, for several channels in the same order.
+        """
+        channels = self.__dict__.setdefault("_channels", {})
+        if (source, destination) not in channels:
+            ranks = tuple(sorted((source, destination)))
+            channels[source, destination] = create_group_among_members(ranks, self.__dict__.get("_timeout"))
+        return channels[source, destination]
+
     def close(self) -> None:
         """Give up the torch groups that were made, so that a process can build another collection."""
-        for group in self.__dict__.get("_made", {}).values():
-            dist.destroy_process_group(group)
-        self.__dict__.get("_made", {}).clear()
+        for made in (self.__dict__.get("_made", {}), self.__dict__.get("_channels", {})):
+            for group in made.values():
+                dist.destroy_process_group(group)
+            made.clear()
 
 
 _NAMES = frozenset((*ProcessGroupCollection.AXES, "embd", "pos_embd", "hcp"))

@@ -1,4 +1,4 @@
-"""Executes a list of actions for one rank. Knows micro-batches, losses and gradients; nothing about models."""
+"""Executes a list of actions for one rank. Knows micro-batches, stages, losses and gradients; nothing about models."""
 
 import contextlib
 import inspect
@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.exchange import Exchange
+from megatron.core.pipeline_parallel.losses import Losses
 from megatron.core.pipeline_parallel.orders import Action, Kind
+from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
@@ -23,101 +27,238 @@ class Task:
 
     forward_step_func: ForwardStep
     """(data_iterator, model) -> (output, loss_func); see `get_forward_backward_func`."""
-    data_iterator: Any
-    model: nn.Module
+    data_iterators: Sequence[Any]
+    """One for each chunk."""
+    chunks: Sequence[nn.Module]
+    """This rank's model chunks."""
     config: Any
     groups: ProcessGroupCollection
+    pipeline: Pipeline
     num_microbatches: int
+    exchange: Exchange | None = None
+    """None where one rank has all stages."""
     collect_non_loss_data: bool = False
-    before_micro_batch: Callable[[int], None] | None = None
-    """Called with the micro-batch's number before its forward: places it in the run, on every stage."""
+    before_micro_batch: Callable[..., None] | None = None
+    """Called with the micro-batch's number, and that of the chunk if it takes two, before its forward: places it in the
+    run, on every stage."""
+
+    def stage(self, chunk: int) -> int:
+        return self.pipeline.stage(self.groups.rank("pp"), chunk)
+
+    def neighbour(self, chunk: int, step: int) -> int | None:
+        """The chunk of this same rank that is the stage before (-1) or after (+1) a chunk; None: another rank's."""
+        stage = self.stage(chunk) + step
+        if not 0 <= stage < self.pipeline.num_stages:
+            return None
+        rank, neighbour = self.pipeline.place(stage)
+        return neighbour if rank == self.groups.rank("pp") else None
 
 
 @dataclass
+class _Forward:
+    """What backward needs of a micro-batch that went forward through a chunk."""
+
+    hidden_in: Tensor | None
+    """The stage's input, whose gradient goes to the stage before."""
+    hidden_out: GradientEdge | None = None
+    """Where the gradient of the stage's output enters: its numbers are not kept."""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    losses: list[Tensor] = field(default_factory=list)
+
+
+Place = tuple[int, int]
+"""A micro-batch and a chunk."""
+
+
 class Runner:
-    """Runs a list of actions over a task; results gather in `reports` and `num_tokens`."""
+    """Runs a list of actions over a task; results gather in `losses`."""
 
-    task: Task
-    reports: list[Any] = field(default_factory=list)
-    """What the loss function reports, one entry a micro-batch."""
-    num_tokens: Tensor | None = None
-    """Tokens of all micro-batches, as three-value loss functions count them: a scalar on the device."""
-
-    def __post_init__(self) -> None:
-        self._to_come: set[int] = set()
-        """Micro-batches whose backward is still to come."""
-        self._losses: dict[int, Tensor] = {}
-        self._held_back = contextlib.ExitStack()
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.losses = Losses(task.config, task.groups, task.num_microbatches, task.collect_non_loss_data)
+        self._to_come: set[Place] = set()
+        """Forwards whose backward is still to come."""
+        self._forwards: dict[Place, _Forward] = {}
+        self._hidden: dict[Place, Pending] = {}
+        """Inputs of stages, on their way or here."""
+        self._gradients: dict[Place, Pending] = {}
+        """Gradients of stages' outputs, on their way or here."""
+        self._outgoing: dict[tuple[Kind, int, int], Tensor] = {}
+        """What the next sends take, by their kind and place."""
+        self._held_back: list[contextlib.ExitStack] = []
+        self._before = _of_number_and_chunk(task.before_micro_batch)
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Execute the actions in order. No reduction of gradients starts before the SYNC action."""
-        self._to_come = {action.micro_batch for action in actions if action.kind is Kind.BACKWARD}
-        steps = {Kind.FORWARD: self._forward, Kind.BACKWARD: self._backward, Kind.SYNC: self._sync}
-        with self._held_back:
-            if any(action.kind is Kind.SYNC for action in actions):
-                self._held_back.enter_context(no_sync_of(self.task.model, self.task.config)())
+        """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
+        backward = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        self._to_come = {(action.micro_batch, action.chunk) for action in actions if action.kind in backward}
+        steps = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRADIENT: self._input_gradient,
+            Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            Kind.SEND_FORWARD: self._send_forward,
+            Kind.SEND_BACKWARD: self._send_backward,
+            Kind.RECEIVE_FORWARD: self._receive_forward,
+            Kind.RECEIVE_BACKWARD: self._receive_backward,
+            Kind.SYNC: self._sync,
+        }
+        self._held_back = [contextlib.ExitStack() for _ in self.task.chunks]
+        with contextlib.ExitStack() as whatever_happens:
+            for held in self._held_back:
+                whatever_happens.push(held)
+            if self._to_come:
+                for held, hold in zip(self._held_back, no_sync_of(self.task.chunks, self.task.config), strict=True):
+                    held.enter_context(hold())
             for action in actions:
-                steps[action.kind](action.micro_batch)
+                steps[action.kind](action)
+        if self.task.exchange is not None:
+            self.task.exchange.finish()
+        assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
+            "the list left something undone"
+        )
 
-    def _sync(self, micro_batch: int) -> None:
-        self._held_back.close()
+    def _sync(self, action: Action) -> None:
+        self._held_back[action.chunk].close()
 
-    def _forward(self, micro_batch: int) -> None:
-        task = self.task
-        if task.before_micro_batch is not None:
-            task.before_micro_batch(micro_batch)
-        output, loss_func = task.forward_step_func(task.data_iterator, task.model)
-        if loss_func is None:
-            self.reports.append(output)
-        elif task.collect_non_loss_data:
-            self.reports.append(loss_func(output, non_loss_data=True))
+    # Forward ---------------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        task, number, chunk = self.task, action.micro_batch, action.chunk
+        trains = (number, chunk) in self._to_come
+        model = task.chunks[chunk]
+        self._before(number, chunk)
+        hidden_in = None
+        if task.stage(chunk) > 0:
+            hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
+            set_input_of(model)(hidden_in)
+        output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
+        kept = _Forward(hidden_in)
+        if task.stage(chunk) == task.pipeline.num_stages - 1:
+            kept.losses.append(self.losses.take(output, loss_func))
         else:
-            output = self._loss(loss_func(output))
-        if micro_batch in self._to_come:
-            self._losses[micro_batch] = output
+            self._pass_on(output, kept, number, chunk)
+        if trains:
+            kept.losses += self.losses.auxiliary(method_of(model, "take_auxiliary_losses"))
+            self._forwards[number, chunk] = kept
 
-    def _loss(self, result: Sequence[Any]) -> Tensor:
-        """The part of the step's loss that this micro-batch is, from the two or three values of a loss function."""
-        task, parts = self.task, self.task.groups.size("cp")
-        if len(result) == 2:
-            loss, report = result
-            if task.config.calculate_per_token_loss:
+    def _pass_on(self, hidden: Tensor, kept: _Forward, number: int, chunk: int) -> None:
+        """The output of a stage that is not the last, to the next chunk of this rank or to be sent."""
+        kept.shape, kept.dtype = tuple(hidden.shape), hidden.dtype
+        if (number, chunk) in self._to_come:
+            if not hidden.requires_grad:
                 raise UserError(
-                    "--calculate-per-token-loss needs a loss function that returns three values (sum, number of "
-                    "tokens, report); this one returned two"
+                    f"the output of pipeline stage {self.task.stage(chunk)} depends on nothing that is trained"
                 )
-            # Gradients are averaged over context parallel ranks too, each of which has a part of the sequence.
-            loss = loss * parts / task.num_microbatches
+            kept.hidden_out = get_gradient_edge(hidden)
+        to = self.task.neighbour(chunk, +1)
+        if to is None:
+            self._outgoing[Kind.SEND_FORWARD, number, chunk] = hidden.detach()
         else:
-            loss, count, report = result
-            if not isinstance(count, Tensor):
-                count = torch.full((), count, device=loss.device)  # a kernel, not a copy that waits
-            self._count(count)
-            if not task.config.calculate_per_token_loss:
-                loss = loss * parts / self._of_whole_sequences(count).clamp(min=1) / task.num_microbatches
-        self.reports.append(report)
-        return loss
+            self._hidden[number, to] = Pending(hidden.detach(), None)
 
-    def _of_whole_sequences(self, count: Tensor) -> Tensor:
-        """Tokens of the micro-batch over all its context parallel parts."""
-        if self.task.groups.size("cp") == 1:
-            return count
-        return all_reduce(count.clone(), self.task.groups.cp)
+    # Backward --------------------------------------------------------------------------------------------------------
 
-    def _count(self, tokens: Tensor) -> None:
-        tokens = tokens.detach().reshape(())
-        self.num_tokens = tokens.clone() if self.num_tokens is None else self.num_tokens + tokens
+    def _backward(self, action: Action) -> None:
+        number, chunk = action.micro_batch, action.chunk
+        kept = self._forwards.pop((number, chunk))
+        scale = self.task.config.grad_scale_func or _unscaled
+        roots: list[Any] = [scale(loss) for loss in kept.losses]
+        gradients: list[Tensor | None] = [None] * len(roots)
+        if kept.hidden_out is not None:
+            roots.append(kept.hidden_out)
+            gradients.append(self._gradients.pop((number, chunk)).wait().to(kept.dtype))
+        torch.autograd.backward(roots, gradients)
+        if kept.hidden_in is not None:
+            gradient = kept.hidden_in.grad
+            if gradient is None:
+                raise UserError(f"pipeline stage {self.task.stage(chunk)} does not use its input")
+            to = self.task.neighbour(chunk, -1)
+            if to is None:
+                self._outgoing[Kind.SEND_BACKWARD, number, chunk] = gradient
+            else:
+                self._gradients[number, to] = Pending(gradient, None)
 
-    def _backward(self, micro_batch: int) -> None:
-        loss = self._losses.pop(micro_batch)
-        if self.task.config.grad_scale_func is not None:
-            loss = self.task.config.grad_scale_func(loss)
-        loss.backward()
+    def _input_gradient(self, action: Action) -> None:
+        put_off = method_of(self.task.chunks[action.chunk], "put_off_weight_gradients")
+        with contextlib.nullcontext() if put_off is None else put_off(action.micro_batch):
+            self._backward(action)
+
+    def _weight_gradient(self, action: Action) -> None:
+        compute = method_of(self.task.chunks[action.chunk], "compute_weight_gradients")
+        if compute is not None:
+            compute(action.micro_batch)
+
+    # The mail --------------------------------------------------------------------------------------------------------
+
+    def _send_forward(self, action: Action) -> None:
+        exchange, peer = self._line(action)
+        exchange.send_hidden(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
+
+    def _send_backward(self, action: Action) -> None:
+        exchange, peer = self._line(action)
+        exchange.send_gradient(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
+
+    def _receive_forward(self, action: Action) -> None:
+        exchange, peer = self._line(action)
+        self._hidden[action.micro_batch, action.chunk] = exchange.receive_hidden(peer)
+
+    def _receive_backward(self, action: Action) -> None:
+        exchange, peer = self._line(action)
+        place = action.micro_batch, action.chunk
+        self._gradients[place] = exchange.receive_gradient(self._forwards[place].shape, peer)
+
+    def _line(self, action: Action) -> tuple[Exchange, int]:
+        assert self.task.exchange is not None and action.peer is not None, action
+        return self.task.exchange, action.peer
 
 
-def no_sync_of(model: nn.Module, config: Any) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What holds reductions back: the config's hook, else the wrapper's own method, else nothing."""
-    return config.no_sync_func or getattr(model, "no_sync", None) or contextlib.nullcontext
+def _unscaled(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _of_number_and_chunk(function: Callable[..., None] | None) -> Callable[[int, int], None]:
+    """The function as one of (number, chunk); one that takes a single argument is given the number."""
+    if function is None:
+        return lambda number, chunk: None
+    one = function
+    try:
+        inspect.signature(function).bind(0, 0)
+    except (TypeError, ValueError):  # it takes one; it is written in C and does not say
+        return lambda number, chunk: one(number)
+    return function
+
+
+def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """What holds reductions back, for each chunk: the config's hook (or list of hooks), else the wrapper's own method,
+    else nothing. One hook for several chunks is entered once."""
+    given = config.no_sync_func
+    if given is None:
+        return [getattr(chunk, "no_sync", None) or contextlib.nullcontext for chunk in chunks]
+    if isinstance(given, list | tuple):
+        if len(given) != len(chunks):
+            raise UserError(f"config.no_sync_func has {len(given)} entries for {len(chunks)} model chunks")
+        return list(given)
+    return [given] + [contextlib.nullcontext] * (len(chunks) - 1)
+
+
+def method_of(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """A method of the model or of what it wraps; None where none has it."""
+    inner: Any = model
+    while inner is not None:
+        if hasattr(inner, name):
+            return getattr(inner, name)
+        inner = getattr(inner, "module", None)
+    return None
+
+
+def set_input_of(model: nn.Module) -> Callable[[Tensor], None]:
+    """The method by which a stage is given its input. Raises UserError where there is none."""
+    found = method_of(model, "set_input_tensor")
+    if found is None:
+        raise UserError(f"{type(model).__name__} is a pipeline stage and has no set_input_tensor(hidden states)")
+    return found
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

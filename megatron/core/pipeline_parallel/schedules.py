@@ -3,28 +3,32 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.orders import one_stage
+from megatron.core.pipeline_parallel.exchange import Exchange, wire_of
+from megatron.core.pipeline_parallel.orders import Schedule, actions_of, schedule_name
 from megatron.core.pipeline_parallel.runner import ForwardStep, Runner, Task, takes
+from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
-    """The function that runs a step's micro-batches for a pipeline of this size (default: the default groups')."""
-    stages = pp_size if pp_size is not None else default_collection().size("pp")
-    if stages > 1 or (vp_size or 1) > 1:
-        raise UserError(
-            f"not yet: a pipeline of {stages} stages with {vp_size or 1} chunks each; one stage runs so far"
-        )
-    return forward_backward_no_pipelining
+    """The function that runs a step's micro-batches for a pipeline of this size (default: the default groups').
+
+    All take the arguments of `forward_backward_no_pipelining`. Which order is run, config.pipeline_schedule says.
+    """
+    ranks = pp_size if pp_size is not None else default_collection().size("pp")
+    if (vp_size or 1) > 1:
+        return forward_backward_pipelining_with_interleaving
+    return forward_backward_pipelining_without_interleaving if ranks > 1 else forward_backward_no_pipelining
 
 
 def forward_backward_no_pipelining(
     *,
     forward_step_func: ForwardStep,
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any] | None] | None,
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
     seq_length: int | None = None,
@@ -37,9 +41,9 @@ def forward_backward_no_pipelining(
     force_all_reduce: bool | None = False,
     p2p_communicator: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
-    before_micro_batch: Callable[[int], None] | None = None,
+    before_micro_batch: Callable[..., None] | None = None,
 ) -> list[Any]:
-    """Forward and backward of all micro-batches of a step on one stage; returns what each reported.
+    """Forward and backward of all micro-batches of a step; returns what each reported.
 
     `forward_step_func(data_iterator, model)` returns (output, loss_func). loss_func(output) returns
 
@@ -51,20 +55,37 @@ def forward_backward_no_pipelining(
     A loss_func of None reports the output itself. Gradients are scaled by config.grad_scale_func, reduced with the last
     micro-batch only, and finished by config.finalize_model_grads_func([model], tokens or None), unless `forward_only`.
 
-    `before_micro_batch(number)` is called ahead of each micro-batch: where dropout and data learn their place in the
-    global batch. Shapes and the communicator matter to pipelines only. Nothing here waits for the device.
+    `before_micro_batch(number)`, or (number, chunk), is called ahead of each micro-batch: where dropout and data learn
+    their place in the global batch. Nothing here waits for the device.
+
+    In a pipeline `model` and `data_iterator` are lists, one entry for each model chunk of this rank (each draws all
+    micro-batches), or a single one. A stage that is not the first is given its input by `set_input_tensor`, and its
+    forward step is called as any other; loss functions and reports are the last stage's alone, other ranks return [].
+    What stages exchange has `seq_length` / (context and sequence parallel ranks) x `micro_batch_size` x hidden size
+    elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` may say otherwise.
     """
-    chunk = _only(model, "model")
-    config = config_of(chunk)
-    groups = pg_collection or getattr(chunk, "pg_collection", None) or default_collection()
-    iterator = _only(data_iterator, "data_iterator")
+    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    config = config_of(chunks[0])
+    groups = pg_collection or getattr(chunks[0], "pg_collection", None) or default_collection()
+    pipeline = pipeline_of_chunks(config, groups, len(chunks))
+    iterators = _one_a_chunk(data_iterator, len(chunks))
+    if p2p_communicator is not None:
+        raise UserError("p2p_communicator: stages exchange through pg_collection.pp; leave it out")
+    exchange = None
+    if pipeline.pipeline_size > 1:
+        if decoder_seq_length not in (None, seq_length):
+            raise UserError(f"not yet: decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}")
+        wire = wire_of(config, groups, device_of(chunks, groups), seq_length, micro_batch_size)
+        exchange = Exchange(groups, pipeline, wire.adjusted(adjust_tensor_shapes_fn))
     task = Task(
         forward_step_func,
-        iterator,
-        chunk,
+        iterators,
+        chunks,
         config,
         groups,
+        pipeline,
         num_microbatches,
+        exchange,
         collect_non_loss_data,
         before_micro_batch,
     )
@@ -72,17 +93,68 @@ def forward_backward_no_pipelining(
     timed = config.timers("forward-backward", log_level=1) if config.timers is not None else None
     if timed is not None:
         timed.start(barrier=config.barrier_with_L1_time)
-    runner.run(one_stage(num_microbatches, forward_only))
+    runner.run(actions_of(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
     if not forward_only and config.finalize_model_grads_func is not None:
-        _finalize(config, chunk, runner, pg_collection, force_all_reduce)
+        _finalize(config, chunks, runner, pg_collection, force_all_reduce)
     if timed is not None:
         timed.stop()
-    return runner.reports
+    return runner.losses.reports
+
+
+def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
+    """A pipeline with one model chunk a rank: see `forward_backward_no_pipelining`."""
+    return forward_backward_no_pipelining(**arguments)
+
+
+def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
+    """A pipeline with several model chunks a rank: see `forward_backward_no_pipelining`."""
+    return forward_backward_no_pipelining(**arguments)
+
+
+def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
+    """How the stages lie on the ranks of these groups, each of which has so many chunks."""
+    ranks = groups.size("pp")
+    if ranks == 1 and chunks == 1:
+        return Pipeline(1)
+    pipeline = pipeline_of(config)
+    if pipeline.pipeline_size != ranks:
+        raise UserError(
+            f"config.pipeline_model_parallel_size is {pipeline.pipeline_size}, the pipeline group has {ranks} ranks; "
+            "make them equal"
+        )
+    if pipeline.chunks != chunks:
+        raise UserError(f"model is a list of {chunks}, while the config says {pipeline.chunks} model chunks a rank")
+    return pipeline
+
+
+def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_only: bool = False) -> Schedule:
+    """The schedule that a config asks for."""
+    if pipeline.num_stages == 1:
+        return Schedule("1f1b", pipeline, num_microbatches, forward_only)
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    # A shape that is not known yet is waited for where the receive is posted: not earlier than needed.
+    overlaps = config.overlap_p2p_comm and not config.variable_seq_lengths
+    return Schedule(
+        schedule_name(config.pipeline_schedule, pipeline),
+        pipeline,
+        num_microbatches,
+        forward_only,
+        group if pipeline.chunks > 1 and not pipeline.v_shaped else None,
+        ahead=1 if overlaps else 0,
+    )
+
+
+def device_of(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> torch.device:
+    """Where hidden states live: with the chunks' parameters, or where the pipeline's group communicates."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            return parameter.device
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _finalize(
     config: Any,
-    chunk: nn.Module,
+    chunks: list[nn.Module],
     runner: Runner,
     pg_collection: ProcessGroupCollection | None,
     force_all_reduce: bool | None,
@@ -93,15 +165,24 @@ def _finalize(
         extra["pg_collection"] = pg_collection
     if force_all_reduce and takes(function, "force_all_reduce"):
         extra["force_all_reduce"] = force_all_reduce
-    function([chunk], runner.num_tokens if config.calculate_per_token_loss else None, **extra)
+    tokens: Tensor | None = None
+    if config.calculate_per_token_loss:
+        # Zero where the loss is not: their sum over the pipeline is the count, whichever rank has it.
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(chunks, runner.task.groups))
+        tokens = zero if runner.losses.num_tokens is None else runner.losses.num_tokens
+    function(chunks, tokens, **extra)
 
 
-def _only(value: Any, name: str) -> Any:
-    if not isinstance(value, list | tuple):
-        return value
-    if len(value) != 1:
-        raise UserError(f"{name} is a list of {len(value)}; without pipeline parallelism it has one entry")
-    return value[0]
+def _one_a_chunk(iterators: Any, chunks: int) -> list[Any]:
+    if not isinstance(iterators, list | tuple):
+        if iterators is not None and chunks > 1:
+            raise UserError(
+                f"data_iterator is one for {chunks} model chunks; each draws every micro-batch: give a list"
+            )
+        return [iterators] * chunks
+    if len(iterators) != chunks:
+        raise UserError(f"data_iterator is a list of {len(iterators)} for {chunks} model chunks; give one for each")
+    return list(iterators)
 
 
 def config_of(model: nn.Module) -> Any:

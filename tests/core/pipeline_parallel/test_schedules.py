@@ -34,6 +34,9 @@ def config(**settings: Any) -> SimpleNamespace:
         "finalize_model_grads_func": finalize_model_grads,
         "timers": None,
         "barrier_with_L1_time": False,
+        "pipeline_schedule": None,
+        "pipeline_model_parallel_layout": None,
+        "virtual_pipeline_model_parallel_size": None,
     }
     return SimpleNamespace(**(defaults | settings))
 
@@ -174,14 +177,12 @@ def test_finalising_gets_tokens_groups_and_force_where_it_takes_them() -> None:
 
 
 def test_what_cannot_be_run_is_refused() -> None:
-    with pytest.raises(UserError, match=r"not yet: a pipeline of 2 stages"):
-        get_forward_backward_func(pp_size=2)
     with pytest.raises(UserError, match=r"--calculate-per-token-loss needs a loss function that returns three values"):
         step(two_values, 2, {"calculate_per_token_loss": True})
-    with pytest.raises(UserError, match=r"model is a list of 2"):
-        get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=None, model=[SmallModel(), SmallModel()], num_microbatches=1
-        )
+    two = [SmallModel(), SmallModel()]
+    two[0].config = config(pipeline_model_parallel_size=1)
+    with pytest.raises(UserError, match=r"model is a list of 2, while the config says 1"):
+        get_forward_backward_func()(forward_step_func=forward_step, data_iterator=None, model=two, num_microbatches=1)
 
 
 def masked_means_over_context_parts() -> dict[str, Tensor]:
