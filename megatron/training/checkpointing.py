@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import Tolerance
 from megatron.core.dist_checkpointing.reading import Loaded, load
 from megatron.core.dist_checkpointing.writing import save
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.replicas import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
@@ -170,7 +171,10 @@ class Checkpoints:
     def weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
         """The weights that this rank holds, as checkpoint chunks over live memory."""
         for part in model:
-            yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
+            if isinstance(part, DistributedDataParallel):
+                yield from part.weight_chunks()
+            else:
+                yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
 
     def _place(self) -> str:
         return "[ t {}/{}, p {}/{} ]".format(

@@ -6,8 +6,6 @@ own, as its config says, when it is built (`megatron.core.transformer.recompute`
 alone has it too.
 """
 
-import dataclasses
-
 import torch
 from torch import nn
 
@@ -23,6 +21,4 @@ def parallelize(chunk: nn.Module, config: PretrainConfig, environment: Environme
     chunk = chunk.to(environment.device)
     if transformer.params_dtype is not torch.float32:
         chunk = Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk
-    # --use-distributed-optimizer is accepted with a printed reason: state is whole on every rank so far.
-    whole = dataclasses.replace(config.ddp, use_distributed_optimizer=False, overlap_param_gather=False)
-    return DistributedDataParallel(transformer, whole, chunk, pg_collection=environment.groups)
+    return DistributedDataParallel(transformer, config.ddp, chunk, pg_collection=environment.groups)
