@@ -1,0 +1,121 @@
+"""Sharded state dicts of modules: what one layout saves, any other loads, through `load_state_dict` as published."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import run_on_ranks
+from torch import Tensor
+
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parameters import Constant, canonical_index, info_of
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY = 37
+
+
+def build(seed: int = 5, tied: bool = True, groups: int = 4, **settings) -> GPTModel:
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=groups,
+        gated_linear_unit=True,
+        ffn_hidden_size=24,
+        seed=seed,
+        **settings,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        max_sequence_length=8,
+        pre_process=parallel_state.is_unitialized() or parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_unitialized() or parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=tied,
+        vocab_padding_multiple=8,
+    )
+    with torch.no_grad():  # norms and biases too are to have values of their own, which tell where they came from
+        for parameter in model.parameters():
+            info = info_of(parameter)
+            if isinstance(info.init, Constant):
+                index = canonical_index(info, 0, info.box.numel)
+                parameter.view(-1)[: info.box.numel] = torch.sin(seed + index.float())
+    return model
+
+
+def values(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def reload(folder: str, **settings) -> None:
+    """Into a model of other values, and nothing that is not there already in one of the same values."""
+    model, right = build(seed=6, **settings), values(build(**settings))
+    state = dist_checkpointing.load(model.sharded_state_dict(), folder, strict="raise_all")
+    model.load_state_dict(state)
+    found = values(model)
+    assert found.keys() == right.keys()
+    assert [name for name in found if not torch.equal(found[name], right[name])] == []
+    assert all(value.abs().sum() > 0 for value in found.values())
+
+
+def _save_and_load(folder: Path, settings: dict) -> None:
+    for sizes in LAYOUTS.values():
+        parallel_state.initialize_model_parallel(**sizes)
+        under = settings | sizes
+        dist_checkpointing.save(build(**under).sharded_state_dict(), str(folder / str(sizes)))
+        reload(str(folder / "one"), **under)
+        parallel_state.destroy_model_parallel()
+
+
+LAYOUTS = {
+    "two tensor parallel": {"tensor_model_parallel_size": 2},
+    "two stages": {"pipeline_model_parallel_size": 2},
+    "two copies": {},
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"tied": False, "groups": 1}], ids=["tied", "untied, one group"])
+def test_two_ranks_and_one(tmp_path, settings):
+    one = str(tmp_path / "one")
+    dist_checkpointing.save(build(**settings).sharded_state_dict(), one)
+    reload(one, **settings)
+    run_on_ranks(_save_and_load, 2, tmp_path, settings)
+    for sizes in LAYOUTS.values():
+        reload(str(tmp_path / str(sizes)), **settings)
+
+
+def test_names_shapes_and_prefixes():
+    model = build()
+    state = model.sharded_state_dict()
+    assert list(state) == list(model.state_dict())
+    gated = state["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert gated.key == "decoder.layers.1.mlp.linear_fc1.weight" and gated.global_shape == (2, 24, 16)
+    words = state["embedding.word_embeddings.weight"]
+    assert words.global_shape == (VOCABULARY, 16) and words.stored.shape == (40, 16)
+    prefixed = model.sharded_state_dict(prefix="model.")
+    assert {name: sharded.key for name, sharded in prefixed.items()} == {
+        f"model.{name}": f"model.{name}" for name in state
+    }
+    layer = model.decoder.layers[1]
+    assert {sharded.key for sharded in layer.sharded_state_dict("decoder.layers.1.").values()} == {
+        key for key in state if key.startswith("decoder.layers.1.")
+    }
+    with pytest.raises(UserError, match=r"sharded_offsets=\(\(0, 1, 2\),\)"):
+        layer.sharded_state_dict("decoder.layers.", ((0, 1, 2),))
+
+
+def test_lone_layers_and_half_precision(tmp_path):
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, bf16=True)
+    linear = ColumnParallelLinear(8, 6, config=config, init_method=config.init_method)
+    dist_checkpointing.save(linear.sharded_state_dict("mine."), str(tmp_path / "linear"))
+    twin = ColumnParallelLinear(8, 6, config=config, init_method=config.init_method)
+    dist_checkpointing.load(twin.sharded_state_dict("mine."), str(tmp_path / "linear"))
+    assert torch.equal(twin.weight, linear.weight) and twin.weight.dtype is torch.bfloat16
+    model = Float16Module(config, build())
+    assert list(model.sharded_state_dict()) == list(model.state_dict())
