@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_reduce
+from megatron.core.collectives import Group, all_reduce, broadcast, group_rank
+from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import default_collection
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.module import Float16Module
 from megatron.training.initialize import local_device
 
@@ -111,25 +112,59 @@ _FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def get_batch_on_this_tp_rank(
-    data_iterator: Iterator[Mapping[str, Any]], mtp_on_this_rank: bool = False
+    data_iterator: Iterator[Mapping[str, Any]] | None, mtp_on_this_rank: bool = False
 ) -> dict[str, Tensor | None]:
     """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
 
-    `attention_mask` is None where the data carries none, for a causal one; boundaries of documents
+    Tensor parallel ranks get what the first of them reads; the iterators of the others move on as well, where they have
+    any. `attention_mask` is None where the data carries none, for a causal one; boundaries of documents
     (--reset-attention-mask) become a mask.
     """
     if mtp_on_this_rank:
         raise UserError("get_batch_on_this_tp_rank(mtp_on_this_rank=True): not yet")
-    if default_collection().size("tp") > 1:
-        raise UserError("get_batch_on_this_tp_rank: not yet: tensor parallel ranks; use --tensor-model-parallel-size 1")
-    batch = next(data_iterator)
+    groups = default_collection()
+    batch = None if data_iterator is None else next(data_iterator)
+    found = dict.fromkeys(_FIELDS) if batch is None else _fields(batch)
+    if batch is None and groups.rank("tp") == 0:
+        raise UserError("get_batch_on_this_tp_rank: the first tensor parallel rank has no data_iterator to read from")
+    device = local_device()
+    if groups.size("tp") > 1:
+        return _from_first_rank(found, device, groups.tp)
+    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+
+
+def _fields(batch: Mapping[str, Any]) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {name: _field(batch, name) for name in _FIELDS}
     cu_seqlens = _field(batch, "cu_seqlens")
     if found["attention_mask"] is None and cu_seqlens is not None:
         assert found["tokens"] is not None
         found["attention_mask"] = _mask_of_documents(cu_seqlens, found["tokens"])
-    device = local_device()
-    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+    return found
+
+
+_TYPES = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool)
+_MOST_DIMS = 4
+
+
+def _from_first_rank(found: dict[str, Tensor | None], device: torch.device, group: Group) -> dict[str, Tensor | None]:
+    """The tensors of the first rank of a group on all of its ranks. Types and shapes go ahead of them, on the host, so
+    that nothing waits for the device."""
+    header = torch.zeros(len(found), 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
+    if group_rank(group) == 0:
+        for row, value in zip(header, found.values(), strict=True):
+            if value is not None:
+                row[0], row[1] = 1 + _TYPES.index(value.dtype), value.dim()
+                row[2 : 2 + value.dim()] = torch.tensor(value.shape)
+    result: dict[str, Tensor | None] = {}
+    for (name, value), (kind, dims, *sizes) in zip(found.items(), broadcast(header, group).tolist(), strict=True):
+        if kind == 0:
+            result[name] = None
+        elif group_rank(group) == 0:
+            assert value is not None
+            result[name] = broadcast(value.to(device, non_blocking=True).contiguous(), group)
+        else:
+            result[name] = broadcast(torch.empty(sizes[:dims], dtype=_TYPES[kind - 1], device=device), group)
+    return result
 
 
 def _field(batch: Mapping[str, Any], name: str) -> Tensor | None:
@@ -147,11 +182,22 @@ def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
     return later | (document[:, None, :, None] != document[:, None, None, :])
 
 
+_NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
+
+
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-    """This rank's part of the sequences of a batch: all of them without context parallelism."""
-    size = default_collection().size("cp") if cp_group is None else dist.get_world_size(cp_group)
-    if size > 1:
-        raise UserError(f"get_batch_on_this_cp_rank: not yet: {size} context parallel ranks; use 1")
+    """This context parallel rank's part of the sequences of a batch, tensors [b, s, ...] of whole rows; in place.
+
+    The rows are cut in zig-zag into 2 * ranks chunks. Of `attention_mask` [.., .., s, s] the rows of its queries stay;
+    boundaries of documents are those of whole rows. Raises UserError where the rows do not divide.
+    """
+    groups = default_collection()
+    part = sequence_part(groups if cp_group is None else ProcessGroupCollection(cp=cp_group))
+    if part is None:
+        return batch
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and name not in _NOT_ROWS:
+            batch[name] = cut_rows(value, part, 2 if name == "attention_mask" else 1)
     return batch
 
 

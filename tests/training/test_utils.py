@@ -78,6 +78,33 @@ def test_norm_of_weights():
     assert utils.calc_params_l2_norm([wrapped]) == pytest.approx(expected, rel=1e-12)
 
 
+def parts_on_rank() -> dict[str, Tensor | None]:
+    """TP 2 x CP 2; what the second tensor parallel rank reads is not what it gets, and that of the last has nothing."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
+    rank = torch.distributed.get_rank()
+    fields = {"tokens": DATA[:, :4] + rank % 2, "labels": DATA[:, 2:] + rank % 2, "loss_mask": torch.ones(3, 4) / 3}
+    batch = {
+        **fields,
+        "position_ids": torch.arange(4).expand(3, 4),
+        "attention_mask": torch.eye(4)[None, None] > rank % 2,
+    }
+    data = None if rank == 3 else iter([batch])
+    found = utils.get_batch_on_this_cp_rank({**utils.get_batch_on_this_tp_rank(data), "cu_seqlens": torch.arange(5)})
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_parts_of_a_batch_on_ranks():
+    for rank, found in enumerate(run_on_ranks(parts_on_rank, 4)):
+        held = [0, 3] if rank < 2 else [1, 2]
+        assert torch.equal(found["tokens"], DATA[:, :4][:, held])
+        assert torch.equal(found["labels"], DATA[:, 2:][:, held])
+        assert torch.equal(found["loss_mask"], torch.ones(3, 2) / 3)
+        assert found["position_ids"].tolist() == [held] * 3
+        assert torch.equal(found["attention_mask"], (torch.eye(4) > 0)[None, None, held])
+        assert found["cu_seqlens"].tolist() == [0, 1, 2, 3, 4]
+
+
 def on_ranks() -> tuple[list[float], bool]:
     parallel_state.initialize_model_parallel()
     rank = torch.distributed.get_rank()

@@ -56,7 +56,7 @@ class Batch:
         assert self.cu_seqlens is None or len(self.tokens) == 1, (
             "rows of documents are cut when they are laid end to end"
         )
-        rows = {name: cut_rows(getattr(self, name), part, 1) for name in _ROWS}
+        rows: dict[str, Any] = {name: cut_rows(getattr(self, name), part, 1) for name in _ROWS}
         mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
         return dataclasses.replace(self, **rows, attention_mask=mask)
 
