@@ -1,5 +1,6 @@
 """The stack of layers of one pipeline stage."""
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
 from megatron.core.collectives import group_size
+from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -119,10 +121,10 @@ class TransformerBlock(MegatronModule):
         device: torch.device,
     ) -> LayerInputs:
         """What the layers need, where no model made it."""
-        tokens = Tokens(seq_length, batch_size)
+        tokens = Tokens(seq_length, batch_size, sequence_part(self.pg_collection))
         if packed_seq_params is not None:
             cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            tokens = Tokens(seq_length, batch_size, cu_seqlens=cu_seqlens, max_seqlen=longest)
+            tokens = dataclasses.replace(tokens, cu_seqlens=cu_seqlens, max_seqlen=longest)
         dropout = None
         if self.training and drops(self.config):
             dropout = dropout_tokens(tokens, device, choose_backend(self.config).keep_rows)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, refuse
+from megatron.core.context_parallel.comm_types import comm_type_problems
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
 from megatron.core.pipeline_parallel.stages import pipeline_of, stage_problems
@@ -96,6 +97,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         yield from _head_problems(config)
         yield from _split_problems(config)
     yield from stage_problems(config)
+    yield from comm_type_problems(config)
     yield from _recompute_problems(config)
 
 

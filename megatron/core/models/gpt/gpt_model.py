@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.core.backends import choose_backend
 from megatron.core.collectives import group_size
+from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -250,7 +251,7 @@ class GPTModel(MegatronModule):
                 assert hidden is not None, "a stage needs input_ids, decoder_input, or tokens and set_input_tensor"
                 s, b = hidden.shape[:2]
                 s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
-            tokens = Tokens(s, b)
+            tokens = Tokens(s, b, sequence_part(self.pg_collection))
         if packed is not None:
             tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
         if position_ids is not None:
