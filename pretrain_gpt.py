@@ -42,6 +42,8 @@ def build_model(context: Context, stage: Stage) -> GPTModel:
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
         pg_collection=context.environment.groups,
+        vp_stage=stage.virtual,
+        vp_stage=stage.virtual,
     )
 
 

@@ -23,6 +23,7 @@ from megatron.core.rank_grid import (
     first_and_last,
     first_only,
     hierarchical_groups,
+    ranks_text,
 )
 
 Groups = dict[str, list[tuple[int, ...]]]
@@ -115,17 +116,6 @@ def rank_lines(grid: RankGrid, groups: Groups, rank: int) -> Iterator[str]:
         for ranks in same:
             if rank in ranks:
                 yield f"  {name:<16} {ranks_text(ranks)}"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in a few words: `0 to 7`, `0 to 120 by 8`, or a list."""
-    if len(ranks) > 3:
-        step = ranks[1] - ranks[0]
-        if tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
-            return f"{ranks[0]} to {ranks[-1]}" + (f" by {step}" if step > 1 else "")
-    if len(ranks) > 16:
-        return f"{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}"
-    return ", ".join(map(str, ranks))
 
 
 if __name__ == "__main__":

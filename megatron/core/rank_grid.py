@@ -227,6 +227,17 @@ class RankGrid:
         )
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks in a few words: `0 to 7`, `0 to 120 by 8`, or a list."""
+    if len(ranks) > 3:
+        step = ranks[1] - ranks[0]
+        if tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
+            return f"{ranks[0]} to {ranks[-1]}" + (f" by {step}" if step > 1 else "")
+    if len(ranks) > 16:
+        return f"{', '.join(map(str, ranks[:8]))}, ... {ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
 def nearest_divisors(number: int, near: int) -> list[int]:
     """The divisors of `number` next below and next above `near`, which is none itself."""
     known = divisors(number)

@@ -16,7 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.training.arguments import config_of_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dry_run import print_dry_run
+from megatron.training.dry_run_report import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.initialize import process_environment

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.rank_grid import DEFAULT_ORDER, GROUP_AXES, RankGrid, hierarchical_groups
+from megatron.core.rank_grid import DEFAULT_ORDER, GROUP_AXES, RankGrid, hierarchical_groups, ranks_text
 
 
 def published_dense(tp: int, cp: int, dp: int, pp: int) -> dict[int, dict[str, int]]:
@@ -121,3 +121,12 @@ def test_instances_of_the_optimizers_state() -> None:
         RankGrid(16, tensor=2, context=2, optimizer_instances=3)
     with pytest.raises(UserError, match=r"4 instances .* do not divide the 2 data parallel ranks of an expert; 2"):
         RankGrid(16, tensor=2, expert=8, expert_tensor=1, optimizer_instances=4)
+
+
+def test_ranks_in_words() -> None:
+    assert (
+        ranks_text((4,)) == "4"
+        and ranks_text((0, 1, 2, 3)) == "0 to 3"
+        and ranks_text((1, 9, 17, 25)) == "1 to 25 by 8"
+    )
+    assert ranks_text((0, 1, 4, 5)) == "0, 1, 4, 5"

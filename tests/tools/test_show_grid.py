@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.rank_grid import RankGrid
-from tools.show_grid import all_groups, communicators, communicators_of_ranks, main, ranks_text
+from tools.show_grid import all_groups, communicators, communicators_of_ranks, main
 
 SIXTEEN_THOUSAND = [
     "--world-size", "16384", "--tensor-model-parallel-size", "8", "--context-parallel-size", "2",
@@ -54,12 +54,3 @@ def test_one_rank_and_sizes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) 
     assert main(["--world-size", "8", "--tensor-model-parallel-size", "3"]) == 2
     assert "does not divide the 8 ranks" in capsys.readouterr().err
     assert main(["--world-size", "8", "--rank", "8"]) == 2
-
-
-def test_ranks_in_words() -> None:
-    assert (
-        ranks_text((4,)) == "4"
-        and ranks_text((0, 1, 2, 3)) == "0 to 3"
-        and ranks_text((1, 9, 17, 25)) == "1 to 25 by 8"
-    )
-    assert ranks_text((0, 1, 4, 5)) == "0, 1, 4, 5"

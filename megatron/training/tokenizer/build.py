@@ -52,10 +52,32 @@ def _build(config: TokenizerConfig) -> Tokenizer:
     raise AssertionError(f"{config.family} passed the checks and is not built")
 
 
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int) -> int:
+class PaddedSize(int):
+    """A vocabulary that was rounded up, and what from.
+
+    To scripts it is the number that they know as `args.padded_vocab_size`. A model that is given it still knows which
+    entries are padding and keeps them out of its softmax, whose value would else depend on the tensor parallel size.
+    """
+
+    unpadded: int
+    """Entries of the vocabulary itself."""
+
+    def __new__(cls, padded: int, unpadded: int) -> "PaddedSize":
+        assert 0 < unpadded <= padded
+        size = super().__new__(cls, padded)
+        size.unpadded = unpadded
+        return size
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # what a copy is made from
+        return int(self), self.unpadded
+
+
+def padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
+) -> PaddedSize:
     """The vocabulary rounded up, so that every tensor parallel rank holds the same number of entries."""
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
+    return PaddedSize(-(-vocab_size // multiple) * multiple, vocab_size)
 
 
 def padding_line(vocab_size: int, padded: int) -> str:

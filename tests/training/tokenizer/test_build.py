@@ -1,5 +1,8 @@
 """megatron/training/tokenizer/build.py: flags to tokenizer; every mistake is named before a file is read."""
 
+import copy
+import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,14 @@ def test_mistakes(config, says):
     with pytest.raises(UserError) as error:
         build_tokenizer(TokenizerConfig(**config))
     assert says in str(error.value)
+
+
+def test_a_padded_size_is_a_number_that_knows_what_from():
+    size = padded_vocab_size(50257, 128, 2)
+    assert size == 50432 and size.unpadded == 50257 and f"{size:,}" == "50,432" and json.dumps(size) == "50432"
+    for twin in (copy.deepcopy(size), pickle.loads(pickle.dumps(size))):
+        assert (twin, twin.unpadded) == (50432, 50257)
+    assert type(size + 0) is int  # a number that was computed from it is no vocabulary
 
 
 def test_padding():

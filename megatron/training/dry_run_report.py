@@ -1,0 +1,217 @@
+"""What --dry-run prints."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import ParameterInfo
+from megatron.core.pipeline_parallel.stages import StagePart, stage_map
+from megatron.core.rank_grid import RankGrid, ranks_text
+from megatron.training.arguments import exit_with_problems
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.dry_run import DryRun, dry_run, tokens_to_train_on
+from megatron.training.holdings import Holding
+from megatron.training.pieces import Pieces
+from megatron.training.print_config import config_lines
+
+
+def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
+    """Print what is to be said about the flags, the settings with --print-config, and what the run would be.
+
+    Where the run could not be made, prints why to stderr and exits with code 2.
+    """
+    try:
+        run = dry_run(config, pieces)
+    except UserError as error:
+        exit_with_problems(error)
+    print(*config.notes, *(config_lines(config) if config.training.print_config else ()), sep="\n")
+    print(*report_lines(config, run), sep="\n", flush=True)
+
+
+def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
+    """The dry run for people."""
+    yield from _run_lines(config, run)
+    if config.world_size > 1:
+        yield ""
+        yield from _rank_lines(run.ranks)
+        yield ""
+        yield from _map_lines(config, run.ranks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
+    transformer, training, grid = config.transformer, config.training, config.grid
+    yield (
+        f"model       {transformer.num_layers} layers, hidden size {transformer.hidden_size}, "
+        f"{transformer.num_attention_heads} heads, {config.data.seq_length} tokens a sample"
+    )
+    yield f"parameters  {run.parameters:,}; vocabulary {run.vocab_size:,}, stored as {run.padded_vocab_size:,}"
+    yield (
+        f"ranks       {config.world_size} = tensor {grid.tensor} x pipeline {grid.pipeline} x context {grid.context} "
+        f"x data {grid.data}"
+    )
+    yield (
+        f"a step      {training.global_batch_size:,} samples = {run.tokens_per_step:,} tokens, "
+        f"{run.microbatches_per_step} micro-batches of {training.micro_batch_size} on each rank, "
+        f"{run.flops_per_step / 1e12:,.4g} TFLOP"
+    )
+    total = tokens_to_train_on(config)
+    yield "training    " + (f"{training.train_iters:,} steps, {total:,} tokens" if total else "of no length yet")
+    if config.data.mock_data:
+        yield "data        made up"
+    for passes in run.data:
+        epochs = "" if passes.epochs is None else f"{passes.epochs:.3g} epochs over "
+        yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
+    memory = run.memory
+    passing = f", {size_text(memory.passing)} of gathered units at most" if memory.passing else ""
+    where = "on each rank" if len({holding.memory for holding in run.ranks}) == 1 else "on the ranks that need most"
+    yield (
+        f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{passing}; activations come on top"
+    )
+
+
+def size_text(count: int) -> str:
+    """Bytes, exactly and in a unit that can be read."""
+    short = short_size(count)
+    return short if short.endswith("bytes") else f"{short} ({count:,} bytes)"
+
+
+def short_size(count: int) -> str:
+    """Bytes in a unit that can be read."""
+    value, unit = float(count), "bytes"
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{count:,} bytes" if unit == "bytes" else f"{value:.2f} {unit}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def _rank_lines(ranks: Sequence[Holding]) -> Iterator[str]:
+    """A line for each rank."""
+    parts = len({id(holding.part) for holding in ranks})
+    yield (
+        f"what each rank holds, in bytes ({parts} parts of the model were built, on no device: ranks that differ in "
+        "their data or context parallel place hold the same part)"
+    )
+    passing = any(holding.memory.passing for holding in ranks)
+    titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
+    titles += ["in passing"] * passing + ["total", "layers"]
+    rows = []
+    for holding in ranks:
+        memory = holding.memory
+        numbers = [holding.rank, *(holding.place[axis] for axis in ("tp", "pp", "cp", "dp")), holding.part.parameters]
+        numbers += [memory.weights, memory.gradients, memory.optimizer]
+        numbers += [memory.passing] * passing + [memory.total]
+        rows.append([*(f"{number:,}" for number in numbers), part_text(holding.part.stages)])
+    yield from _table([titles, *rows], last_left=True)
+
+
+def part_text(stages: Sequence[StagePart]) -> str:
+    """What stands on the stages of a rank: `embedding, layers 1 to 4; layers 17 to 20`."""
+    return "; ".join(map(stage_text, stages))
+
+
+def stage_text(stage: StagePart) -> str:
+    """What stands on a stage."""
+    held = ["embedding"] if stage.embedding else []
+    if len(stage.layers) > 1:
+        held.append(f"layers {stage.layers.start} to {stage.layers[-1]}")
+    elif stage.layers:
+        held.append(f"layer {stage.layers.start}")
+    return ", ".join([*held, *(["head and loss"] if stage.loss else [])]) or "nothing"
+
+
+def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        if last_left:
+            cells[-1] = row[-1]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who holds what
+
+
+def _map_lines(config: PretrainConfig, ranks: Sequence[Holding]) -> Iterator[str]:
+    stages, grid = stage_map(config.transformer), config.grid
+    yield "who holds what"
+    for part in stages.parts:
+        pipeline_rank, chunk = stages.place(part.stage)
+        yield f"  stage {part.stage} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(part)}"
+    yield from _ranks_of_parts(grid)
+    yield from _split_lines(ranks)
+    yield from _copy_lines(ranks)
+    yield from _sharding_lines(grid, ranks)
+
+
+def _ranks_of_parts(grid: RankGrid) -> Iterator[str]:
+    """A row for each pipeline rank, a column for each tensor parallel rank: the ranks that hold the same part."""
+    cells: dict[tuple[int, int], list[int]] = {}
+    for rank in range(grid.world_size):
+        place = grid.coordinates(rank)
+        cells.setdefault((place["pp"], place["tp"]), []).append(rank)
+    rows = [["ranks", *(f"tp {tensor}" for tensor in range(grid.tensor))]]
+    for stage in range(grid.pipeline):
+        rows.append([f"pp {stage}", *(ranks_text(cells[stage, tensor]) for tensor in range(grid.tensor))])
+    yield from _table(rows)
+
+
+def _split_lines(ranks: Sequence[Holding]) -> Iterator[str]:
+    """Which parameters tensor parallel ranks share out, and which each has whole; layers are alike and said once."""
+    split: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    for info in _all_infos(ranks).values():
+        name = re.sub(r"\.\d+\.", ".*.", info.name)
+        (split if info.sharded_axes & {"tp", "etp"} else whole)[name] = " x ".join(map(str, info.global_shape))
+    if not split:
+        return
+    for title, found in (("tensor parallel ranks have a part each of", split), ("and all of", whole)):
+        yield f"  {title}:"
+        yield from (f"    {name}  {shape}" for name, shape in found.items())
+
+
+def _copy_lines(ranks: Sequence[Holding]) -> Iterator[str]:
+    """Weights of which two pipeline stages have a copy."""
+    for name, info in _all_infos(ranks).items():
+        if info.tied:
+            holders = sorted({h.place["pp"] for h in ranks if any(i.name == name for i in h.part.infos)})
+            yield f"  copies of one weight, whose gradients are summed: {name} on pipeline ranks {ranks_text(holders)}"
+
+
+def _all_infos(ranks: Sequence[Holding]) -> Mapping[str, ParameterInfo]:
+    """A descriptor of each tensor of the model, by canonical name."""
+    found: dict[str, ParameterInfo] = {}
+    for part in {id(holding.part): holding.part for holding in ranks}.values():
+        for info in part.infos:
+            found.setdefault(info.name, info)
+    return found
+
+
+_SHARED_OUT = {
+    "optim": "the optimizer's state",
+    "optim_grads": "the optimizer's state and gradients",
+    "optim_grads_params": "the optimizer's state, gradients and weights",
+}
+
+
+def _sharding_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
+    """What data parallel ranks share out."""
+    sharding = ranks[0].part.shardings["dense"]
+    if sharding.shards == 1:
+        return
+    group = ranks_text(grid.named_group(sharding.shard_group, 0))
+    instances = f", as do {sharding.instances - 1} other instances of it" if sharding.instances > 1 else ""
+    yield (
+        f"  data parallel ranks share out {_SHARED_OUT[sharding.placement.value]} of each layer, the embedding and the "
+        f"head in {sharding.shards} equal parts, such as ranks {group}{instances}"
+    )

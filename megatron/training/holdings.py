@@ -1,0 +1,172 @@
+"""What each rank of a run holds: layers, parameters, bytes, from a build of its part of the model on the meta device.
+
+A rank's chunks are built by the same piece that builds them in earnest, among the groups that the rank would be in, and
+their units are planned and shared out by the functions that a run uses; there is no second formula. Ranks that differ
+in their place in the data parallel groups (context parallel ranks are in those too) hold the same part of the model by
+definition: it is built once for all of them.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed.placements import Sharding, shardings
+from megatron.core.distributed.units import UnitPlan, plan_units
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.parameters import Box, ParameterInfo
+from megatron.core.pipeline_parallel.stages import StagePart, pipeline_of, stage_map
+from megatron.training import global_vars
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import Environment, default_groups, groups_of_rank
+from megatron.training.pieces import Context, Pieces, stages_of_rank
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.base import Tokenizer
+
+_DATA_AXES = ("dp", "cp", "edp")
+"""Along these, ranks hold the same part of the model."""
+
+
+@dataclass(frozen=True)
+class MemoryOfRank:
+    """Bytes on a rank, activations aside."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    passing: int = 0
+    """What comes and goes within a step, at its most: whole weights and gradients of units that are shared out."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.passing
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the model, as a rank builds it: its chunks, and the units of each."""
+
+    stages: tuple[StagePart, ...]
+    plans: tuple[tuple[UnitPlan, ...], ...]
+    shardings: Mapping[str, Sharding]
+
+    @property
+    def infos(self) -> list[ParameterInfo]:
+        """Descriptors of its parameters."""
+        return [slot.info for plans in self.plans for plan in plans for slot in plan.slots]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its parameters, without padding."""
+        return sum(info.box.numel for info in self.infos)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds."""
+
+    rank: int
+    place: Mapping[str, int]
+    """Its coordinates along every axis."""
+    part: Part
+    memory: MemoryOfRank
+
+
+def holdings(config: PretrainConfig, pieces: Pieces, tokenizer: Tokenizer, padded_vocab: int) -> list[Holding]:
+    """What every rank holds, in the order of ranks. Raises UserError where a part of the model cannot be built."""
+    moments = len(build_update_rule(config.optimizer).moments)
+    built: dict[tuple[tuple[str, int], ...], tuple[Part, MemoryOfRank]] = {}
+    found = []
+    for rank in range(config.world_size):
+        place = config.grid.coordinates(rank)
+        key = tuple(item for item in place.items() if item[0] not in _DATA_AXES)
+        if key not in built:
+            part = build_part(config, pieces, tokenizer, padded_vocab, rank)
+            built[key] = part, memory_of(part, moments, config)
+        found.append(Holding(rank, place, *built[key]))
+    check_complete(holding.part for holding in found)
+    return found
+
+
+def build_part(config: PretrainConfig, pieces: Pieces, tokenizer: Tokenizer, padded_vocab: int, rank: int) -> Part:
+    """Build a rank's chunks on the meta device and plan their units."""
+    groups = groups_of_rank(config, rank)
+    loss_stage = pipeline_of(config.transformer).loss_rank
+    environment = Environment(rank, config.world_size, torch.device("meta"), groups, loss_stage)
+    context = Context(config, environment, tokenizer, TrainState())
+    shared = shardings(config.ddp, groups)
+    shards = {grid: sharding.shards for grid, sharding in shared.items()}
+    stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
+    global_vars.publish(context, padded_vocab_size=padded_vocab)  # which published providers ask
+    try:
+        with torch.device("meta"), default_groups(groups):
+            chunks = [pieces.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
+    finally:
+        global_vars.forget()
+    return Part(
+        tuple(stages.part(pipeline_rank, number) for number in range(stages.chunks)),
+        tuple(tuple(plan_units(chunk, shards)) for chunk in chunks),
+        shared,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def memory_of(part: Part, moments: int, config: PretrainConfig) -> MemoryOfRank:
+    """What flat buffers of a part's units take, with an optimizer that keeps so many moments."""
+    weights = gradients = optimizer = 0
+    for plan in (plan for plans in part.plans for plan in plans):
+        sharding = part.shardings[plan.grid]
+        owned, placement = plan.numel // sharding.shards, sharding.placement
+        weights += plan.dtype.itemsize * (owned if placement.shards_weights else plan.numel)
+        gradients += plan.main_dtype.itemsize * (owned if placement.shards_gradients else plan.numel)
+        optimizer += plan.main_dtype.itemsize * owned * (moments + plan.needs_main_weights)
+    return MemoryOfRank(weights, gradients, optimizer, _passing(part, config))
+
+
+def _passing(part: Part, config: PretrainConfig) -> int:
+    """The most that is whole at once of what is shared out. Weights: of the unit in use and of the next, which is
+    gathered meanwhile. Gradients: of the unit that backward fills and of the one before it, which is being reduced; of
+    all units where weight gradients are put off, because they stay open from a unit's first product to its last."""
+    most = 0
+    put_off = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
+    for plans in part.plans:
+        weights = [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
+        gradients = [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].placement.shards_gradients for p in plans]
+        of_gradients = sum(gradients) if put_off else _largest_pair(gradients)
+        most = max(most, _largest_pair(weights) + of_gradients)
+    return most
+
+
+def _largest_pair(sizes: Sequence[int]) -> int:
+    """The largest sum of two neighbours."""
+    return max((a + b for a, b in itertools.pairwise([*sizes, 0])), default=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+def parameters_of_model(parts: Iterable[Part]) -> int:
+    """Elements of the whole model, without what pads the vocabulary: each tensor once, however many ranks hold it."""
+    return sum(math.prod(shape) for shape in {info.name: info.global_shape for p in parts for info in p.infos}.values())
+
+
+def check_complete(parts: Iterable[Part]) -> None:
+    """Every element of every tensor is held by some rank. Raises UserError otherwise, which a model of the user's own
+    can bring about."""
+    boxes: dict[str, tuple[tuple[int, ...], set[Box]]] = {}
+    for part in {id(part): part for part in parts}.values():
+        for info in part.infos:
+            boxes.setdefault(info.name, (info.global_shape, set()))[1].add(info.box)
+    for name, (shape, held) in boxes.items():
+        count = sum(box.numel for box in held)
+        if count != math.prod(shape):
+            raise UserError(
+                f"the ranks hold {count:,} elements of {name}, which has {math.prod(shape):,} (shape {list(shape)})"
+            )
