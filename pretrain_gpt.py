@@ -43,7 +43,6 @@ def build_model(context: Context, stage: Stage) -> GPTModel:
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
         pg_collection=context.environment.groups,
         vp_stage=stage.virtual,
-        vp_stage=stage.virtual,
     )
 
 
