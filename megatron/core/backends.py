@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention import AttentionVariant
+from megatron.core.ops.attention_blocks import merge_block
 from megatron.core.ops.attention_kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
@@ -48,6 +49,7 @@ class Backend:
     apply_rope: Callable[..., Tensor] = apply_rope
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
+    merge_block: Callable[..., None] = merge_block
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)

@@ -1,6 +1,7 @@
 """Attention of rows that are split over context parallel ranks, in the way that a layer's `cp_comm_type` names."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,10 @@ class ContextAttention:
         heads: int,
         plan: AttentionPlan,
         blocks: BlockPlan,
+        merge: Callable[..., None],
     ) -> None:
-        self.comm_type, self.groups, self.variant, self.plan, self.blocks = comm_type, groups, variant, plan, blocks
+        self.comm_type, self.groups, self.variant = comm_type, groups, variant
+        self.plan, self.blocks, self.merge = plan, blocks, merge
         self.part = SequencePart(groups.rank("cp"), groups.size("cp"))
         self.neighbours = _neighbours(comm_type, groups)
         if heads % self.neighbours:
@@ -144,7 +147,9 @@ class ContextAttention:
         exchange = split(rows.part, self._row_group(), len(query) // 2, self.variant.reach, join)
         kernel = self.blocks.choices[situation].kernel
         places = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
-        return exchanged_attention(query, key, value, call.sink, Job(exchange, kernel, self.variant, places))
+        return exchanged_attention(
+            query, key, value, call.sink, Job(exchange, kernel, self.merge, self.variant, places)
+        )
 
     def _row_group(self) -> Group:
         return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self.groups.cp

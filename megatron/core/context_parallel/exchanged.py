@@ -1,6 +1,6 @@
 """Attention of this rank's queries to the keys of all ranks, which an exchange brings."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class Job:
 
     exchange: Exchange
     kernel: BlockKernel
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    """`ops.attention_blocks.merge_block`, or a faster one."""
     variant: AttentionVariant
     call: BlockCall
 
@@ -49,7 +51,7 @@ class _Exchanged(torch.autograd.Function):
                 output, lse = job.kernel.forward(
                     query[rows], key_rows[tile.keys], value_rows[tile.keys], tile.place, job.variant, job.call
                 )
-                job.kernel.merge(total[rows], total_lse[..., rows], output, lse)
+                job.merge(total[rows], total_lse[..., rows], output, lse)
         if sink is not None:
             with_sink = torch.logaddexp(total_lse, sink.to(wide)[None, :, None])
             total *= _by_query(torch.exp(total_lse - with_sink))

@@ -1,5 +1,6 @@
 """The implementations of attention, and what each declares that it can do."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from megatron.core.ops.attention_blocks import (
     BlockPlace,
     block_attention,
     block_attention_backward,
-    merge_block,
 )
+from megatron.core.ops.attention_blocks_cuda import fused_block_attention, fused_block_attention_backward
 from megatron.core.ops.attention_sdpa import (
     sdpa_attention,
     sdpa_attention_cuda,
@@ -64,22 +65,34 @@ class BlockKernel:
     """As `block_attention`."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """As `block_attention_backward`."""
-    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
-    """As `merge_block`."""
     serves: Callable[[Situation], bool]
     refusal: Callable[[AttentionVariant, Situation], Refusal]
 
 
 def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return _dropout_refusal(variant, situation) or ("it has no softmax sink" if variant.sink else None)
+
+
+def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.training and variant.dropout:
         return f"it has no dropout masks of ours (attention dropout {variant.dropout})"
-    return "it has no softmax sink" if variant.sink else None
+    return None
 
 
 def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return _type_refusal(situation) or _fused_refusal(variant, situation)
+
+
+def _type_refusal(situation: Situation) -> Refusal:
     if situation.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in half precision, not in {situation.dtype}"
-    return _fused_refusal(variant, situation)
+    return None
+
+
+def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if situation.packed and not variant.causal:
+        return "it computes packed documents with causal attention only"
+    return _type_refusal(situation) or _dropout_refusal(variant, situation)
 
 
 def _on_cpu(situation: Situation) -> bool:
@@ -88,6 +101,10 @@ def _on_cpu(situation: Situation) -> bool:
 
 def _on_cuda(situation: Situation) -> bool:
     return situation.device_type == "cuda" and not situation.packed
+
+
+def _on_any_cuda(situation: Situation) -> bool:
+    return situation.device_type == "cuda"
 
 
 def _on_cuda_packed(situation: Situation) -> bool:
@@ -101,11 +118,24 @@ VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_pac
 SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal)
 UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
 
+FUSED_BLOCKS = BlockKernel(
+    "cuDNN and flash blocks",
+    fused_block_attention,
+    fused_block_attention_backward,
+    _on_any_cuda,
+    _block_refusal,
+)
+FLASH_BLOCKS = BlockKernel(
+    "flash blocks",
+    functools.partial(fused_block_attention, with_cudnn=False),
+    functools.partial(fused_block_attention_backward, with_cudnn=False),
+    _on_any_cuda,
+    _block_refusal,
+)
 UNFUSED_BLOCKS = BlockKernel(
     "unfused blocks",
     block_attention,
     block_attention_backward,
-    merge_block,
     lambda situation: True,
     lambda variant, situation: None,
 )
@@ -120,9 +150,9 @@ CANDIDATES = {
 """For what a config asks, in order of preference; the last takes everything."""
 
 BLOCK_CANDIDATES = {
-    AttnBackend.auto: (UNFUSED_BLOCKS,),
-    AttnBackend.fused: (UNFUSED_BLOCKS,),
-    AttnBackend.flash: (UNFUSED_BLOCKS,),
+    AttnBackend.auto: (FUSED_BLOCKS, UNFUSED_BLOCKS),
+    AttnBackend.fused: (FUSED_BLOCKS, UNFUSED_BLOCKS),
+    AttnBackend.flash: (FLASH_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.unfused: (UNFUSED_BLOCKS,),
     AttnBackend.local: (UNFUSED_BLOCKS,),
 }

@@ -67,7 +67,9 @@ class DotProductAttention(MegatronModule):
         if groups.size("cp") > 1:
             comm_type = comm_type_of(config, self.layer_number, cp_comm_type)
             blocks = plan_attention_blocks(self.backend, self.variant, config)
-            self.context = ContextAttention(comm_type, groups, self.variant, local_heads, self.plan, blocks)
+            self.context = ContextAttention(
+                comm_type, groups, self.variant, local_heads, self.plan, blocks, self.backend.merge_block
+            )
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
             assert config.init_method is not None
