@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.core.collectives import Pending
 from megatron.core.counter_rng import standard_normal, stream_key, uniform
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,16 +288,16 @@ def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.d
 class InputsToGather(Protocol):
     """Inputs of a product of which each rank of a group has some rows."""
 
-    def gather(self) -> Tensor:
-        """All rows, [t, in]."""
+    def start_gather(self) -> Pending:
+        """Begin to gather all rows, [t, in]."""
 
 
 class GradientSink(Protocol):
     """Takes the gradient of one parameter as soon as backward has it, in place of `.grad`."""
 
     puts_off: bool
-    """At the moment products are kept as their factors, to be run later: their inputs may then be something with a
-    method `gather()` that gives them, so that no more than this rank's rows is kept."""
+    """At the moment products are kept as their factors, to be run later: their inputs may then be something that
+    gathers them, so that no more than this rank's rows is kept."""
 
     def add_product(self, output_gradient: Tensor, inputs: "Tensor | InputsToGather") -> None:
         """Accumulate output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear."""

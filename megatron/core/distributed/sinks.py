@@ -1,4 +1,4 @@
-"""Where backward puts the gradient of a parameter: into its slice of the unit's gradient buffer, at once.
+"""Where backward puts the gradient of a parameter: into its slice of the unit's gradient buffer, at once or later.
 
 The contract of a sink: a layer's backward hands it a contribution, adds nothing to `.grad`, and forgets it. The sink
 accumulates in the buffer's type (float32 at least), then tells its listener that one contribution has landed. It is
@@ -6,13 +6,15 @@ told when the numbers are in the buffer, not when a layer is done: a product tha
 layer that replays as a CUDA graph captures the accumulation; whoever replays it does the telling.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.parameters import gradient_sink
+from megatron.core.collectives import Pending
+from megatron.core.parameters import InputsToGather, gradient_sink
 
 _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 """Types whose products a GPU accumulates straight into a float32 buffer."""
@@ -33,11 +35,26 @@ class BufferSink:
         self.landed = landed
         self.opened = opened or _nothing
         """Called before `gradient` is written, whose memory may come and go."""
+        self.queue: WeightGradientQueue | None = None
+        """Keeps products that are put off."""
         # Parameters that no sink-aware operation uses (norms, biases) get an ordinary gradient, which is moved.
         self._hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(_move_gradient)
 
-    def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """gradient += output_gradient^T @ inputs ([t, out], [t, in])."""
+    @property
+    def puts_off(self) -> bool:
+        """Products that come now are kept for later."""
+        return self.queue is not None and self.queue.takes_products
+
+    def add_product(self, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
+        """gradient += output_gradient^T @ inputs ([t, out], [t, in]), now, or when the queue computes it."""
+        if self.queue is not None and self.queue.takes_products:
+            self.queue.add(self, output_gradient, inputs)
+        else:
+            assert isinstance(inputs, Tensor)
+            self.compute_product(output_gradient, inputs)
+
+    def compute_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
+        """`add_product`, now."""
         self.opened()
         accumulate_product(self.gradient, output_gradient.detach(), inputs.detach())
         self.landed(self.parameter)
@@ -62,6 +79,59 @@ class BufferSink:
     def detach(self) -> None:
         """Stop taking the parameter's gradients."""
         self._hook.remove()
+
+
+class WeightGradientQueue:
+    """Keeps the products of a model chunk's weight gradients, by micro-batch, until they are asked for.
+
+    Zero-bubble pipelines compute input gradients first, which other stages wait for, and these products in time that
+    would pass idly (Qi et al. 2023, arXiv:2401.10241). What is kept are the two factors, detached: no graph, no other
+    activation. How many micro-batches may wait is the schedule's affair.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._waiting: dict[Hashable, list[tuple[BufferSink, Tensor, Tensor | InputsToGather]]] = {}
+        self._open: Hashable | None = None
+        for parameter in parameters:
+            sink = gradient_sink(parameter)
+            if isinstance(sink, BufferSink):
+                sink.queue = self
+
+    @property
+    def takes_products(self) -> bool:
+        """Within `put_off`."""
+        return self._open is not None
+
+    @contextlib.contextmanager
+    def put_off(self, key: Hashable) -> Iterator[None]:
+        """Products of a backward that runs in here wait until `compute(key)`."""
+        assert key is not None and self._open is None and key not in self._waiting, (key, self._open)
+        self._open, self._waiting[key] = key, []
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def add(self, sink: BufferSink, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
+        """Keep a product for later."""
+        kept = inputs.detach() if isinstance(inputs, Tensor) else inputs
+        self._waiting[self._open].append((sink, output_gradient.detach(), kept))
+
+    def compute(self, key: Hashable) -> None:
+        """Compute the products that were put off under a key. Inputs that lie on several ranks are gathered while the
+        product before is computed."""
+        products = self._waiting.pop(key)
+        gathering = _begin(products[0][2]) if products else None
+        for place, (sink, output_gradient, _) in enumerate(products):
+            assert gathering is not None
+            inputs = gathering.wait()
+            if place + 1 < len(products):
+                gathering = _begin(products[place + 1][2])
+            sink.compute_product(output_gradient, inputs)
+
+
+def _begin(inputs: Tensor | InputsToGather) -> Pending:
+    return Pending(inputs, None) if isinstance(inputs, Tensor) else inputs.start_gather()
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:

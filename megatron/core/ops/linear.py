@@ -36,9 +36,9 @@ class SequenceShard:
     """[t / ranks, in]"""
     group: Group
 
-    def gather(self) -> Tensor:
+    def start_gather(self) -> Pending:
         """[t, in]. All ranks of the group run their products in one order."""
-        return gather_rows(self.rows, self.group)
+        return start_gather_rows(self.rows, self.group)
 
 
 def linear(

@@ -5,16 +5,17 @@ messages from one rank to another arrive in order, a computation waits for the m
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.exchange import sends_under_way
 from megatron.core.pipeline_parallel.orders import COMPUTES, RECEIVES, SENDS, Action, Kind, Schedule, lists_of
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each computation of one chunk takes, in any unit."""
+    """How long each computation of one chunk takes, in any unit, the same on all stages."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -75,86 +76,118 @@ class Timeline:
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Play a schedule through. Raises RuntimeError, saying who waits for what, where it gets stuck."""
-    return play(lists_of(schedule), schedule.pipeline, costs or Costs())
+    return play(lists_of(schedule), schedule.pipeline, costs)
 
 
-def play(lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs) -> Timeline:
-    """Play any lists through, one a rank; checks that every receive meets the send it is meant for."""
-    ranks = [_Rank(rank, actions) for rank, actions in enumerate(lists)]
-    mail: Mapping[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)
-    while any(rank.place < len(rank.actions) for rank in ranks):
-        before = [rank.place for rank in ranks]
-        for rank in ranks:
-            while rank.place < len(rank.actions) and _step(rank, pipeline, costs, mail):
-                rank.place += 1
-        if [rank.place for rank in ranks] == before:
-            waiting = {rank.rank: str(rank.actions[rank.place]) for rank in ranks if rank.place < len(rank.actions)}
-            raise RuntimeError(f"the ranks wait for each other: {waiting}")
-    return Timeline(tuple(tuple(rank.spans) for rank in ranks), pipeline)
+def play(
+    lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs | None = None, bound: int | None = None
+) -> Timeline:
+    """Play any lists through, one a rank; checks that every receive meets the send that it is meant for.
+
+    `bound`: sends to one rank that may be without a posted receive before the next is held up, the runner's if None.
+    """
+    return _Play(lists, pipeline, costs or Costs(), sends_under_way(pipeline) if bound is None else bound).to_the_end()
+
+
+Key = tuple[Kind, int, int]
+"""Kind, micro-batch, chunk."""
 
 
 class _Rank:
-    def __init__(self, rank: int, actions: Sequence[Action]) -> None:
-        self.rank, self.actions, self.place, self.time = rank, actions, 0, 0.0
+    """How far one rank is."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self.actions, self.next, self.time = actions, 0, 0.0
         self.spans: list[Span] = []
-        self.posted: dict[tuple[Kind, int, int], tuple[int, int]] = {}
-        """Where in the mail of which peer a posted receive will find its message."""
-        self.counts: dict[int, int] = defaultdict(int)
-        self.done: dict[tuple[Kind, int, int], float] = {}
+        self.done: dict[Key, float] = {}
+        self.receives: dict[Key, tuple[int, int]] = {}
+        """From whom a posted receive gets which of its messages."""
+        self.posted: dict[int, int] = defaultdict(int)
+
+    @property
+    def is_done(self) -> bool:
+        return self.next == len(self.actions)
 
 
-def _step(
-    rank: _Rank, pipeline: Pipeline, costs: Costs, mail: Mapping[tuple[int, int], list[tuple[Action, float]]]
-) -> bool:
-    """Do the rank's next action; False: what it needs is not there yet."""
-    action = rank.actions[rank.place]
-    if action.kind in SENDS:
+class _Play:
+    def __init__(self, lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs, bound: int) -> None:
+        self.pipeline, self.costs, self.bound = pipeline, costs, bound
+        self.ranks = [_Rank(actions) for actions in lists]
+        self.mail: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)
+        """What one rank sent another, and when it arrives."""
+
+    def to_the_end(self) -> Timeline:
+        steps = {kind: self._compute for kind in COMPUTES}
+        steps |= {kind: self._send for kind in SENDS} | {kind: self._receive for kind in RECEIVES}
+        moved = True
+        while moved:
+            moved = False
+            for number, rank in enumerate(self.ranks):
+                while not rank.is_done and (
+                    rank.actions[rank.next].kind is Kind.SYNC
+                    or steps[rank.actions[rank.next].kind](number, rank, rank.actions[rank.next])
+                ):
+                    rank.next += 1
+                    moved = True
+        stuck = {number: str(rank.actions[rank.next]) for number, rank in enumerate(self.ranks) if not rank.is_done}
+        if stuck:
+            raise RuntimeError(f"the ranks wait for each other, each at its next action: {stuck}")
+        for number, rank in enumerate(self.ranks):
+            for peer in range(len(self.ranks)):
+                assert rank.posted[peer] == len(self.mail[peer, number]), f"rank {number} leaves mail of rank {peer}"
+        return Timeline(tuple(tuple(rank.spans) for rank in self.ranks), self.pipeline)
+
+    def _send(self, number: int, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        mail[rank.rank, action.peer].append((action, rank.time + costs.message))
-    elif action.kind in RECEIVES:
+        sent = self.mail[number, action.peer]
+        if len(sent) - self.ranks[action.peer].posted[number] >= self.bound:
+            return False
+        sent.append((action, rank.time + self.costs.message))
+        return True
+
+    def _receive(self, number: int, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        rank.posted[action.kind, action.micro_batch, action.chunk] = action.peer, rank.counts[action.peer]
-        rank.counts[action.peer] += 1
-    elif action.kind in COMPUTES:
-        ready = _ready(rank, action, pipeline, mail)
+        rank.receives[action.kind, action.micro_batch, action.chunk] = action.peer, rank.posted[action.peer]
+        rank.posted[action.peer] += 1
+        return True
+
+    def _compute(self, number: int, rank: _Rank, action: Action) -> bool:
+        ready = self._ready(number, rank, action)
         if ready is None:
             return False
-        start = max(rank.time, ready)
-        rank.time = start + costs.of(action.kind)
-        rank.spans.append(Span(action, start, rank.time))
         key = action.kind, action.micro_batch, action.chunk
-        assert key not in rank.done, f"{action} is done twice on rank {rank.rank}"
-        rank.done[key] = rank.time
-    return True
+        assert key not in rank.done, f"rank {number} does {action} twice"
+        start = max(rank.time, ready)
+        rank.time = rank.done[key] = start + self.costs.of(action.kind)
+        rank.spans.append(Span(action, start, rank.time))
+        return True
 
-
-def _ready(
-    rank: _Rank, action: Action, pipeline: Pipeline, mail: Mapping[tuple[int, int], list[tuple[Action, float]]]
-) -> float | None:
-    """When all that a computation needs is there; None: not yet."""
-    number, chunk = action.micro_batch, action.chunk
-    stage = pipeline.stage(rank.rank, chunk)
-    if action.kind is Kind.WEIGHT_GRADIENT:
-        return rank.done[Kind.INPUT_GRADIENT, number, chunk]
-    if action.kind is Kind.FORWARD:
-        source, kinds, receive = stage - 1, (Kind.FORWARD,), Kind.RECEIVE_FORWARD
-    else:
-        assert (Kind.FORWARD, number, chunk) in rank.done, f"{action} comes before its forward on rank {rank.rank}"
-        source, kinds, receive = stage + 1, (Kind.BACKWARD, Kind.INPUT_GRADIENT), Kind.RECEIVE_BACKWARD
-    if not 0 <= source < pipeline.num_stages:
-        return 0.0
-    peer, peer_chunk = pipeline.place(source)
-    if peer == rank.rank:
-        times = [rank.done[kind, number, peer_chunk] for kind in kinds if (kind, number, peer_chunk) in rank.done]
-        assert times, f"{action} comes before what it needs of rank {rank.rank} itself"
-        return times[0]
-    found_peer, place = rank.posted[receive, number, chunk]
-    assert found_peer == peer, f"{action} of rank {rank.rank} listens to {found_peer}, not {peer}"
-    if place >= len(mail[peer, rank.rank]):
-        return None
-    sent, arrived = mail[peer, rank.rank][place]
-    expected = Kind.SEND_FORWARD if receive is Kind.RECEIVE_FORWARD else Kind.SEND_BACKWARD
-    assert (sent.kind, sent.micro_batch, sent.chunk) == (expected, number, peer_chunk), (
-        f"{action} of rank {rank.rank} is given {sent} of rank {peer}"
-    )
-    return arrived
+    def _ready(self, number: int, rank: _Rank, action: Action) -> float | None:
+        """When all that a computation needs is there; None: not yet."""
+        batch, chunk = action.micro_batch, action.chunk
+        stage = self.pipeline.stage(number, chunk)
+        if action.kind is Kind.WEIGHT_GRADIENT:
+            return rank.done[Kind.INPUT_GRADIENT, batch, chunk]
+        if action.kind is Kind.FORWARD:
+            source, made_by, receive = stage - 1, {Kind.FORWARD}, Kind.RECEIVE_FORWARD
+        else:
+            assert (Kind.FORWARD, batch, chunk) in rank.done, f"rank {number} does {action} before its forward"
+            source, made_by, receive = stage + 1, {Kind.BACKWARD, Kind.INPUT_GRADIENT}, Kind.RECEIVE_BACKWARD
+        if not 0 <= source < self.pipeline.num_stages:
+            return 0.0
+        peer, peer_chunk = self.pipeline.place(source)
+        if peer == number:
+            times = [rank.done[kind, batch, peer_chunk] for kind in made_by if (kind, batch, peer_chunk) in rank.done]
+            assert times, f"rank {number} does {action} before its own part that this needs"
+            return times[0]
+        assert (receive, batch, chunk) in rank.receives, f"rank {number} does {action}, but posted no receive for it"
+        sender, place = rank.receives[receive, batch, chunk]
+        assert sender == peer, f"{action} of rank {number} listens to rank {sender}, not {peer}"
+        if place >= len(self.mail[peer, number]):
+            return None
+        sent, arrives = self.mail[peer, number][place]
+        expected = Kind.SEND_FORWARD if receive is Kind.RECEIVE_FORWARD else Kind.SEND_BACKWARD
+        assert (sent.kind, sent.micro_batch, sent.chunk) == (expected, batch, peer_chunk), (
+            f"{action} of rank {number} is given {sent} of rank {peer}"
+        )
+        return arrives

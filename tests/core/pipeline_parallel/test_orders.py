@@ -1,0 +1,206 @@
+"""The lists of all schedules: who computes what in which order, what is held, what waits. No communication."""
+
+import pytest
+
+from megatron.core.pipeline_parallel.orders import (
+    COMPUTES,
+    Action,
+    Kind,
+    Schedule,
+    actions_of,
+    computations,
+    lists_of,
+    one_stage,
+    show,
+)
+from megatron.core.pipeline_parallel.simulator import Costs, play, simulate
+from megatron.core.pipeline_parallel.stages import Pipeline
+
+SIZES = (1, 2, 3, 4, 7)
+COUNTS = (1, 2, 3, 4, 5, 8, 13)
+
+
+def schedules(forward_only: bool = False, ahead: int = 1) -> list[Schedule]:
+    found = []
+    for size in SIZES:
+        for count in COUNTS:
+            plain = [Schedule(name, Pipeline(size), count, forward_only, ahead=ahead) for name in ("1f1b", "zb-h1")]
+            v = Schedule("zb-v", Pipeline(size, 2, v_shaped=True), count, forward_only, ahead=ahead)
+            several = [
+                Schedule("interleaved", Pipeline(size, chunks), count, forward_only, group, ahead)
+                for chunks in (2, 3)
+                for group in (None, size + 1, size + 3)
+            ]
+            found += [*plain, v, *several]
+    return found
+
+
+def test_lists_can_be_read() -> None:
+    assert show(one_stage(3)) == "F0 B0 F1 B1 F2 S2 B2"
+    assert show(one_stage(2, forward_only=True)) == "F0 F1"
+    pair = Schedule("1f1b", Pipeline(2), 3)
+    assert show(actions_of(pair, 0)) == "F0 >F0 <B0 F1 >F1 B0 <B1 F2 >F2 <B2 B1 S2 B2"
+    assert show(actions_of(pair, 1)) == "<F0 F0 <F1 B0 >B0 F1 <F2 B1 >B1 F2 S2 B2 >B2"
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_every_schedule_goes_through_and_does_each_thing_once(ahead: int, forward_only: bool) -> None:
+    for schedule in schedules(forward_only, ahead):
+        timeline = simulate(schedule)  # checks order, mail and dependencies
+        late = schedule.name.startswith("zb")
+        kinds = [Kind.FORWARD]
+        if not forward_only:
+            kinds += [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT] if late else [Kind.BACKWARD]
+        chunks = range(schedule.pipeline.chunks)
+        wanted = {(k, n, c) for k in kinds for n in range(schedule.num_microbatches) for c in chunks}
+        for spans in timeline.spans:
+            done = [(span.action.kind, span.action.micro_batch, span.action.chunk) for span in spans]
+            assert len(done) == len(wanted) and set(done) == wanted, schedule
+
+
+def test_micro_batches_keep_their_order_in_every_chunk() -> None:
+    """Data iterators give one after the other."""
+    for schedule in schedules():
+        for actions in lists_of(schedule):
+            for chunk in range(schedule.pipeline.chunks):
+                for kind in COMPUTES:
+                    numbers = [a.micro_batch for a in actions if a.kind is kind and a.chunk == chunk]
+                    assert numbers == sorted(numbers), schedule
+
+
+def test_gradients_are_free_to_be_reduced_before_each_chunks_last_computation_of_them() -> None:
+    for schedule in schedules():
+        for actions in lists_of(schedule):
+            for chunk in range(schedule.pipeline.chunks):
+                mine = [a for a in actions if a.chunk == chunk and (a.kind in COMPUTES or a.kind is Kind.SYNC)]
+                assert [a.kind for a in mine].count(Kind.SYNC) == 1
+                assert mine[-2].kind is Kind.SYNC and mine[-1].micro_batch == schedule.num_microbatches - 1
+    assert all(a.kind is not Kind.SYNC for s in schedules(forward_only=True) for a in actions_of(s, 0))
+
+
+def test_receives_are_posted_in_the_order_of_sending_and_ahead_of_their_use() -> None:
+    """Between two ranks of an interleaved pair, activations and gradients go both ways."""
+    schedule = Schedule("interleaved", Pipeline(2, 2), 4)
+    first, second = lists_of(schedule)
+    sent = [(a.kind.value[1], a.micro_batch) for a in second if a.kind.value[0] == ">"]
+    received = [(a.kind.value[1], a.micro_batch) for a in first if a.kind.value[0] == "<"]
+    assert sent == received and {kind for kind, _ in sent} == {"F", "B"}
+    for actions in (first, second):
+        where = {str(action): place for place, action in enumerate(actions)}
+        for action in actions:
+            if action.kind is Kind.RECEIVE_BACKWARD:
+                between = actions[where[str(action)] : where["B" + str(action)[2:]]]
+                assert sum(a.kind in COMPUTES for a in between) >= 1, action
+
+
+# What is held and what waits -----------------------------------------------------------------------------------------
+
+
+def test_one_forward_one_backward_holds_a_micro_batch_for_each_rank_from_here_on() -> None:
+    for size in SIZES:
+        for count in COUNTS:
+            timeline = simulate(Schedule("1f1b", Pipeline(size), count))
+            assert [timeline.peak_activations(r) for r in range(size)] == [min(count, size - r) for r in range(size)]
+
+
+def test_late_weight_gradients_hold_no_more_than_the_first_rank_of_1f1b() -> None:
+    for size in SIZES:
+        for count in COUNTS:
+            for schedule in (
+                Schedule("zb-h1", Pipeline(size), count),
+                Schedule("zb-v", Pipeline(size, 2, v_shaped=True), count),
+            ):
+                timeline = simulate(schedule)
+                assert max(timeline.peak_activations(rank) for rank in range(size)) <= min(count, size), schedule
+
+
+def test_zb_h1_keeps_whole_activations_of_as_many_as_1f1b_does() -> None:
+    """What is put off beyond that are products alone."""
+    for size in SIZES:
+        for rank, actions in enumerate(computations(Schedule("zb-h1", Pipeline(size), 13))):
+            held = late = peak = most_late = 0
+            for action in actions:
+                held += (action.kind is Kind.FORWARD) - (action.kind is Kind.INPUT_GRADIENT)
+                late += (action.kind is Kind.INPUT_GRADIENT) - (action.kind is Kind.WEIGHT_GRADIENT)
+                peak, most_late = max(peak, held), max(most_late, late)
+            assert peak == size - rank and most_late == rank + 1
+
+
+def test_interleaved_holds_what_fills_the_pipeline() -> None:
+    for size, chunks in ((2, 2), (4, 2), (4, 3)):
+        timeline = simulate(Schedule("interleaved", Pipeline(size, chunks), 4 * size))
+        assert [timeline.peak_activations(r) * chunks for r in range(size)] == pytest.approx(
+            [2 * (size - r - 1) + (chunks - 1) * size + 1 for r in range(size)]
+        )
+
+
+def waiting(name: str, size: int, count: int, chunks: int = 1) -> float:
+    """Time that passes idly on the whole pipeline, a forward of a rank's whole share taking 1, in all ranks' mean."""
+    pipeline = Pipeline(size, chunks, v_shaped=name == "zb-v")
+    timeline = simulate(Schedule(name, pipeline, count), Costs(1 / chunks, 1 / chunks, 1 / chunks))
+    assert timeline.bubble == pytest.approx(1 - 3 * count / timeline.length)
+    return timeline.length - 3 * count
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_bubbles_are_those_of_the_papers(size: int) -> None:
+    count = 4 * size
+    assert waiting("1f1b", size, count) == pytest.approx(3 * (size - 1))
+    assert waiting("interleaved", size, count, 2) == pytest.approx(3 * (size - 1) / 2)
+    assert waiting("interleaved", size, count, 4) == pytest.approx(3 * (size - 1) / 4)
+    assert waiting("zb-h1", size, count) == pytest.approx(size - 1)
+    # Not less than the time until the last rank has something to do; this order is close to it.
+    assert (size - 1) / 2 <= waiting("zb-v", size, count, 2) <= (size - 1) / 2 + 1
+
+
+def test_a_message_that_takes_time_is_hidden_where_the_order_has_room_for_it() -> None:
+    alone = simulate(Schedule("1f1b", Pipeline(4), 16))
+    slow = simulate(Schedule("1f1b", Pipeline(4), 16), Costs(message=0.25))
+    # It delays filling and draining; in between the receive is posted before a computation that takes longer.
+    assert slow.length - alone.length <= 0.25 * 3 * 2 + 0.25 * 2 * 16
+    assert slow.length > alone.length
+
+
+# The simulator notices what is wrong ---------------------------------------------------------------------------------
+
+
+def broken(change: str) -> list[list[Action]]:
+    lists = [list(actions) for actions in lists_of(Schedule("1f1b", Pipeline(3), 4))]
+    if change == "lost":
+        lists[1] = [a for a in lists[1] if str(a) != ">F2"]
+    elif change == "swapped":
+        places = [i for i, a in enumerate(lists[1]) if a.kind is Kind.RECEIVE_FORWARD][1:3]
+        lists[1][places[0]], lists[1][places[1]] = lists[1][places[1]], lists[1][places[0]]
+    elif change == "twice":
+        lists[2].append(next(a for a in lists[2] if a.kind is Kind.FORWARD))
+    elif change == "early":
+        place = next(i for i, a in enumerate(lists[2]) if a.kind is Kind.BACKWARD)
+        lists[2].insert(0, lists[2].pop(place))
+    else:
+        assert change == "unread"
+        lists[2].insert(1, Action(Kind.SEND_BACKWARD, 9, peer=1))
+    return lists
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lost", "wait for each other|is given"),
+        ("swapped", "is given|posted no receive"),
+        ("twice", "twice"),
+        ("early", "before its forward"),
+        ("unread", "is given|leaves mail"),
+    ],
+)
+def test_a_broken_list_is_noticed(change: str, message: str) -> None:
+    play(lists_of(Schedule("1f1b", Pipeline(3), 4)), Pipeline(3))
+    with pytest.raises((RuntimeError, AssertionError), match=message):
+        play(broken(change), Pipeline(3))
+
+
+def test_ranks_that_would_wait_for_each_other_are_noticed() -> None:
+    """Two ranks that may have one message under way, and none that is received."""
+    lists = lists_of(Schedule("interleaved", Pipeline(2, 2), 8))
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        play(lists, Pipeline(2, 2), bound=0)
