@@ -103,7 +103,7 @@ FURTHER_TOGETHER = [
     ("sp2", "pp2", "cp2-p2p"),
     ("tp2", "pp2-interleaved", "cp2-a2a"),
     ("sp2", "pp2-zb-h1", "cp2-all_gather"),
-    ("sp2", "cp4-a2a+p2p"),
+    ("sp2", "cp4-levels"),
     ("tp2", "cp4-a2a"),
     ("tp4", "cp2-p2p"),
     ("sp4", "pp2-zb-v"),
@@ -146,6 +146,11 @@ def slow_cells() -> tuple[Cell, ...]:
     every = with_each_model([*singles_and_pairs(), *further_cells()])
     quick = set(quick_cells())
     return tuple(dict.fromkeys(cell for cell in every if cell not in quick))
+
+
+def find_cell(name: str) -> Cell:
+    """A cell of either list, by name."""
+    return next(cell for cell in (*quick_cells(), *slow_cells()) if cell.name == name)
 
 
 def values_of(cells: Iterable[Cell]) -> set[Choice]:

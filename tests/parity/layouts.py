@@ -118,9 +118,9 @@ FURTHER: dict[str, list[Choice]] = {
         _context("cp4-p2p", 4, "p2p"),
         _context("cp4-all_gather", 4, "all_gather"),
         _context("cp4-a2a", 4, "a2a"),
-        _context("cp4-a2a+p2p", 4, "a2a+p2p", (2, 2)),
+        _context("cp4-levels", 4, "a2a+p2p", (2, 2)),
         _context("cp2-by-layer", 2, ["p2p", "a2a", "all_gather", "p2p"]),
-        _context("cp8-a2a+p2p", 8, "a2a+p2p", (2, 4)),
+        _context("cp8-levels", 8, "a2a+p2p", (2, 4)),
     ],
     "data": [
         _data("dp8", 8),

@@ -27,8 +27,18 @@ class Pool:
     since the old one's ranks may be waiting for each other. `close` ends the processes; a `with` block does.
     """
 
-    def __init__(self, world_size: int, *, device: str = "cpu", backend: str = "gloo", seconds: float = 100.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        device: str = "cpu",
+        backend: str = "gloo",
+        seconds: float = 100.0,
+        context: Any = forkserver,
+    ) -> None:
+        """`context` of multiprocessing: how processes begin."""
         self.world_size, self.device, self.backend, self.seconds = world_size, device, backend, seconds
+        self.context = context
         self.starts = 0
         """Worlds that were started."""
         self._processes: list[BaseProcess] = []
@@ -76,8 +86,8 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self.starts += 1
         for rank in range(self.world_size):
-            ours, theirs = forkserver.Pipe()
-            process = forkserver.Process(
+            ours, theirs = self.context.Pipe()
+            process = self.context.Process(
                 target=_serve,
                 args=(theirs, rank, self.world_size, self._folder.name, self.device, self.backend, self.seconds),
                 daemon=True,

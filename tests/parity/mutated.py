@@ -1,0 +1,55 @@
+"""Run in a process of its own, with a changed copy of the product first on the path: does the change matter?
+
+    python -m parity.mutated CELL
+
+prints a JSON object: what one process sees, what the ranks of the cell see, and how the two differ.
+"""
+
+import json
+import multiprocessing
+import sys
+from typing import Any
+
+import torch
+from parity.cells import Cell, find_cell
+from parity.compare import TOLERANCE, judge
+from parity.evidence import Evidence
+from parity.layouts import Layout
+from parity.program import train
+from parity.reference import reference
+from support.pool import Pool
+
+STEPS = 6
+
+
+def mean_losses(ranks: list[Evidence]) -> list[float]:
+    """Loss per token of each step that has tokens, of all ranks that know a loss."""
+    means = []
+    for number in range(len(ranks[0].steps)):
+        sums = torch.stack([part for rank in ranks for part in rank.steps[number].losses.values()]).sum(0)
+        if sums[1] > 0:
+            means.append(float(sums[0] / sums[1]))
+    return means
+
+
+def examine(cell: Cell) -> dict[str, Any]:
+    """One process and the cell's ranks, under the product as it stands on the path."""
+    torch.set_num_threads(1)
+    with Pool(cell.layout.ranks, seconds=60.0, context=multiprocessing.get_context("fork")) as pool:
+        ranks = pool.run(train, cell.layout.ranks, cell, STEPS)
+    alone = Cell(cell.model, Layout(), cell.loss)
+    expected = reference(cell.model, cell.per_token, STEPS)
+    single = train(alone, STEPS)
+    return {
+        "product": sys.modules["megatron.core"].__file__,
+        "one process": judge(expected, [single]).beyond(TOLERANCE),
+        "norms of one process": [step.norm for step in single.steps],
+        "losses of one process": mean_losses([single]),
+        "losses": mean_losses(ranks),
+        "finite": all(rank.is_finite for rank in ranks),
+        "differences": judge(expected, ranks).beyond(TOLERANCE),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(examine(find_cell(sys.argv[1]))))
