@@ -5,7 +5,7 @@ out once all contributions to it have landed and those before it are out. How ma
 that is used twice has two) is learned from the first reduced step: until it is known, buckets go out at the end.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,7 +156,7 @@ def make_buckets(
     units: Sequence[Unit],
     reductions: Mapping[str, Reductions],
     max_elements: int | None,
-    reduce_in_main_dtype: bool,
+    wire_dtype: Callable[[Unit], torch.dtype],
 ) -> list[Bucket]:
     """Cut units, last first, into buckets of at most `max_elements` (one unit at least; None: no limit) of one kind."""
     buckets: list[Bucket] = []
@@ -164,7 +164,7 @@ def make_buckets(
 
     def close() -> None:
         if run:
-            buckets.append(Bucket(run, reductions[run[0].plan.grid], wire_dtype(run[0], reduce_in_main_dtype)))
+            buckets.append(Bucket(run, reductions[run[0].plan.grid], wire_dtype(run[0])))
             run.clear()
 
     for unit in reversed(units):
@@ -177,6 +177,6 @@ def make_buckets(
     return buckets
 
 
-def wire_dtype(unit: Unit, reduce_in_main_dtype: bool) -> torch.dtype:
+def wire_dtype_of(unit: Unit, reduce_in_main_dtype: bool) -> torch.dtype:
     """The type in which a unit's gradients are sent."""
     return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype

@@ -1,7 +1,8 @@
 """DistributedDataParallel: every rank of a data parallel group computes on its own micro-batches, one model for all."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,13 +10,17 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
-from megatron.core.distributed.buckets import Bucket, BucketQueue, Reductions, make_buckets
+from megatron.core.distributed.buckets import BucketQueue, Reductions, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.gradient_shards import GradientShards
 from megatron.core.distributed.placements import shardings
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.sinks import WeightGradientQueue
 from megatron.core.distributed.unit_memory import Unit
 from megatron.core.distributed.units import Piece, UnitPlan, named_infos, plan_units
+from megatron.core.distributed.weight_hooks import WeightHooks
+from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
@@ -48,14 +53,17 @@ class DistributedDataParallel(nn.Module):
         self.shardings = shardings(ddp_config, self.pg_collection)
         plans = plan_units(module, {grid: sharding.shards for grid, sharding in self.shardings.items()})
         self.units = [Unit(plan, self.shardings, self._shard_group(plan)) for plan in plans]
-        buckets = make_buckets(
-            self.units,
-            {grid: self._reductions(grid) for grid in {plan.grid for plan in plans}},
-            None if disable_bucketing else self._bucket_elements(),
-            ddp_config.grad_reduce_in_fp32,
-        )
-        self._queue = BucketQueue(buckets, ddp_config.overlap_grad_reduce)
-        self._offloaded: dict[Bucket, Tensor] = {}
+        reductions = {grid: self._reductions(grid) for grid in {plan.grid for plan in plans}}
+        wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
+        by_step = [unit for unit in self.units if not unit.sharding.placement.shards_gradients]
+        by_micro_batch = [unit for unit in self.units if unit.sharding.placement.shards_gradients]
+        most = None if disable_bucketing else self._bucket_elements()
+        self._queue = BucketQueue(make_buckets(by_step, reductions, most, wire_dtype), ddp_config.overlap_grad_reduce)
+        self._shards = GradientShards(by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce)
+        self._hooks = WeightHooks(module, self.units, prefetch=ddp_config.overlap_param_gather)
+        self._hooks.enable()
+        self._offloaded: list[Tensor] = []
+        self._late = WeightGradientQueue(slot.parameter for unit in self.units for slot in unit.slots)
 
     def _group(self, name: str) -> Group:
         # A group is made when it is first read: not where there is nobody to talk to.
@@ -89,47 +97,91 @@ class DistributedDataParallel(nn.Module):
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The wrapped model's own."""
-        self.finish_param_sync()
-        return self.module.state_dict(*args, **kwargs)
+        """The wrapped model's own. Where parameters are sharded: copies of whole ones; all ranks call this together."""
+        with self.whole_weights():
+            state = self.module.state_dict(*args, **kwargs)
+            if any(unit.shards_weights for unit in self.units):
+                state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
+        return state
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Into the wrapped model. `assign` must be False: the parameters are views of the units' buffers."""
         assert not assign
+        with self.whole_weights():
+            result = self.module.load_state_dict(state_dict, strict=strict)
+            for unit in self.units:
+                unit.keep_owned()
+        return result
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """All parameters can be read in here, also where they are sharded: then all ranks enter together, and each has
+        memory for all of this chunk. What is written to sharded ones is lost."""
+        for unit in self.units:
+            unit.start_gather()
         self.finish_param_sync()
-        return self.module.load_state_dict(state_dict, strict=strict)
+        try:
+            yield
+        finally:
+            self._hooks.release_unused()
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches whose backward runs in here add to the gradients and start no reduction."""
+        """Micro-batches whose backward runs in here add to the gradients and start no reduction; except that sharded
+        gradients are reduced with every micro-batch."""
         self._queue.may_start = False
         try:
             yield
         finally:
             self._queue.may_start = True
 
+    @contextlib.contextmanager
+    def put_off_weight_gradients(self, key: Hashable) -> Iterator[None]:
+        """A backward that runs in here gives input gradients only; the products that make weight gradients wait, under
+        a key of the caller's, for `compute_weight_gradients`."""
+        with self._shards.held(), self._late.put_off(key):
+            yield
+
+    def compute_weight_gradients(self, key: Hashable) -> None:
+        """Compute what was put off under a key."""
+        with self._shards.late():
+            self._late.compute(key)
+
     def start_grad_sync(self, *unused: Any) -> None:
         """Begin all reductions now; no gradient may be added afterwards."""
         self._queue.start()
+        self._shards.flush_landed()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce what is not reduced yet, and wait. On CUDA the host does not wait, later kernels do.
 
-        `force_all_reduce` asks for whole gradients on every rank where the placement would shard them; a replicated
-        placement always gives them.
+        `force_all_reduce` asks for whole gradients on every rank also where each would own the sum of a part. Raises
+        UserError where there is no memory for them, with sharded gradients.
         """
         self._queue.finish()
+        self._shards.finish()
+        if force_all_reduce:
+            if self._shards.passing:
+                raise UserError("force_all_reduce: sharded gradients are whole on no rank; shard the optimizer's state")
+            for unit in self.units:
+                unit.gather_gradients()
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: zero all gradients."""
         self._queue.reset()
+        self._shards.reset()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients by a number, or by a scalar tensor on their device."""
-        for bucket in self._queue.buckets:
-            bucket.grad_buffer.mul_(scaling_factor)
+        for gradients in self._resident_gradients():
+            gradients.mul_(scaling_factor)
+
+    def _resident_gradients(self) -> list[Tensor]:
+        """Flat tensors that have memory from step to step."""
+        return [bucket.grad_buffer for bucket in self._queue.buckets] + [owned.flat for owned in self._shards.owned]
 
     def gradient_chunks(self) -> Iterator[Chunk]:
         """What this rank owns of every parameter's gradient, over live memory; to be read once they are finalised."""
@@ -139,18 +191,17 @@ class DistributedDataParallel(nn.Module):
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Move gradients to host memory and free the device's, until `restore_grad_buffers`."""
-        for bucket in self._queue.buckets:
-            buffer = bucket.grad_buffer
-            self._offloaded[bucket] = buffer.to("cpu", copy=True)
+        for buffer in self._resident_gradients():
+            self._offloaded.append(buffer.to("cpu", copy=True))
             buffer.untyped_storage().resize_(0)
         if torch.cuda.is_available() and empty_cache:
             torch.cuda.empty_cache()
 
     def restore_grad_buffers(self, synchronize: bool = True) -> None:
         """Undo `offload_grad_buffers`."""
-        for bucket, held in self._offloaded.items():
-            bucket.grad_buffer.untyped_storage().resize_(held.nbytes)
-            bucket.grad_buffer.copy_(held)
+        for buffer, held in zip(self._resident_gradients(), self._offloaded, strict=False):
+            buffer.untyped_storage().resize_(held.nbytes)
+            buffer.copy_(held)
         self._offloaded.clear()
 
     # Weights ---------------------------------------------------------------------------------------------------------
@@ -160,9 +211,9 @@ class DistributedDataParallel(nn.Module):
         sharded, what this rank owns of them."""
         self.finish_param_sync()
         for unit in self.units:
-            for piece in unit.pieces if unit.sharding.placement.shards_weights else ():
+            for piece in unit.pieces if unit.shards_weights else ():
                 yield self._chunk(piece, piece.of(unit.owned_weights), unit)
-        sharded = {s.parameter for u in self.units if u.sharding.placement.shards_weights for s in u.slots}
+        sharded = {s.parameter for u in self.units if u.shards_weights for s in u.slots}
         for parameter, info in named_infos(self.module):
             if parameter not in sharded:
                 yield parameter_chunk(parameter, replica_ranks(info, self.pg_collection))
@@ -175,20 +226,29 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def broadcast_params(self) -> None:
         """Give all data parallel ranks the weights of the first. Only models with weights of their own making need it:
-        ours start equal on every rank."""
+        ours start equal on every rank. Raises UserError where parameters are sharded: nobody has whole ones then."""
         for unit in self.units:
             group = self._group(unit.sharding.data_group)
             if group is not None:
+                if unit.shards_weights:
+                    raise UserError(
+                        "broadcast_params: parameters are sharded; make ranks equal before they are wrapped"
+                    )
                 broadcast(unit.param_buffer, group)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather weights that the update left sharded, in the order in which forward needs them. With
-        `ddp_config.overlap_param_gather` modules wait for theirs as they come up; else, or with `force_sync`, all is
-        waited for here."""
+        """After an update of what ranks own: gather whole weights, in the order in which forward needs them.
+
+        With `ddp_config.overlap_param_gather` modules wait for theirs as they come up, unless `force_sync`. Sharded
+        parameters are gathered by their modules.
+        """
         for unit in self.units:
-            if not unit.sharding.placement.shards_weights:
+            unit.mark_updated()
+        for unit in self.units:
+            if not unit.shards_weights:
                 unit.start_gather()
-        self.finish_param_sync()
+        if force_sync or not (self.ddp_config.overlap_param_gather and self._hooks.are_enabled):
+            self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
         """Wait for weights that are being gathered (on CUDA, kernels that come later do)."""
@@ -196,7 +256,13 @@ class DistributedDataParallel(nn.Module):
             unit.finish_gather()
 
     def enable_forward_pre_hook(self) -> None:
-        """Wait for gathered weights before each forward. A replicated placement gathers none."""
+        """Let modules wait for weights that are being gathered, as they do from the start."""
+        self._hooks.enable()
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Undo `enable_forward_pre_hook`."""
+        """Wait for weights that are being gathered at once, from here on; so that parameters can be read at any time.
+        Where they are sharded, they are still there only while their modules run."""
+        if param_sync:
+            self.finish_param_sync()
+        if not any(unit.shards_weights for unit in self.units):
+            self._hooks.disable()

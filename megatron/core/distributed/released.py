@@ -48,7 +48,7 @@ class ReleasedParameter(nn.Parameter):
             "below it lists it in its attribute `borrowed_parameters`"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"ReleasedParameter({info_of(self).name}, shape={tuple(self.shape)})"
 
 

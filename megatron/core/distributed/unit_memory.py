@@ -40,7 +40,8 @@ class Unit:
         self._nbytes = self.param_buffer.untyped_storage().nbytes()
         self._shard_group = shard_group
         self._gather: Pending | None = None
-        if self.sharding.placement.shards_weights:
+        self._is_stale = False
+        if self.shards_weights:
             self.owned_weights = self.owned_weights.clone()
             self.release()
         self.grad_buffer = torch.empty(0, dtype=plan.main_dtype, device=self.device)
@@ -58,18 +59,28 @@ class Unit:
     # Weights ---------------------------------------------------------------------------------------------------------
 
     @property
-    def is_whole(self) -> bool:
-        """The whole weights have memory; where a gather is under way, not yet their values."""
+    def shards_weights(self) -> bool:
+        """Whole weights come and go."""
+        return self.sharding.placement.shards_weights
+
+    @property
+    def has_buffer(self) -> bool:
+        """There is memory for whole weights; while a gather is under way, not yet their values."""
         return self.param_buffer.untyped_storage().nbytes() > 0
 
+    def mark_updated(self) -> None:
+        """What this rank owns has new values; whole weights, if there are any, have old ones."""
+        assert self._gather is None, f"{self} is updated while it is gathered"
+        self._is_stale = self.sharding.shards > 1
+        self.release()
+
     def start_gather(self) -> None:
-        """Begin to bring together what the ranks own into whole weights. Nothing to do where they are whole."""
-        if self._gather is not None or self.sharding.shards == 1:
+        """Begin to bring whole weights together from what the ranks own, unless they are there."""
+        if self._gather is not None or (self.has_buffer and not self._is_stale):
             return
-        if self.sharding.placement.shards_weights:
-            if self.is_whole:
-                return
+        if not self.has_buffer:
             self.param_buffer.untyped_storage().resize_(self._nbytes)
+        self._is_stale = False
         self._gather = start_gather_rows(self.owned_weights, self._shard_group, out=self.param_buffer)
 
     def finish_gather(self) -> None:
@@ -78,22 +89,22 @@ class Unit:
             return
         self._gather.wait()
         self._gather = None
-        if self.sharding.placement.shards_weights:
+        if self.shards_weights:
             for slot in self.slots:
                 mark_present(slot.parameter)
 
     def release(self) -> None:
-        """Give the memory of the whole weights back, where parameters are sharded."""
-        if not self.sharding.placement.shards_weights or not self.is_whole:
+        """Give the memory of whole weights back, where parameters are sharded."""
+        if not self.shards_weights or not self.has_buffer:
             return
-        self.finish_gather()  # nobody else may write into this memory while it runs
+        self.finish_gather()  # which writes into this memory
         for slot in self.slots:
             mark_released(slot.parameter)
         self.param_buffer.untyped_storage().resize_(0)
 
     def keep_owned(self) -> None:
-        """Take what the rank owns out of whole weights that were written from outside."""
-        if self.sharding.placement.shards_weights:
+        """Take what this rank owns out of whole weights that were written from outside."""
+        if self.shards_weights:
             self.owned_weights.copy_(self._owned(self.param_buffer))
 
     # Gradients -------------------------------------------------------------------------------------------------------
@@ -111,6 +122,11 @@ class Unit:
         self.grad_buffer, self.owned_gradients = buffer, owned
         for slot in self.slots:
             attach_sink(slot.parameter, slot.shaped(buffer), landed, opened)
+
+    def gather_gradients(self) -> None:
+        """Whole sums of gradients, on every rank, from what the ranks own of them."""
+        if self.sharding.shards > 1:
+            start_gather_rows(self.owned_gradients, self._shard_group, out=self.grad_buffer).wait()
 
     def __repr__(self) -> str:
         return f"Unit({self.plan.name}, {self.plan.grid}, {self.plan.dtype}, {self.plan.numel} elements)"

@@ -1,0 +1,184 @@
+"""Weights come and go with the modules that use them.
+
+A unit belongs to the smallest module that holds all its parameters, and to every module that lists one of them in
+its attribute `borrowed_parameters` (a head that shares the embedding's weight). Before such a module's forward its
+units are whole: gathers that the update began are waited for, sharded parameters are gathered. Sharded parameters
+are released after forward, gathered again before the module's backward and released after it, always one module
+ahead of their use. Nobody gathers for weight gradients: those are products of activations.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
+
+from megatron.core.distributed.backward_end import BackwardEnd
+from megatron.core.distributed.unit_memory import Unit
+
+
+@dataclass(frozen=True)
+class User:
+    """A module and the units that it reads."""
+
+    module: nn.Module
+    units: tuple[Unit, ...]
+
+
+def users_of(root: nn.Module, units: Sequence[Unit]) -> list[User]:
+    """The modules that need units, in the order of the model's modules, which is that of their use."""
+    chains: dict[nn.Parameter, tuple[nn.Module, ...]] = {}
+    borrowers: dict[nn.Parameter, list[nn.Module]] = {}
+    for chain in _chains(root, ()):
+        for parameter in chain[-1].parameters(recurse=False):
+            chains.setdefault(parameter, chain)
+        for parameter in getattr(chain[-1], "borrowed_parameters", ()):
+            borrowers.setdefault(parameter, []).append(chain[-1])
+    needed: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        parameters = [slot.parameter for slot in unit.slots]
+        needed.setdefault(_owner([chains[parameter] for parameter in parameters]), []).append(unit)
+        for borrower in {module for parameter in parameters for module in borrowers.get(parameter, ())}:
+            needed.setdefault(borrower, []).append(unit)
+    return [User(module, tuple(needed[module])) for module in root.modules() if module in needed]
+
+
+def _chains(module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, ...]]:
+    """Every module of a model with those that it is below, outermost first."""
+    yield (*above, module)
+    for child in module.children():
+        yield from _chains(child, (*above, module))
+
+
+def _owner(chains: Sequence[tuple[nn.Module, ...]]) -> nn.Module:
+    """The innermost module that is in all chains and has a forward of its own (a list of layers is not called); else
+    the whole model."""
+    common = [level[0] for level in zip(*chains, strict=False) if all(module is level[0] for module in level)]
+    called = (m for m in reversed(common) if type(m).forward is not nn.Module.forward and not _is_list(m))
+    return next(called, common[0])
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+
+
+class WeightHooks:
+    """Hooks on the modules of one model chunk. While they are not enabled, weights are whole."""
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], prefetch: bool) -> None:
+        self.users = users_of(root, units)
+        self.prefetch = prefetch
+        self._handles: list[RemovableHandle] = []
+        self._uses: dict[Unit, int] = dict.fromkeys(units, 0)
+        """How many forwards or backwards are at it."""
+        self._in_backward: dict[int, None] = {}
+        """Numbers of the users whose backward is under way."""
+        self._backward_end = BackwardEnd(self._backward_ended)
+        self._backward_runs = False
+
+    @property
+    def are_enabled(self) -> bool:
+        return bool(self._handles)
+
+    def enable(self) -> None:
+        if self._handles:
+            return
+        for number, user in enumerate(self.users):
+            self._hook(number, user)
+
+    def _hook(self, number: int, user: User) -> None:
+        shards = any(unit.shards_weights for unit in user.units)
+
+        def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            self._take(number)
+            if shards and torch.is_grad_enabled():
+                self._after_backward(number, _differentiable((inputs, keywords)))
+
+        def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            if torch.is_grad_enabled():
+                self._before_backward(number, _differentiable(output))
+            self._give_back(number)
+
+        self._handles.append(user.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        if shards:
+            # Also where recomputation leaves a forward by an exception, once it has what it needs.
+            self._handles.append(user.module.register_forward_hook(after, always_call=True))
+
+    def disable(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Around a use ----------------------------------------------------------------------------------------------------
+
+    def _take(self, number: int) -> None:
+        """Have a user's units whole, and begin to gather those of the one that comes next."""
+        for unit in self.users[number].units:
+            self._uses[unit] += 1
+            unit.start_gather()
+        if self.prefetch:
+            self._gather_ahead(number)
+        for unit in self.users[number].units:
+            unit.finish_gather()
+
+    def _gather_ahead(self, number: int) -> None:
+        following = number - 1 if self._backward_runs else number + 1
+        if 0 <= following < len(self.users):
+            for unit in self.users[following].units:
+                unit.start_gather()
+
+    def _give_back(self, number: int) -> None:
+        for unit in self.users[number].units:
+            self._uses[unit] -= 1
+            if not self._uses[unit]:
+                unit.release()
+
+    # Around a user's backward ----------------------------------------------------------------------------------------
+
+    def _before_backward(self, number: int, outputs: Sequence[Tensor]) -> None:
+        def begin(gradient: Tensor) -> None:
+            self._backward_end.expect()
+            self._backward_runs = True
+            if number not in self._in_backward:
+                self._in_backward[number] = None
+                self._take(number)
+
+        if outputs:
+            register_multi_grad_hook(outputs, begin, mode="any")
+
+    def _after_backward(self, number: int, inputs: Sequence[Tensor]) -> None:
+        def end(gradients: Sequence[Tensor | None]) -> None:
+            if number in self._in_backward:
+                del self._in_backward[number]
+                self._give_back(number)
+
+        if inputs:
+            register_multi_grad_hook(inputs, end, mode="all")
+
+    def _backward_ended(self) -> None:
+        """Release what nobody did: of users whose input needs no gradient, and what was gathered in vain."""
+        self._backward_runs = False
+        for number in list(self._in_backward):
+            del self._in_backward[number]
+            self._give_back(number)
+        self.release_unused()
+
+    def release_unused(self) -> None:
+        """Release what was gathered ahead and not used."""
+        for unit, uses in self._uses.items():
+            if not uses:
+                unit.release()
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    """The tensors in a nest of tuples, lists and dictionaries that a gradient will reach."""
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _differentiable(item)]
+    return []
