@@ -1,0 +1,9 @@
+"""Checkpoints: chunks of tensors to files and back, any layout to any layout."""
+
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject as LocalNonpersistentObject
+from megatron.core.dist_checkpointing.mapping import ShardedTensor as ShardedTensor
+from megatron.core.dist_checkpointing.serialization import load as load
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict as load_common_state_dict
+from megatron.core.dist_checkpointing.serialization import load_content_metadata as load_content_metadata
+from megatron.core.dist_checkpointing.serialization import save as save
+from megatron.core.dist_checkpointing.validation import StrictHandling as StrictHandling

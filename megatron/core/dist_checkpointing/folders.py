@@ -7,6 +7,7 @@ DIR/iter_0000010.replaced-1a2b3c4d/       the former iter_0000010, while the new
 DIR/iter_0000010.deleted-1a2b3c4d/        one being deleted
 """
 
+import glob
 import os
 import re
 from dataclasses import dataclass
@@ -132,6 +133,14 @@ def clean(disk: Disk, root: Path) -> list[str]:
     for path in root.glob(f".{TRACKER}.*.tmp"):
         path.unlink(missing_ok=True)
     return touched
+
+
+def clean_beside(disk: Disk, folder: Path) -> list[str]:
+    """Remove what killed saves of a folder by itself left beside it; returns the names."""
+    left = [path for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*") if path.is_dir()]
+    for path in left:
+        disk.remove_tree(path)
+    return [path.name for path in left]
 
 
 def put_in_place(disk: Disk, aside: Path, folder: Path) -> None:

@@ -36,10 +36,14 @@ _BLOCKS_FOR_A_THREAD = 8
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where the values came from, and the JSON state that was saved beside them."""
+    """Where the values came from, the JSON state that was saved beside them, and what was tolerated."""
 
     folder: Path
     manifest: Manifest
+    missing: frozenset[str] = frozenset()
+    """Names that this rank wanted and the checkpoint has not."""
+    unused: frozenset[str] = frozenset()
+    """Stored names that no rank wanted."""
 
 
 def load(
@@ -78,6 +82,22 @@ def load(
     return None
 
 
+def load_folder(
+    folder: Path,
+    chunks: Iterable[Chunk],
+    *,
+    tolerance: Tolerance = STRICT,
+    group: dist.ProcessGroup | None = None,
+    say: Say = print,
+) -> Loaded:
+    """Fill the chunks' tensors from one checkpoint folder; otherwise as `load`.
+
+    Raises UserError on every rank also where there is none, or a broken one (BrokenCheckpoint, naming the file).
+    """
+    loading = _Loading(Ranks(group), list(chunks), tolerance, None, say, "another `strict` tolerates them")
+    return loading.load_from(folder)
+
+
 @dataclass
 class _Loading:
     """One load: what is wanted, by these ranks together, over the folders that are tried in turn."""
@@ -87,6 +107,8 @@ class _Loading:
     tolerance: Tolerance
     accept: Callable[[Manifest], None] | None
     say: Say
+    way_out: str = "--ckpt-waive-keys waives keys by name"
+    """What to do about keys of one side only, for people."""
     overwritten: set[str] = field(default_factory=set)
     """Names of tensors that an earlier, broken folder may have written into."""
 
@@ -102,7 +124,7 @@ class _Loading:
         self._tell(matching, unused)
         self.overwritten.update(chunk.name for chunk, _ in matching.sources)
         self.ranks.together(lambda: fill_tensors(checkpoint, matching))
-        return Loaded(folder, checkpoint.manifest)
+        return Loaded(folder, checkpoint.manifest, frozenset(matching.missing), frozenset(unused))
 
     def _open(self, folder: Path) -> Checkpoint:
         """Rank 0 verifies everything but the tensors' bytes; then the others read and verify the JSON themselves."""
@@ -134,7 +156,7 @@ class _Loading:
         if spoilt and not missing:
             problems.append(f"a broken newer checkpoint has already overwritten {describe_names(spoilt)}")
         if problems:
-            raise UserError(f"{checkpoint.folder}: {'; '.join(problems)} (--ckpt-waive-keys waives keys by name)")
+            raise UserError(f"{checkpoint.folder}: {'; '.join(problems)} ({self.way_out})")
 
     def _tell(self, matching: Matching, unused: Sequence[str]) -> None:
         """Say what was tolerated or converted on any rank."""

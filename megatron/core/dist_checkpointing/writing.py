@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,19 +72,52 @@ def save(
     ranks, disk, started = Ranks(group), disk or Disk(), time.monotonic()
     _check_agreement(ranks, step, common)
     begun = ranks.from_first(lambda: _begin(disk, root, step))
-    aside = root / begun["aside"]
+    contents = _Contents(ranks.size, common, config, layout)
+    done = _write_aside(
+        ranks, disk, root / begun["aside"], chunks, lambda aside: _publish(disk, aside, step, contents, keep_last)
+    )
+    notes = [*begun["notes"], *done["notes"]]
+    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
+
+
+def save_folder(
+    folder: Path,
+    chunks: Iterable[Chunk],
+    *,
+    common: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    disk: Disk | None = None,
+) -> Saved:
+    """Write a checkpoint that is a folder by itself, of no iteration and without a tracker; otherwise as `save`.
+
+    The folder is made, and must not hold anything. `common` is taken from the first rank, unchecked.
+    """
+    ranks, disk, started = Ranks(group), disk or Disk(), time.monotonic()
+    begun = ranks.from_first(lambda: _begin_folder(disk, folder))
+    contents = _Contents(ranks.size, common, {}, layout)
+    done = _write_aside(
+        ranks,
+        disk,
+        folder.parent / begun["aside"],
+        chunks,
+        lambda aside: _publish_folder(disk, aside, folder, contents),
+    )
+    return Saved(folder, done["nbytes"], time.monotonic() - started, begun["notes"])
+
+
+def _write_aside(
+    ranks: Ranks, disk: Disk, aside: Path, chunks: Iterable[Chunk], publish: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Every rank's share, then what rank 0 does to make it a checkpoint. After a failure nothing is left."""
     try:
         mine = share_out(chunks, ranks.global_rank)
         ranks.together(lambda: _write_rank(disk, aside, ranks.rank, mine))
-        done = ranks.from_first(
-            lambda: _publish(disk, aside, step, _Contents(ranks.size, common, config, layout), keep_last)
-        )
+        return ranks.from_first(lambda: publish(aside))
     except BaseException:
         if ranks.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    notes = [*begun["notes"], *done["notes"]]
-    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
 
 
 def _check_agreement(ranks: Ranks, step: Step, common: Mapping[str, Any]) -> None:
@@ -105,6 +138,21 @@ def _begin(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
     except OSError as error:
         raise _cannot_write(root, error) from error
     notes = [f"removed or put back what an interrupted save left: {', '.join(touched)}"] if touched else []
+    return {"aside": aside.name, "notes": notes}
+
+
+def _begin_folder(disk: Disk, folder: Path) -> dict[str, Any]:
+    """The same for a folder by itself."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} holds something already; save into a folder that is empty or not there yet")
+    try:
+        disk.make_directory(folder.parent)
+        touched = folders.clean_beside(disk, folder)
+        aside = folders.beside(folder, "tmp")
+        disk.make_directory(aside)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    notes = [f"removed what an interrupted save left: {', '.join(touched)}"] if touched else []
     return {"aside": aside.name, "notes": notes}
 
 
@@ -161,28 +209,49 @@ class _Contents:
 def _publish(disk: Disk, aside: Path, step: Step, contents: _Contents, keep_last: int | None) -> dict[str, Any]:
     """Tie the ranks' files together, check that they are complete, and give the folder its name."""
     root, folder = aside.parent, aside.parent / folders.folder_name(step)
+    nbytes = _tie(disk, aside, folder, step if isinstance(step, int) else 0, contents)
+    try:
+        folders.put_in_place(disk, aside, folder)
+        folders.write_tracker(disk, root, step)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
+    return {"nbytes": nbytes, "notes": notes}
+
+
+def _publish_folder(disk: Disk, aside: Path, folder: Path, contents: _Contents) -> dict[str, Any]:
+    """The same for a folder by itself."""
+    nbytes = _tie(disk, aside, folder, 0, contents)
+    try:
+        disk.rename(aside, folder)  # also onto a folder that is empty
+        disk.sync_directory(folder.parent)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+    return {"nbytes": nbytes}
+
+
+def _tie(disk: Disk, aside: Path, folder: Path, iteration: int, contents: _Contents) -> int:
+    """Check that the ranks' files are complete and write the manifest; returns their bytes."""
     indexes, digests = [], {}
     for rank in range(contents.world_size):
         path = aside / index_name(rank)
         try:
             content = read_bytes(path)
         except BrokenCheckpoint as error:
-            raise UserError(f"{error}: rank {rank} wrote it, rank 0 cannot see it; is {root} shared storage?") from None
+            raise UserError(
+                f"{error}: rank {rank} wrote it, rank 0 cannot see it; is {folder.parent} shared storage?"
+            ) from None
         indexes.append(RankIndex.from_bytes(content, path))
         digests[path.name] = FileDigest.of(content)
     check_complete(make_catalogue(indexes))
-    iteration = step if isinstance(step, int) else 0
     layout = {"world_size": contents.world_size, **contents.layout}
     manifest = Manifest(iteration, digests, contents.common, contents.config, layout)
     try:
         disk.write_file(aside / MANIFEST, manifest.to_bytes())
         disk.sync_directory(aside)
-        folders.put_in_place(disk, aside, folder)
-        folders.write_tracker(disk, root, step)
     except OSError as error:
         raise _cannot_write(folder, error) from error
-    notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
-    return {"nbytes": sum(index.data_size for index in indexes), "notes": notes}
+    return sum(index.data_size for index in indexes)
 
 
 def keep_newest(disk: Disk, root: Path, current: Path, count: int) -> list[str]:

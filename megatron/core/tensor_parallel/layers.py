@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box, with_columns
 from megatron.core.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_box
 
@@ -32,7 +33,7 @@ __all__ = [
 InitMethod = Callable[[Tensor], Any]
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(ShardedStateModule):
     """y = x W^T + b with W [output_size, input_size] cut by rows, so that each rank has a part of y.
 
     `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. Under
@@ -122,7 +123,7 @@ class ColumnParallelLinear(nn.Module):
         return output, self.bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ShardedStateModule):
     """y = x W^T + b with W [output_size, input_size] cut by columns: each rank has a part of x, and y is summed.
 
     `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its

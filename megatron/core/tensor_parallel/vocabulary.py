@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group, group_rank, group_size
@@ -12,10 +12,11 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.mappings import reduce_in_place, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, with_columns
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(ShardedStateModule):
     """A table of `num_embeddings` rows, cut by rows over the ranks.
 
     Our own keyword: `vocab_padding_multiple`, to a multiple of which the stored rows are rounded up (default: the

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class MegatronModule(nn.Module):
+class MegatronModule(ShardedStateModule):
     """A module that knows its config."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -48,6 +49,10 @@ class Float16Module(MegatronModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's."""
         return self.module.state_dict(*args, **kwargs)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's."""
+        return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Into the model."""

@@ -1,0 +1,172 @@
+"""The rest of a state dict, beside sharded tensors: values that are the same on all ranks, as JSON and plain tensors.
+
+JSON has no tuples, tensors, or keys that are not strings; such a value is written as an object with one key that begins
+with "$". What a checkpoint can hold is listed in `encode`; everything else would need a pickle and is refused by name.
+"""
+
+import argparse
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+
+Json = Any
+Path = tuple[Any, ...]
+"""Keys and indices that lead to a value of a nested state dict."""
+
+_ELSEWHERE = {"$elsewhere": True}
+"""Takes the place of a sharded tensor, or of a value that is not saved, in a list."""
+
+
+def text_of(path: Path) -> str:
+    """A path for people, and the name of a tensor that stands there."""
+    return ".".join(map(str, path)) or "the state dict"
+
+
+def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every object of some kinds in a nest of dicts, lists and tuples, with its path."""
+    if isinstance(value, kinds):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves(item, kinds, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, kinds, (*path, index))
+
+
+def encode(value: Any, tensors: dict[str, Tensor], path: Path = ()) -> Json:
+    """The value as JSON; tensors are collected, by the names under which the JSON refers to them.
+
+    Takes None, bool, int, float, str, torch.dtype, argparse.Namespace, dicts, lists, tuples and tensors. Raises
+    UserError naming the path of anything else.
+    """
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, ShardedTensor | LocalNonpersistentObject):
+        return _ELSEWHERE
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, tensors, path)
+    if isinstance(value, list):
+        return [encode(item, tensors, (*path, index)) for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": [encode(item, tensors, (*path, index)) for index, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path)
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
+        return {"$dtype": DTYPE_NAMES[value]}
+    if isinstance(value, argparse.Namespace):
+        return {"$namespace": encode(vars(value), tensors, path)}
+    raise UserError(
+        f"{text_of(path)} is a {type(value).__name__}, which a checkpoint without pickles cannot hold; turn it into "
+        "numbers, strings, lists, dicts or tensors, or wrap it in LocalNonpersistentObject to leave it out"
+    )
+
+
+def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: Path) -> Json:
+    name = f"common.{text_of(path)}"
+    if name in tensors:
+        raise UserError(f"two tensors of the state dict would both be called {name}")
+    tensors[name] = value.detach().contiguous()
+    content = tensors[name].cpu().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
+    return {"$tensor": [name, DTYPE_NAMES[value.dtype], list(value.shape), zlib.crc32(content)]}
+
+
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: Path) -> Json:
+    here = {
+        key: encode(item, tensors, (*path, key))
+        for key, item in value.items()
+        if not isinstance(item, ShardedTensor | LocalNonpersistentObject)
+    }
+    if all(isinstance(key, str) and not key.startswith("$") for key in here):
+        return here
+    return {"$dict": [[encode(key, tensors, (*path, key)), item] for key, item in here.items()]}
+
+
+def tensors_of(common: Json) -> dict[str, Tensor]:
+    """An empty tensor for each that an encoded value refers to, by name."""
+    found: dict[str, Tensor] = {}
+    for _, entry in _tagged(common, "$tensor"):
+        name, dtype, shape, _ = entry
+        found[name] = torch.empty(shape, dtype=DTYPES[dtype])
+    return found
+
+
+def _tagged(value: Json, tag: str) -> Iterator[tuple[str, Json]]:
+    if isinstance(value, dict):
+        if set(value) == {tag}:
+            yield tag, value[tag]
+        for item in value.values():
+            yield from _tagged(item, tag)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _tagged(item, tag)
+
+
+def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """What was encoded. A place that something else had is None."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (tag, content), *_ = value.items()
+        if tag in _DECODERS:
+            return _DECODERS[tag](content, tensors)
+    return {key: decode(item, tensors) for key, item in value.items()}
+
+
+_DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
+    "$elsewhere": lambda content, tensors: None,
+    "$tuple": lambda content, tensors: tuple(decode(item, tensors) for item in content),
+    "$dict": lambda content, tensors: {decode(key, tensors): decode(item, tensors) for key, item in content},
+    "$dtype": lambda content, tensors: DTYPES[content],
+    "$namespace": lambda content, tensors: argparse.Namespace(**decode(content, tensors)),
+    "$tensor": lambda content, tensors: tensors[content[0]],
+}
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
+    """The chunks of the tensors of a common state, each whole. A tensor without elements is in no file."""
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            yield Chunk(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), None, tensor)
+
+
+def merged(requested: Any, common: Any, value_of: Callable[[Any], Any]) -> Any:
+    """A state dict out of its decoded common part and `value_of` each sharded tensor and unsaved value requested.
+
+    What `value_of` gives `LEFT_OUT` for has no key in a dict, and None in a list or tuple.
+    """
+    if isinstance(requested, ShardedTensor | LocalNonpersistentObject):
+        return value_of(requested)
+    if isinstance(requested, Mapping):
+        made = dict(common) if isinstance(common, Mapping) else {}
+        for key, item in requested.items():
+            if _holds_places(item):
+                made[key] = merged(item, made.get(key), value_of)
+        return {key: item for key, item in made.items() if item is not LEFT_OUT}
+    if isinstance(requested, list | tuple) and _holds_places(requested):
+        known = list(common) if isinstance(common, list | tuple) else []
+        known += [None] * (len(requested) - len(known))
+        items = [merged(*pair, value_of) for pair in zip(requested, known, strict=False)]
+        return type(requested)(None if item is LEFT_OUT else item for item in items)
+    return common
+
+
+LEFT_OUT = object()
+
+
+def _holds_places(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping) or next(leaves(value, (ShardedTensor, LocalNonpersistentObject)), None) is not None
+    )

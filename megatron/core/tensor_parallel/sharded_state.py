@@ -1,0 +1,79 @@
+"""The sharded state dict of a module: where each of its parameters belongs, out of the parameters' own descriptors."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import ParameterInfo, canonical_name, info_of
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+
+
+class ShardedStateModule(nn.Module):
+    """A module that says where its parameters belong in a checkpoint."""
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A ShardedTensor for each entry of the state dict, under the name that this has there, with `prefix`.
+
+        They are views of the live parameters, in their canonical shape (a gated MLP's is [2, ffn, h]) and without
+        padding, stored under their canonical names: layers by their own numbers over the whole model, a tied head under
+        the embedding's. What a load gives back for them fits `load_state_dict`. `metadata` changes nothing.
+        Raises UserError for `sharded_offsets`: layers are not stacked into one tensor here.
+        """
+        if sharded_offsets:
+            raise UserError(
+                f"sharded_state_dict(sharded_offsets={sharded_offsets}): layers are stored under names of their own, "
+                "not stacked along a new axis; leave it out"
+            )
+        groups = getattr(self, "pg_collection", None) or default_collection()
+        return dict(sharded_entries(self, prefix, groups))
+
+
+def sharded_entries(
+    module: nn.Module, prefix: str, groups: ProcessGroupCollection
+) -> Iterator[tuple[str, ShardedTensor]]:
+    """See `ShardedStateModule.sharded_state_dict`."""
+    entries = list(_entries(module, "", ""))
+    # The model that named the parameters, or a part of it whose path in the model is the prefix?
+    is_model = any(info_of(tensor).name == path for _, path, tensor in entries)
+    for local, path, tensor in entries:
+        info = info_of(tensor)
+        key = prefix + canonical_name(path, info) if is_model else canonical_name(prefix + path, info)
+        yield prefix + local, _sharded(key, tensor, info, groups)
+
+
+def _entries(module: nn.Module, local: str, canonical: str) -> Iterator[tuple[str, str, Tensor]]:
+    """Name in the state dict, path with numbers over the whole model, and tensor of what a state dict holds."""
+    left_out = module._non_persistent_buffers_set
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in left_out:
+            yield local + name, canonical + name, tensor
+    for name, child in module._modules.items():
+        if child is not None:
+            number = getattr(child, "canonical_index", None) if isinstance(module, nn.ModuleList) else None
+            yield from _entries(child, f"{local}{name}.", f"{canonical}{name if number is None else number}.")
+
+
+def _sharded(key: str, tensor: Tensor, info: ParameterInfo, groups: ProcessGroupCollection) -> ShardedTensor:
+    stored, box = tensor.detach(), info.box
+    holders = replica_ranks(info, groups)
+    return ShardedTensor(
+        key,
+        stored.view(-1)[: box.numel].view(box.shape),
+        stored.dtype,
+        box.shape,
+        info.global_shape,
+        box.start,
+        None,
+        replica_id=holders.index(groups.global_rank),
+        holders=holders,
+        stored=stored,
+    )
