@@ -15,6 +15,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedul
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
@@ -60,8 +61,8 @@ def set_up(
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
     model = build_model(context, pieces)
-    if environment.is_first:
-        print(*describe_kernels(model[0], environment.device, config.data.reset_attention_mask), sep="\n", flush=True)
+    for line in lines_on_kernels(model, environment, config):
+        print(line, flush=True)
     optimizer = build_optimizer(context, pieces, model)
     scheduler = build_scheduler(config, optimizer)
     connect(config, model, optimizer)
@@ -101,6 +102,18 @@ def set_up(
         checkpoints=checkpoints,
         probe=build_probe(config, model),
     )
+
+
+def lines_on_kernels(model: Sequence[nn.Module], environment: Environment, config: PretrainConfig) -> Iterator[str]:
+    """Which kernels compute the layers of this pipeline stage, on its first rank. The backend, which all stages have
+    in common, is told by the stage that has the first layer."""
+    groups, stages = environment.groups, stage_map(config.transformer)
+    if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
+        return
+    begins = any(1 in stages.part(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
+    for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
+        if begins or line.startswith("attention"):
+            yield line
 
 
 def notes_on_run(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:

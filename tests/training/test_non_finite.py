@@ -99,6 +99,45 @@ def test_the_step_until_all_ranks_know_changes_nothing(corpus):
         assert differences(stopped.at_end, before.at_end) == ["state"]
 
 
+def stop_in_a_pipeline(corpus: str, kind: str, layout: str, loss_rank: int) -> Outcome:
+    flags = f"{RUN} --data-path {corpus} --train-iters 9 --log-interval 1 {layout}"
+    return train(flags, poisoned(kind, iteration=3, micro_batch=2, rank=loss_rank))
+
+
+PIPELINES = {
+    "1f1b": ("--pipeline-model-parallel-size 2", 1),
+    "zb-v": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --num-layers 4", 0),
+}
+
+
+@pytest.mark.parametrize("schedule", PIPELINES)
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_stages_stop_together_and_each_names_what_it_saw(corpus, kind, schedule):
+    """The loss on the stage that computes it, the gradient where it reaches the embedding; in the same micro-batch."""
+    layout, loss_rank = PIPELINES[schedule]
+    ranks = run_on_ranks(stop_in_a_pipeline, 2, corpus, kind, layout, loss_rank)
+    for rank in ranks:
+        assert rank.decision is not None and rank.decision.reason is ExitReason.NON_FINITE
+        assert rank.at_end["optimizer"]["update_count"] == 2
+    where = "in micro-batch 2, samples [10]"
+    assert named(ranks[0])[0].endswith(where) and named(ranks[0])[0].startswith("rank 0, iteration 3: ")
+    if kind == "loss":
+        assert named(ranks[loss_rank])[0].startswith(f"rank {loss_rank}, iteration 3: lm loss is ")
+    else:
+        assert named(ranks[0])[0] == f"rank 0, iteration 3: gradient at the embedding is not finite {where}"
+
+
+def stop_tensor_parallel_ranks(corpus: str) -> Outcome:
+    flags = f"{RUN} --data-path {corpus} --train-iters 9 --tensor-model-parallel-size 2"
+    return train(flags, poisoned("loss", iteration=3, micro_batch=2, rank=dist.get_rank()))
+
+
+def test_tensor_parallel_ranks_name_it_once(corpus):
+    first, second = run_on_ranks(stop_tensor_parallel_ranks, 2, corpus)
+    assert named(first)[0] == "rank 0, iteration 3: lm loss is inf in micro-batch 2, samples [10]"
+    assert named(second) == [] and second.decision == first.decision
+
+
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_it_is_skipped_counted_and_survived(corpus, kind):
     flags = (
