@@ -88,6 +88,7 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 def triton_backend() -> Backend | None:
     """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
     try:
+        from megatron.core.ops.attention_merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
     except ImportError:
@@ -97,6 +98,7 @@ def triton_backend() -> Backend | None:
         name="triton",
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
+        merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),
         head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
     )

@@ -39,6 +39,7 @@ def test_triton_kernels_equal_their_definitions() -> None:
     triton_agreement.masks()
     triton_agreement.losses()
     triton_agreement.bias_dropout_residual()
+    triton_agreement.merged_blocks()
 
 
 def qkv(s: int, b: int, a: int, g: int, d: int, dtype: torch.dtype) -> list[Tensor]:

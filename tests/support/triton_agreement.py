@@ -4,6 +4,8 @@ import itertools
 
 import torch
 
+from megatron.core.ops.attention_blocks import merge_block
+from megatron.core.ops.attention_merge_triton import merge_block_triton
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
 from megatron.core.ops.dropout import Draw, DropoutPlace, bias_dropout_add, dropout_tokens, keep_rows
@@ -74,8 +76,29 @@ def losses() -> None:
         assert cross_entropy_triton(logits, beyond, vocab_size).isnan().all()
 
 
+def merged_blocks() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for rows, b, a, width, dtype in ((37, 2, 3, 40, torch.float32), (16, 1, 2, 64, torch.bfloat16)):
+        total = torch.randn(rows + 9, b, a, width, generator=generator).to(DEVICE)
+        total_lse = torch.randn(b, a, rows + 9, generator=generator).mul(9).to(DEVICE)
+        output = torch.randn(b, a, rows, width, generator=generator).to(DEVICE, dtype).permute(2, 0, 1, 3)
+        lse = torch.randn(b, a, rows, 1, generator=generator).mul(9).to(DEVICE)[..., 0]
+        total_lse[0, 0, 5:8] = lse[0, 1, :3] = -torch.inf  # queries that saw no key so far, or see none now
+        lse[0, 0, 0] = total_lse[0, 1, 4] = -torch.inf
+        results = []
+        for function in (merge_block, merge_block_triton):
+            ours = total.clone(), total_lse.clone()
+            function(ours[0][4:-5], ours[1][..., 4:-5], output, lse)
+            results.append(ours)
+        for expected, found in zip(*results, strict=True):
+            finite = expected.isfinite()
+            assert torch.equal(finite, found.isfinite()) and not found.isnan().any()
+            assert (expected - found)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
+
+
 if __name__ == "__main__":
     masks()
     losses()
     bias_dropout_residual()
+    merged_blocks()
     print("agree")

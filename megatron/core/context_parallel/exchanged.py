@@ -72,23 +72,20 @@ class _Exchanged(torch.autograd.Function):
         own = key.new_zeros(key.shape[0], packing.width, dtype=wide)
         returning: Arriving | None = None
         for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(job.exchange)):
-            part = own if step == 0 else own.new_zeros(key_rows.shape[0], packing.width)
+            alone = step > 0 and len(tiles) == 1  # then its keys are all that came
+            part = own if step == 0 or alone else own.new_zeros(key_rows.shape[0], packing.width)
             for tile in tiles:
-                rows = tile.queries
-                gradients = job.kernel.backward(
-                    gradient[rows],
-                    query[rows],
-                    key_rows[tile.keys],
-                    value_rows[tile.keys],
-                    output[rows],
-                    lse[..., rows],
-                    tile.place,
-                    job.variant,
-                    job.call,
+                rows, keys = tile.queries, tile.keys
+                tensors = query[rows], key_rows[keys], value_rows[keys], output[rows], lse[..., rows]
+                query_part, *key_parts = job.kernel.backward(
+                    gradient[rows], *tensors, tile.place, job.variant, job.call
                 )
-                query_gradient[rows] += gradients[0]
-                for total, addend in zip(packing.apart(part[tile.keys]), gradients[1:], strict=True):
-                    total.add_(addend)
+                query_gradient[rows] += query_part
+                if alone:
+                    part = packing.together(*key_parts)
+                else:
+                    for total, addend in zip(packing.apart(part[keys]), key_parts, strict=True):
+                        total.add_(addend)
             if returning is not None:
                 returning.wait()
             if step:
@@ -120,9 +117,13 @@ class _Packing:
         for step, tiles in enumerate(exchange.steps):
             rows = None if arriving is None else arriving.wait()
             if step + 1 < len(exchange.steps):
-                own = own if own is not None else torch.cat([self.key.flatten(1), self.value.flatten(1)], 1)
+                own = own if own is not None else self.together(self.key, self.value)
                 arriving = exchange.start_fetch(step + 1, own)
             yield (tiles, self.key, self.value) if rows is None else (tiles, *self.apart(rows))
+
+    def together(self, key: Tensor, value: Tensor) -> Tensor:
+        """The rows of a key and a value."""
+        return torch.cat([key.flatten(1), value.flatten(1)], 1)
 
 
 def _by_query(numbers: Tensor) -> Tensor:

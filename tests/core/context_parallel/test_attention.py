@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from support import fused_kernels
 from support.processes import run_on_ranks
 from torch import Tensor
 
+from megatron.core.backends import KernelChoice, KernelPlan
 from megatron.core.context_parallel.splitting import cut_rows
-from megatron.core.exceptions import UserError
+from megatron.core.ops.attention import AttentionVariant
+from megatron.core.ops.attention_kernels import FLASH_BLOCKS, FUSED_BLOCKS, BlockKernel, Situation
 from megatron.core.ops.dropout import dropout_tokens, keep_attention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -132,9 +135,19 @@ def layer_of(feature: dict[str, Any], groups: ProcessGroupCollection, **settings
     return DotProductAttention(config, 3, kind, "self", pg_collection=groups)
 
 
-def split(feature: dict[str, Any], groups: ProcessGroupCollection, part: SequencePart, **settings: Any) -> list[Tensor]:
+def split(
+    feature: dict[str, Any],
+    groups: ProcessGroupCollection,
+    part: SequencePart,
+    kernel: BlockKernel | None = None,
+    **settings: Any,
+) -> list[Tensor]:
     """What this rank has of the output and of the gradients."""
     layer = layer_of(feature, groups, **settings)
+    if kernel is not None:
+        assert layer.context is not None
+        choices = {situation: KernelChoice(kernel, ()) for situation in layer.context.blocks.choices}
+        layer.context.blocks = KernelPlan(choices)
     tensors, gradient, mask = problem(feature)
     tp, rank = groups.size("tp"), groups.rank("tp")
     mine = [cut_rows(tensor, part, 0).chunk(tp, 2)[rank].requires_grad_() for tensor in tensors[:3]]
@@ -177,6 +190,35 @@ def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
             )
         groups.close()
     return errors
+
+
+def errors_of_fused_kernels() -> dict[str, float]:
+    """The same for the kernels of a GPU, with stand-ins for what only a GPU has."""
+    fused_kernels.put_in_place()
+    errors = {}
+    groups = ProcessGroupCollection.from_grid(
+        RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
+    )
+    part = SequencePart(groups.rank("cp"), 4)
+    for cp_comm_type, kernel in itertools.product(("p2p", "all_gather", "a2a+p2p"), (FUSED_BLOCKS, FLASH_BLOCKS)):
+        for name, feature in FEATURES.items():
+            situation = Situation("cuda", torch.bfloat16, True, "documents" in feature)
+            variant = AttentionVariant(1.0, feature.get("causal", True), dropout=feature.get("dropout", 0.0))
+            if "mask" in feature or kernel.refusal(variant, situation) is not None:
+                continue
+            found = split(feature, groups, part, kernel, cp_comm_type=cp_comm_type)[:4]
+            expected = [cut_rows(tensor, part, 0) for tensor in reference(feature)[:4]]
+            errors[f"{cp_comm_type}, {kernel.name}: {name}"] = max(
+                ((a - e).abs().max() / e.abs().max()).item() for a, e in zip(found, expected, strict=True)
+            )
+    return errors
+
+
+def test_fused_kernels_against_whole_rows() -> None:
+    ranks = run_on_ranks(errors_of_fused_kernels, 4)
+    worst = {case: max(errors[case] for errors in ranks) for case in ranks[0]}
+    assert len(worst) >= 60
+    assert not {case: error for case, error in worst.items() if not error < 1e-13}
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2])

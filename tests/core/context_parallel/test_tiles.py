@@ -1,0 +1,99 @@
+"""Rectangles of queries and keys: every pair that meets is in exactly one, on one rank, and ranks have equal work."""
+
+import itertools
+
+import pytest
+
+from megatron.core.context_parallel.exchanges import Gather, Ring, gather_steps, ring_turns
+from megatron.core.context_parallel.tiles import Reach, Tile, own_tiles, tiles_between
+from megatron.core.tokens import SequencePart, Tokens, row_index
+
+CHUNK = 3
+REACHES: list[Reach] = [(None, 0), (None, None), (0, 0), (2, 0), (4, 0), (7, 0), (None, 2), (5, None), (4, 3), (1, 8)]
+
+
+def pairs(tile: Tile, queries: list[int], keys: list[int]) -> list[tuple[int, int]]:
+    """Places in the row of the pairs of a tile, where it holds these queries and keys."""
+    found = []
+    for i, query in enumerate(queries[tile.queries]):
+        for j, key in enumerate(keys[tile.keys]):
+            left, right = tile.place.left, tile.place.right
+            if (left is None or j >= i - left) and (right is None or j <= i + right):
+                found.append((query, key))
+    assert len(found) == tile.pairs
+    assert {query for query, _ in found} == set(queries[tile.queries])  # none is larger than it must be
+    assert {key for _, key in found} == set(keys[tile.keys])
+    return found
+
+
+def meeting(size: int, reach: Reach) -> list[tuple[int, int]]:
+    left, right = reach
+    row = range(2 * size * CHUNK)
+    return [
+        (i, j)
+        for i, j in itertools.product(row, row)
+        if (left is None or j >= i - left) and (right is None or j <= i + right)
+    ]
+
+
+def held(size: int, rank: int) -> list[int]:
+    return row_index(Tokens(2 * CHUNK, 1, SequencePart(rank, size))).tolist()
+
+
+@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_ring_computes_every_pair_once(size: int, reach: Reach, join: bool) -> None:
+    found, distances = [], set()
+    for rank in range(size):
+        ring = Ring(SequencePart(rank, size), None, CHUNK, reach, join)
+        distances.add(tuple(turn.distance for turn in ring.turns))
+        for turn in ring.turns:
+            source = (rank - turn.distance) % size
+            keys = held(size, source)
+            found += [
+                pair
+                for tile in turn.tiles
+                for pair in pairs(tile, held(size, rank), keys[turn.fetched] if turn.distance else keys)
+            ]
+            if turn.distance:  # what one asks for is what the other gives
+                theirs = ring_turns(SequencePart(source, size), CHUNK, reach, join)
+                assert next(t.given for t in theirs if t.distance == turn.distance) == turn.fetched
+    assert sorted(found) == meeting(size, reach)
+    assert len(distances) == 1
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_gather_computes_every_pair_once(size: int, reach: Reach) -> None:
+    found = []
+    for rank in range(size):
+        own, rest = gather_steps(SequencePart(rank, size), CHUNK, reach)
+        found += [pair for tile in own for pair in pairs(tile, held(size, rank), held(size, rank))]
+        found += [pair for tile in rest for pair in pairs(tile, held(size, rank), list(range(2 * size * CHUNK)))]
+    assert sorted(found) == meeting(size, reach)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_ranks_have_equal_work(size: int) -> None:
+    """In every step of a ring under a causal mask, and all in all with a gather."""
+    for turns in zip(*(ring_turns(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
+        assert len({sum(tile.pairs for tile in turn.tiles) for turn in turns}) == 1
+        assert all(len(turn.tiles) == 1 for turn in turns)  # one launch
+    gathers = [Gather(SequencePart(r, size), None, CHUNK, (None, 0), True) for r in range(size)]
+    assert len({sum(tile.pairs for step in gather.steps for tile in step) for gather in gathers}) == 1
+
+
+def test_steps_without_work_are_left_out() -> None:
+    """Under a window shorter than a chunk neighbours alone exchange, and only what the window reaches."""
+    turns = ring_turns(SequencePart(2, 8), 100, (10, 0), True)
+    assert [turn.distance for turn in turns] == [0, 1, 7]
+    assert [turn.fetched for turn in turns] == [slice(0, 0), slice(90, 100), slice(190, 200)]
+    middle = ring_turns(SequencePart(7, 8), 100, (10, 0), True)
+    assert middle[0].tiles == own_tiles(SequencePart(7, 8), 100, (10, 0), True) and len(middle[0].tiles) == 3
+
+
+def test_half_of_the_keys_of_earlier_ranks_are_not_needed() -> None:
+    turns = ring_turns(SequencePart(1, 4), CHUNK, (None, 0), True)
+    assert [turn.fetched.stop - turn.fetched.start for turn in turns[1:]] == [CHUNK, 2 * CHUNK, 2 * CHUNK]
+    assert tiles_between(SequencePart(1, 4), 1, 3, CHUNK, (None, 0), True)[0].queries == slice(CHUNK, 2 * CHUNK)
