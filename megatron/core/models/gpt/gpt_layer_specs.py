@@ -80,7 +80,7 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of a GPT that one pipeline stage has, and of its last norm. `pp_rank`: default, this rank's."""
+    """Specs of the layers of a GPT that a pipeline stage has, and of its last norm. `pp_rank`: default, this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, qk_l2_norm=qk_l2_norm)

@@ -1,33 +1,28 @@
 """GPT: embedding, a stack of transformer layers, a head over the vocabulary (Radford et al. 2019)."""
 
-import dataclasses
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.core.backends import choose_backend
-from megatron.core.collectives import group_size
-from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_model_head import LanguageModelHead
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.ops.dropout import DropoutTokens, dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from megatron.core.tensor_parallel.storage import part_size
-from megatron.core.tokens import RandomPlace, Tokens, position_ids
+from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class GPTModel(MegatronModule):
+class GPTModel(LanguageModule):
     """A decoder-only language model, or the part of one that a pipeline stage holds.
 
     `vocab_size` is the vocabulary, or one that was rounded up and knows, as attribute `unpadded`, what from; the stored
@@ -69,16 +64,13 @@ class GPTModel(MegatronModule):
         *,
         vocab_padding_multiple: int | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, pg_collection)
         if position_embedding_type not in ("learned_absolute", "rope", "none"):
             raise UserError(
                 f"not yet: position_embedding_type {position_embedding_type}; learned_absolute, rope, none work"
             )
         if mtp_block_spec is not None:
             raise UserError("not yet: mtp_block_spec")
-        self.pg_collection = pg_collection or default_collection()
-        self.backend = choose_backend(config)
-        self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
         self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
         if self.vocab_size != vocab_size and vocab_padding_multiple is None:
             vocab_padding_multiple = int(vocab_size)
@@ -134,7 +126,6 @@ class GPTModel(MegatronModule):
             )
             if self.output_layer.weight is None:
                 self.output_layer.borrowed_parameters = (self.embedding.word_embeddings.weight,)
-        self.random_place: RandomPlace | None = None
         name_parameters(self)
         if config.perform_initialization:
             initialize_parameters(self, config.seed)
@@ -170,17 +161,22 @@ class GPTModel(MegatronModule):
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
-        tokens = self._describe(tokens, input_ids, position_ids, decoder_input, packed_seq_params)
         context = inference_context or inference_params
-        hidden, inputs = self._embed(input_ids, decoder_input, tokens, attention_mask, context)
+        if context is not None and self.sequence_parallel:
+            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
+        given = decoder_input if decoder_input is not None else self.decoder.input_tensor
+        ids = input_ids if decoder_input is None else None
+        learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
+        tokens = self.describe_tokens(tokens, ids, given, position_ids, packed_seq_params, learned)
+        hidden, inputs = self._embed(input_ids, given, tokens, attention_mask, context)
         hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
         if not self.post_process:
             return hidden
         if context is not None:
             hidden, runtime_gather_output = context.select_last(hidden), True
         weight = next(iter(self.output_layer.borrowed_parameters), None)
-        gather = runtime_gather_output
-        result, _ = self.output_layer(hidden, weight, gather, labels=None if labels is None else labels.t())
+        labels = None if labels is None else labels.t()  # [s, b]
+        result, _ = self.output_layer(hidden, weight, runtime_gather_output, labels=labels)
         return result.transpose(0, 1).contiguous()  # [b, s] or [b, s, vocabulary]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -196,13 +192,12 @@ class GPTModel(MegatronModule):
     def _embed(
         self,
         input_ids: Tensor | None,
-        decoder_input: Tensor | None,
+        given: Tensor | None,
         tokens: Tokens,
         attention_mask: Tensor | None,
         context: InferenceContext | None,
     ) -> tuple[Tensor, LayerInputs]:
         """The hidden states that enter the stack, and what goes through it beside them."""
-        given = decoder_input if decoder_input is not None else self.decoder.input_tensor
         source = given if given is not None else input_ids
         assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
         positions = position_ids(tokens, source.device)
@@ -225,50 +220,7 @@ class GPTModel(MegatronModule):
         whole = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
         return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
-    def set_random_place(self, place: RandomPlace | None) -> None:
-        """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
-        self.random_place = place
-
     def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:
         if not (self.training and drops(self.config)):
             return None
         return dropout_tokens(tokens, device, self.backend.keep_rows)
-
-    def _describe(
-        self,
-        tokens: Tokens | None,
-        input_ids: Tensor | None,
-        position_ids: Tensor | None,
-        decoder_input: Tensor | None,
-        packed: PackedSeqParams | None,
-    ) -> Tokens:
-        """What the tokens are, in one record."""
-        if tokens is None:
-            if decoder_input is None and input_ids is not None:
-                b, s = input_ids.shape
-            else:
-                hidden = decoder_input if decoder_input is not None else self.decoder.input_tensor
-                assert hidden is not None, "a stage needs input_ids, decoder_input, or tokens and set_input_tensor"
-                s, b = hidden.shape[:2]
-                s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
-            tokens = Tokens(s, b, sequence_part(self.pg_collection))
-        if packed is not None:
-            tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
-        if position_ids is not None:
-            tokens = dataclasses.replace(tokens, positions=position_ids)
-        if tokens.random is None:
-            tokens = dataclasses.replace(tokens, random=self.random_place)
-        if self.position_embedding_type == "learned_absolute":
-            self._check_length(tokens)
-        if self.sequence_parallel:
-            part_size(tokens.seq_length, self.pg_collection.tp, "sequence_parallel: tokens in a row")
-        return tokens
-
-    def _check_length(self, tokens: Tokens) -> None:
-        """Raise UserError for positions beyond the learned ones, as far as the host knows the positions."""
-        length = tokens.first_position + tokens.row_length if tokens.cu_seqlens is None else tokens.max_seqlen
-        if tokens.positions is None and length is not None and length > self.max_sequence_length:
-            raise UserError(
-                f"{length} tokens in a row, but the model has learned positions for {self.max_sequence_length} "
-                "(max_position_embeddings)"
-            )

@@ -1,0 +1,1 @@
+"""What models of text have in common."""

@@ -1,0 +1,70 @@
+"""Base of the models of text: their groups, and one record of what the tokens of a call are."""
+
+import dataclasses
+
+from torch import Tensor
+
+from megatron.core.backends import choose_backend
+from megatron.core.collectives import group_size
+from megatron.core.context_parallel import sequence_part
+from megatron.core.exceptions import UserError
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import part_size
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LanguageModule(MegatronModule):
+    """A model of text, or the part of one that a pipeline stage holds."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
+        super().__init__(config)
+        self.pg_collection = pg_collection or default_collection()
+        self.backend = choose_backend(config)
+        self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
+        self.random_place: RandomPlace | None = None
+
+    def set_random_place(self, place: RandomPlace | None) -> None:
+        """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
+        self.random_place = place
+
+    def describe_tokens(
+        self,
+        tokens: Tokens | None,
+        input_ids: Tensor | None,
+        hidden: Tensor | None,
+        position_ids: Tensor | None,
+        packed: PackedSeqParams | None,
+        max_positions: int | None,
+    ) -> Tokens:
+        """The arguments of a forward, as one record; without `tokens` in it, from the shapes of `input_ids` [b, s] or
+        hidden states [s, b, h]. Raises UserError for tokens that sequence parallel ranks cannot share, and for
+        positions beyond `max_positions`, as far as the host knows the positions."""
+        if tokens is None:
+            tokens = self._tokens_of(input_ids, hidden)
+        if packed is not None:
+            tokens = dataclasses.replace(tokens, cu_seqlens=packed.cu_seqlens_q, max_seqlen=packed.max_seqlen_q)
+        if position_ids is not None:
+            tokens = dataclasses.replace(tokens, positions=position_ids)
+        if tokens.random is None:
+            tokens = dataclasses.replace(tokens, random=self.random_place)
+        length = tokens.first_position + tokens.row_length if tokens.cu_seqlens is None else tokens.max_seqlen
+        if max_positions is not None and tokens.positions is None and length is not None and length > max_positions:
+            raise UserError(
+                f"{length} tokens in a row, but the model has learned positions for {max_positions} "
+                "(max_position_embeddings)"
+            )
+        if self.sequence_parallel:
+            part_size(tokens.seq_length, self.pg_collection.tp, "sequence_parallel: tokens in a row")
+        return tokens
+
+    def _tokens_of(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tokens:
+        if input_ids is not None:
+            b, s = input_ids.shape
+        else:
+            assert hidden is not None, "a stage needs input_ids, decoder_input, or tokens and set_input_tensor"
+            s, b = hidden.shape[:2]
+            s *= group_size(self.pg_collection.tp) if self.sequence_parallel else 1
+        return Tokens(s, b, sequence_part(self.pg_collection))
