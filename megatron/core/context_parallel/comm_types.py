@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.rank_grid import divisors
 
 
 class CommType(enum.Enum):
@@ -57,10 +58,10 @@ def comm_type_problems(config: Any) -> Iterator[str]:
         product = math.prod(sizes)
         yield f"{{hierarchical_context_parallel_sizes}} multiply to {product}, not to {{context_parallel_size}}"
     elif CommType.a2a_p2p in kinds and len(sizes or []) != 2:
-        halves = [factor for factor in range(2, size) if size % factor == 0] or [size]
+        halves = [factor for factor in divisors(size) if 1 < factor < size] or [size]
         near = min(halves, key=lambda factor: abs(factor * factor - size))
         yield (
-            "{cp_comm_type} a2a+p2p needs two {hierarchical_context_parallel_sizes:name}, of a2a and of p2p; "
+            "{cp_comm_type:name} a2a+p2p needs two {hierarchical_context_parallel_sizes:name}, of a2a and of p2p; "
             f"{near} {size // near} works"
         )
     yield from _head_problems(config, kinds)
@@ -74,8 +75,9 @@ def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     for kind, sharing in ((CommType.a2a, size), (CommType.a2a_p2p, sizes[0] if sizes else 1)):
         if kind in kinds and heads % max(1, sharing):
-            near = max(factor for factor in range(1, sharing) if heads % factor == 0 and size % factor == 0)
+            near = max(factor for factor in divisors(math.gcd(heads, size)) if factor < sharing)
             yield (
-                f"{{cp_comm_type}} {kind.value} shares the {heads} heads of a tensor parallel rank among {sharing} "
-                f"context parallel ranks, which do not divide them; {near} would, or {{cp_comm_type:name}} p2p"
+                f"{{cp_comm_type:name}} {kind.value} shares the {heads} heads of a tensor parallel rank among "
+                f"{sharing} context parallel ranks, which do not divide them; {near} would, or "
+                "{cp_comm_type:name} p2p"
             )

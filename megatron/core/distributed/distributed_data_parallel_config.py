@@ -21,7 +21,11 @@ class DistributedDataParallelConfig:
     overlap_param_gather: bool = not_a_flag(False)
     """Gather updated weights while the next forward pass begins."""
 
-    align_param_gather: bool = flag(False, off="--no-align-param-gather", only_with="use_distributed_optimizer")
+    align_param_gather: bool = flag(
+        False,
+        off="--no-align-param-gather",
+        no_effect="pipeline stages gather their weights once they are updated, which is at the same time on all",
+    )
     """All pipeline stages start their gathers of weights together."""
 
     use_distributed_optimizer: bool = not_a_flag(False)
@@ -86,7 +90,7 @@ class DistributedDataParallelConfig:
     preserve_fp32_weights: bool = not_a_flag(True)
     """With use_megatron_fsdp: keep float32 main weights."""
 
-    keep_fp8_transpose_cache: bool = flag(False, only_with="use_megatron_fsdp")
+    keep_fp8_transpose_cache: bool = flag(False, only_with="fp8")
     """With --use-megatron-fsdp: keep transposed fp8 weights between micro-batches."""
 
     nccl_ub: bool = not_yet(False, on="--use-nccl-ub")

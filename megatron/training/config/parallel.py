@@ -56,7 +56,7 @@ class ParallelConfig:
     """With --use-megatron-fsdp: type of the main weights."""
 
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "auto", supported=["auto", "fp32"], only_with="use_megatron_fsdp"
+        "auto", supported=["auto", "fp32"], no_effect="gradients are accumulated in float32 at least, always"
     )
     """With --use-megatron-fsdp: type of the main gradients."""
 

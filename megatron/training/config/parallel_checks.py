@@ -29,9 +29,8 @@ def ranks(s: Settings) -> Iterator[str]:
 
 def parts_of_a_sequence(s: Settings) -> Iterator[str]:
     """Context parallel ranks take two equal pieces of a sequence each, sequence parallel ones equal shares of those."""
-    length, micro = s.seq_length or 0, s.micro_batch_size or 0
-    context, tensor = s.context_parallel_size, s.tensor_model_parallel_size
-    if length < 1 or micro < 1 or context < 1 or tensor < 1:
+    length, context, tensor = s.seq_length or 0, s.context_parallel_size, s.tensor_model_parallel_size
+    if length < 1 or context < 1 or tensor < 1:
         return
     pieces = 2 * context if context > 1 else 1
     if length % pieces:
@@ -39,12 +38,12 @@ def parts_of_a_sequence(s: Settings) -> Iterator[str]:
             f"{{seq_length}} does not divide by {pieces}, two pieces for each rank of {{context_parallel_size}}; "
             f"{_multiples_near(length, pieces)} does"
         )
-    elif s.sequence_parallel and length // context * micro % tensor:
-        multiple = math.lcm(pieces, context * tensor // math.gcd(tensor, micro))
+    elif s.sequence_parallel and length // context % tensor:
+        share = f", of which a context parallel rank has {length // context}," if context > 1 else ""
+        near = _multiples_near(length, math.lcm(pieces, context * tensor))
         yield (
-            f"{{sequence_parallel}}: the {length // context * micro} tokens that a rank has of {{micro_batch_size}} x "
-            f"{{seq_length}} do not divide by {{tensor_model_parallel_size}}; {{seq_length:name}} "
-            f"{_multiples_near(length, multiple)} does"
+            f"{{sequence_parallel}}: {{seq_length}}{share} does not divide by {{tensor_model_parallel_size}}; "
+            f"{near} does"
         )
 
 
@@ -72,6 +71,13 @@ def virtual_stages(s: Settings) -> Iterator[str]:
             f"{{num_layers_per_virtual_pipeline_stage}} does not divide the {counted // stages} layers of each of the "
             f"{stages} pipeline stages; {near} does"
         )
+
+
+def micro_batches_in_a_row(s: Settings) -> Iterator[str]:
+    """A chunk of an interleaved pipeline takes as many micro-batches in a row as there are stages, or more."""
+    size, stages = s.microbatch_group_size_per_vp_stage, s.pipeline_model_parallel_size
+    if size is not None and stages > 1 and size < stages:
+        yield f"{{microbatch_group_size_per_vp_stage}} is less than {{pipeline_model_parallel_size}}; {stages} works"
 
 
 def sharding(s: Settings) -> Iterator[str]:

@@ -34,16 +34,15 @@ LAYOUTS = [
     ),
     (
         4,
-        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 127 --micro-batch-size 2",
-        "--sequence-parallel: the 254 tokens that a rank has of --micro-batch-size 2 x --seq-length 127 do not divide "
-        "by --tensor-model-parallel-size 4; --seq-length 126 or 128 does",
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 126",
+        "--sequence-parallel: --seq-length 126 does not divide by --tensor-model-parallel-size 4; 124 or 128 does",
     ),
     (
         8,
         "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel --seq-length 4 "
         "--micro-batch-size 1",
-        "--sequence-parallel: the 2 tokens that a rank has of --micro-batch-size 1 x --seq-length 4 do not divide by "
-        "--tensor-model-parallel-size 4; --seq-length 8 does",
+        "--sequence-parallel: --seq-length 4, of which a context parallel rank has 2, does not divide by "
+        "--tensor-model-parallel-size 4; 8 does",
     ),
     # virtual stages
     (
@@ -62,6 +61,39 @@ LAYOUTS = [
         2,
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 0",
         "--num-virtual-stages-per-pipeline-rank 0 must be at least 1",
+    ),
+    (
+        4,
+        "--pipeline-model-parallel-size 4 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2 "
+        "--microbatch-group-size-per-virtual-pipeline-stage 3",
+        "--microbatch-group-size-per-virtual-pipeline-stage 3 is less than --pipeline-model-parallel-size 4; 4 works",
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 5",
+        "--num-layers 5 do not divide by 2 pipeline stages; 4 or ",
+    ),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4 --pipeline-schedule "
+        "1f1b",
+        "--pipeline-schedule 1f1b has one chunk a rank, --num-virtual-stages-per-pipeline-rank 2 asks for more",
+    ),
+    # how sequences are exchanged
+    (
+        4,
+        "--context-parallel-size 4 --num-attention-heads 6 --hidden-size 48 --cp-comm-type a2a",
+        "--cp-comm-type a2a shares the 6 heads of a tensor parallel rank among 4 context parallel ranks",
+    ),
+    (
+        4,
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        "--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes, of a2a and of p2p; 2 2 works",
+    ),
+    (
+        4,
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 3",
+        "--hierarchical-context-parallel-sizes 2 3 multiply to 6, not to --context-parallel-size 4",
     ),
     # sharding
     (
@@ -97,7 +129,7 @@ def test_the_sizes_that_are_offered_work() -> None:
     for flags in (
         "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 48",
         "--context-parallel-size 4 --seq-length 104",
-        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 126",
+        "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 124",
         "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel --seq-length 8 "
         "--micro-batch-size 1",
         "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",

@@ -49,7 +49,7 @@ class FusionConfig:
         True,
         off="--disable-clone-scatter-output-in-embedding",
         aliases=["--no-clone-scatter-output-in-embedding"],
-        only_with="tensor_model_parallel_size",
+        no_effect="a rank's part of the embedding's output is reduced into memory of its own; the whole is never kept",
     )
     """Copy a rank's part of the embedding's output, so that the whole can be freed."""
 
