@@ -72,7 +72,7 @@ class _Exchanged(torch.autograd.Function):
         own = key.new_zeros(key.shape[0], packing.width, dtype=wide)
         returning: Arriving | None = None
         for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(job.exchange)):
-            alone = step > 0 and len(tiles) == 1  # then its keys are all that came
+            alone = step > 0 and [tile.keys for tile in tiles] == [slice(0, key_rows.shape[0])]  # all that came
             part = own if step == 0 or alone else own.new_zeros(key_rows.shape[0], packing.width)
             for tile in tiles:
                 rows, keys = tile.queries, tile.keys

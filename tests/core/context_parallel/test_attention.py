@@ -1,6 +1,7 @@
 """Attention of split rows against a plain one of whole rows, in float64: output and gradients, for every way of
 exchanging and every feature."""
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -106,7 +107,10 @@ def problem(feature: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor | Non
     return tensors, gradient, mask
 
 
-def reference(feature: dict[str, Any]) -> list[Tensor]:
+@functools.cache
+def reference(name: str) -> list[Tensor]:
+    """Output and gradients of whole rows."""
+    feature = FEATURES[name]
     tensors, gradient, mask = problem(feature)
     for tensor in tensors:
         tensor.requires_grad_()
@@ -181,7 +185,7 @@ def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
             found = split(feature, groups, part, cp_comm_type=cp_comm_type)
             if len(found) == 5:  # the sink's gradient is partial, as all parameters' are
                 torch.distributed.all_reduce(found[4], group=groups.cp)
-            whole = reference(feature)
+            whole = reference(name)
             tp_rank = groups.rank("tp")
             expected = [cut_rows(tensor, part, 0).chunk(tensor_size, 2)[tp_rank] for tensor in whole[:4]]
             expected += [tensor.chunk(tensor_size)[tp_rank] for tensor in whole[4:]]
@@ -207,7 +211,7 @@ def errors_of_fused_kernels() -> dict[str, float]:
             if "mask" in feature or kernel.refusal(variant, situation) is not None:
                 continue
             found = split(feature, groups, part, kernel, cp_comm_type=cp_comm_type)[:4]
-            expected = [cut_rows(tensor, part, 0) for tensor in reference(feature)[:4]]
+            expected = [cut_rows(tensor, part, 0) for tensor in reference(name)[:4]]
             errors[f"{cp_comm_type}, {kernel.name}: {name}"] = max(
                 ((a - e).abs().max() / e.abs().max()).item() for a, e in zip(found, expected, strict=True)
             )

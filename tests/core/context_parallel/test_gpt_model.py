@@ -1,0 +1,149 @@
+"""A whole model over context parallel ranks against one process, and what goes over the wire."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.processes import run_on_ranks
+from torch import Tensor
+
+from megatron.core.collectives import Traffic, recorded
+from megatron.core.context_parallel import cut_rows, sequence_part
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parameters import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+ROW, ROWS, VOCABULARY = 16, 2, 37
+WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]
+EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
+MODELS: dict[str, dict[str, Any]] = {
+    "learned positions, dropout": {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.2},
+    "rotary, packed": {"position_embedding_type": "rope", "packed": True, "num_query_groups": 2},
+    "rotary, window, dropout, packed": {
+        "position_embedding_type": "rope",
+        "packed": True,
+        "hidden_dropout": 0.2,
+        "attention_dropout": 0.2,
+        "window_size": (6, 0),
+    },
+    "no positions": {"position_embedding_type": "none", "softmax_type": "learnable"},
+}
+
+
+def gpt(groups: ProcessGroupCollection, **settings: Any) -> GPTModel:
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **settings}
+    position_embedding_type = settings.pop("position_embedding_type", "rope")
+    config = TransformerConfig(
+        num_layers=4, hidden_size=16, num_attention_heads=4, fp64=True, use_cpu_initialization=True, **settings
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        ROW * ROWS,
+        position_embedding_type=position_embedding_type,
+        pg_collection=groups,
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 3)
+    return model
+
+
+def gradients(groups: ProcessGroupCollection, packed: bool = False, **settings: Any) -> dict[str, Tensor]:
+    """The sum of the losses of this rank's tokens, and its gradients."""
+    model, part = gpt(groups, **settings), sequence_part(groups)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, ROW * ROWS) if packed else (ROWS, ROW)
+    ids, labels = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+    mask = torch.rand(shape, dtype=torch.float64, generator=generator)
+    if part is not None:
+        ids, labels, mask = (cut_rows(tensor, part, 1) for tensor in (ids, labels, mask))
+    tokens = Tokens(
+        seq_length=ids.shape[1],
+        batch_size=ids.shape[0],
+        part=part,
+        cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
+        max_seqlen=13 if packed else None,
+        sample_length=ROW,
+        random=RandomPlace(5, 2, 4),
+    )
+    loss = (model(ids, labels=labels, tokens=tokens) * mask).sum()
+    loss.backward()
+    found = {info_of(p).name: p.grad for p in model.parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def errors_on_rank() -> dict[str, float]:
+    errors = {}
+    one = ProcessGroupCollection.from_grid(RankGrid(4), torch.distributed.get_rank())  # a model on each rank
+    groups = ProcessGroupCollection.from_grid(
+        RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
+    )
+    for name, model in MODELS.items():
+        expected = gradients(one, **model)
+        for ways in [*WAYS, WAYS]:  # each for all layers, then one for each
+            found = gradients(groups, cp_comm_type=ways, **model)
+            assert found.keys() == expected.keys()
+            for value in found.values():
+                torch.distributed.all_reduce(value, group=groups.cp)
+            errors[f"{name}: {ways}"] = max(
+                ((found[key] - value).abs().max() / value.abs().max()).item() for key, value in expected.items()
+            )
+    return errors
+
+
+def test_model_equals_one_process() -> None:
+    for case, error in run_on_ranks(errors_on_rank, 4)[0].items():
+        assert error < 1e-11, case
+
+
+def traffic_on_rank() -> tuple[dict[str, list[Traffic]], str, str]:
+    groups = ProcessGroupCollection.from_grid(
+        RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
+    )
+    logs = {}
+    for way in WAYS:
+        with recorded() as logs[way]:
+            gradients(groups, cp_comm_type=[way] * 4)
+    with recorded() as logs["window"]:
+        gradients(groups, cp_comm_type="p2p", window_size=(1, 0))
+    described = gpt(groups, cp_comm_type="p2p").decoder.layers[0].self_attention.core_attention
+    with pytest.raises(UserError, match=r"tokens.part is None, but this rank holds SequencePart\(rank="):
+        gpt(groups)(torch.zeros(1, 4, dtype=torch.int64), tokens=Tokens(4, 1))
+    with pytest.raises(UserError, match="attention_mask for 5 queries and 16 keys"):
+        gpt(groups)(torch.zeros(1, 4, dtype=torch.int64), attention_mask=torch.ones(5, 16, dtype=torch.bool))
+    cpu = torch.device("cpu")
+    described.config.attention_dropout = 0.0
+    return logs, described.describe(cpu), described.describe(torch.device("cuda"), packed=True)
+
+
+def test_traffic() -> None:
+    """Bytes of four layers, forward and backward: keys twice, their gradients once."""
+    ranks = run_on_ranks(traffic_on_rank, 4)
+    chunk = ROW // 8 * ROWS * 2 * 16 * 8 * 4  # keys and values of a chunk, [rows, h] in float64, in all layers
+
+    def sent(rank: int, way: str) -> float:
+        return sum(entry.sent_bytes for entry in ranks[rank][0][way])
+
+    for rank in range(4):
+        # To later ranks goes the first chunk, to earlier ones both; gradients come back the same ways.
+        forward, back = (3 - rank) + 2 * rank, rank + 2 * (3 - rank)
+        assert sent(rank, "p2p") == chunk * (2 * forward + back)
+        assert sent(rank, "all_gather") == chunk * 3 * 2 * 3
+        # Queries, keys, values and outputs are two chunks' worth of keys and values, of which 3/4 go to other ranks.
+        assert sent(rank, "a2a") == chunk * 2 * 2 * 2 * 3 / 4
+        assert {entry.operation for entry in ranks[rank][0]["a2a+p2p"]} == {"all_to_all", "send", "receive"}
+        assert sent(rank, "window") < sent(rank, "p2p") / 3
+        assert {entry.dtype for log in ranks[rank][0].values() for entry in log} == {torch.float64}
+    assert ranks[0][1] == "p2p over 4 ranks, unfused blocks"
+    assert ranks[0][2] == (
+        "p2p over 4 ranks, unfused blocks, since cuDNN and flash blocks: it computes in half precision, not in "
+        "torch.float64"
+    )
