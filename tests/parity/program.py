@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.cells import Cell
-from parity.evidence import Evidence, Masks, Step, pieces
+from parity.evidence import Evidence, Piece, Step, pieces, watched_masks
 from parity.models import LENGTH, OPTIMIZER, build_model, transformer_config
 from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -48,6 +50,8 @@ class Parts:
     optimizer: MegatronOptimizer
     evidence: Evidence
     device: torch.device
+    plain: list[GPTModel]
+    """The chunks by themselves."""
 
     @property
     def replicas(self) -> int:
@@ -83,17 +87,17 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
         finalize_model_grads_func=partial(finalize_model_grads, pg_collection=groups),
     )
     if config.pipeline_model_parallel_layout == "auto":
-        from megatron.core.pipeline_parallel.balance import settle_layout
+        from megatron.core.transformer.stage_costs import settle_layout
 
         settle_layout(config, LENGTH, cell.model.vocabulary)
     stages: StageMap = stage_map(config)
-    plain, initial, masks = [], [], Masks()
+    plain: list[GPTModel] = []
+    initial: list[Piece] = []
     for number in range(cell.layout.pipeline.chunks):
         part = stages.part(groups.rank("pp"), number)
         virtual = number if cell.layout.pipeline.chunks > 1 else None
         chunk = build_model(cell.model, config, groups, part.embedding, part.loss, virtual).to(device)
         initial += pieces(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
-        chunk.backend = dataclasses.replace(chunk.backend, keep_rows=masks.watch(chunk.backend.keep_rows))
         plain.append(chunk)
     wrapped = [
         DistributedDataParallel(config, cell.layout.ddp_config(grad_reduce_in_fp32=True), chunk, pg_collection=groups)
@@ -101,8 +105,8 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     ]
     optimizer_config = OptimizerConfig(**{**OPTIMIZER, **precision.optimizer})
     optimizer = get_megatron_optimizer(optimizer_config, wrapped, pg_collection=groups)
-    evidence = Evidence(initial, masks=masks, context=groups.rank("cp"))
-    return Parts(cell, config, groups, wrapped, optimizer, evidence, device)
+    evidence = Evidence(initial, context=groups.rank("cp"))
+    return Parts(cell, config, groups, wrapped, optimizer, evidence, device, plain)
 
 
 def train(
@@ -113,10 +117,8 @@ def train(
     evidence = parts.evidence
     try:
         for number in range(steps):
-            seen = len(evidence.masks.rows)
-            evidence.steps.append(_step(parts, number, lean))
-            if number > 0:  # masks are compared in the first step
-                evidence.masks.rows = dict(list(evidence.masks.rows.items())[:seen])
+            with watched_masks(parts.plain, evidence.masks) if number == 0 and not lean else nullcontext():
+                evidence.steps.append(_step(parts, number, lean))
         if not lean:
             evidence.weights = pieces(_weight_chunks(parts))
             evidence.norm_of_ones = norm_of_ones(parts)
@@ -183,21 +185,13 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 def _weight_chunks(parts: Parts) -> Iterable[Chunk]:
     for chunk in parts.chunks:
-        chunk.start_param_sync(force_sync=True)
-        if hasattr(chunk, "weight_chunks"):
-            yield from chunk.weight_chunks()
-        else:
-            yield from (parameter_chunk(parameter) for _, parameter in canonical_names(chunk.module))
+        chunk.start_param_sync(force_sync=True)  # twice does no harm
+        yield from chunk.weight_chunks()
 
 
 def _gradient_chunks(parts: Parts) -> Iterable[Chunk]:
     for chunk in parts.chunks:
-        if hasattr(chunk, "gradient_chunks"):
-            yield from chunk.gradient_chunks()
-        else:
-            for unit in chunk.units:
-                for slot in unit.slots:
-                    yield Chunk(slot.info.name, slot.info.global_shape, slot.info.box, None, slot.of(unit.grad_buffer))
+        yield from chunk.gradient_chunks()
 
 
 def norm_of_ones(parts: Parts) -> float:

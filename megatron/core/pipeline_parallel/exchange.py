@@ -33,7 +33,7 @@ class Wire:
     """Sequence lengths differ between micro-batches: the shape goes ahead of hidden states."""
 
     def adjusted(self, adjust: Callable[..., Any] | None) -> "Wire":
-        """With the shape that the published `adjust_tensor_shapes_fn` makes of it; what is sent is as what is received."""
+        """With the shape that the published `adjust_tensor_shapes_fn` makes of it, for what is received and sent."""
         if adjust is None:
             return self
         (shape,), _ = adjust([self.shape], [self.shape])
@@ -69,6 +69,11 @@ class Exchange:
             raise UserError(
                 f"a pipeline stage gives hidden states of shape {tuple(hidden.shape)}, while seq_length and "
                 f"micro_batch_size say {self.wire.shape}; pass what fits, or set config.variable_seq_lengths"
+            )
+        if torch.promote_types(hidden.dtype, self.wire.dtype) != self.wire.dtype:
+            raise UserError(
+                f"a pipeline stage gives hidden states in {hidden.dtype}, which config.pipeline_dtype "
+                f"{self.wire.dtype} would round; set it to that"
             )
         self._send(hidden.to(self.wire.dtype), peer)
 

@@ -1,55 +1,13 @@
-"""What a pipeline rank does in a step, as data: a list of actions that a test can read and a runner executes.
+"""In which order each rank of a pipeline computes: a pure function for each schedule.
 
-Pure functions of sizes. First each schedule says in which order a rank computes; `actions_of` puts the exchanges with
-other ranks, and the moments from which gradients may be reduced, in between. Nothing here communicates.
+What a rank does beside computing, its exchange with other ranks, follows from these orders (`action_lists`).
 """
 
-import enum
-import functools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.stages import Pipeline
-
-
-class Kind(enum.Enum):
-    """What is done."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    """The gradients of a chunk's input and of its weights."""
-    INPUT_GRADIENT = "X"
-    """Backward without the products that give weight gradients, which are put off."""
-    WEIGHT_GRADIENT = "W"
-    """The products that were put off."""
-    SEND_FORWARD = ">F"
-    RECEIVE_FORWARD = "<F"
-    SEND_BACKWARD = ">B"
-    RECEIVE_BACKWARD = "<B"
-    SYNC = "S"
-    """From here on gradients of the chunk may be reduced: only its last micro-batch still adds to them."""
-
-
-COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT})
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One thing to do for one micro-batch of one model chunk of this rank."""
-
-    kind: Kind
-    micro_batch: int
-    chunk: int = 0
-    peer: int | None = None
-    """The pipeline rank that a send goes to or a receive comes from."""
-
-    def __str__(self) -> str:
-        chunk = f".{self.chunk}" if self.chunk else ""
-        return f"{self.kind.value}{self.micro_batch}{chunk}"
-
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 
@@ -73,12 +31,8 @@ class Schedule:
         assert self.pipeline.chunks == 1 or self.name in ("interleaved", "zb-v"), self
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In which order a rank computes
-
-
 def one_forward_one_backward(size: int, count: int, rank: int) -> Iterator[Action]:
-    """1F1B (Narayanan et al. 2019, PipeDream; 2021, arXiv:2104.04473): at most `size - rank` micro-batches in flight."""
+    """1F1B (Narayanan et al. 2019, PipeDream; 2021, arXiv:2104.04473): at most `size - rank` in flight."""
     ahead = min(count, size - rank - 1)
     for number in range(count + ahead):
         if number < count:
@@ -131,7 +85,7 @@ def _chunk_after_chunk(kind: Kind, chunks: int, count: int, group_size: int) -> 
 
 
 def v_shaped(pipeline: Pipeline, count: int, forward_only: bool = False) -> list[list[Action]]:
-    """All ranks' orders where a micro-batch goes down the ranks and comes back: ZB-V (Qi et al. 2023, arXiv:2401.10241).
+    """All ranks' orders where micro-batches go down the ranks and come back: ZB-V (Qi et al. 2023, arXiv:2401.10241).
 
     Found by playing it through in ticks, all computations taking one. A rank that is free takes the first it can of:
     bring a micro-batch back up, input gradients, send one down, weight gradients. No rank holds more than 2 * size
@@ -191,118 +145,6 @@ def computations(schedule: Schedule) -> list[list[Action]]:
         return [list(interleaved(pipeline, count, rank, group)) for rank in ranks]
     order = late_weight_gradients if schedule.name == "zb-h1" else one_forward_one_backward
     return [list(order(pipeline.pipeline_size, count, rank)) for rank in ranks]
-
-
-def one_stage(num_microbatches: int, forward_only: bool = False) -> tuple[Action, ...]:
-    """Without pipeline parallelism: each micro-batch forward and backward, one after the other."""
-    return actions_of(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only), 0)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What stands in between
-
-
-def actions_of(schedule: Schedule, rank: int) -> tuple[Action, ...]:
-    """All that one rank does.
-
-    A result is sent right after it is there. Messages from one rank to another arrive in the order in which they were
-    sent, activations and gradients alike, so receives are posted in that order: up to the one that a computation needs,
-    `ahead` computations before it. Between two chunks of one rank nothing is sent.
-    """
-    return lists_of(schedule)[rank]
-
-
-@functools.lru_cache(maxsize=8)
-def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does."""
-    order = computations(schedule)
-    mail = [defaultdict[int, list[Action]](list) for _ in order]  # [to][from]: what to receive, in order of sending
-    for rank, actions in enumerate(order):
-        for action in actions:
-            sent = _sent(schedule.pipeline, rank, action)
-            if sent is not None:
-                assert sent.peer is not None
-                mail[sent.peer][rank].append(_received(schedule.pipeline, rank, sent))
-    return tuple(
-        tuple(_with_sync(_with_exchange(schedule, rank, actions, mail[rank]))) for rank, actions in enumerate(order)
-    )
-
-
-def _sent(pipeline: Pipeline, rank: int, action: Action) -> Action | None:
-    """The send that follows a computation."""
-    stage = pipeline.stage(rank, action.chunk)
-    if action.kind is Kind.FORWARD:
-        kind, to = Kind.SEND_FORWARD, stage + 1
-    elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        kind, to = Kind.SEND_BACKWARD, stage - 1
-    else:
-        return None
-    if not 0 <= to < pipeline.num_stages or pipeline.place(to)[0] == rank:
-        return None
-    return Action(kind, action.micro_batch, action.chunk, pipeline.place(to)[0])
-
-
-def _received(pipeline: Pipeline, rank: int, sent: Action) -> Action:
-    """The other end of what `rank` sends."""
-    stage = pipeline.stage(rank, sent.chunk)
-    if sent.kind is Kind.SEND_FORWARD:
-        return Action(Kind.RECEIVE_FORWARD, sent.micro_batch, pipeline.place(stage + 1)[1], rank)
-    return Action(Kind.RECEIVE_BACKWARD, sent.micro_batch, pipeline.place(stage - 1)[1], rank)
-
-
-_NEEDS = {
-    Kind.FORWARD: Kind.RECEIVE_FORWARD,
-    Kind.BACKWARD: Kind.RECEIVE_BACKWARD,
-    Kind.INPUT_GRADIENT: Kind.RECEIVE_BACKWARD,
-}
-"""What a computation takes from the mail, if it comes by mail."""
-
-
-def _with_exchange(
-    schedule: Schedule, rank: int, actions: Sequence[Action], mail: dict[int, list[Action]]
-) -> Iterator[Action]:
-    found: dict[tuple[Kind | None, int, int], tuple[int, int]] = {
-        (receive.kind, receive.micro_batch, receive.chunk): (peer, place)
-        for peer, receives in mail.items()
-        for place, receive in enumerate(receives)
-    }
-    forwards = {(a.micro_batch, a.chunk): place for place, a in enumerate(actions) if a.kind is Kind.FORWARD}
-    posted: dict[int, int] = defaultdict(int)
-    looked = 0
-    for place, action in enumerate(actions):
-        while looked <= min(place + schedule.ahead, len(actions) - 1):
-            coming = actions[looked]
-            peer, last = found.get((_NEEDS.get(coming.kind), coming.micro_batch, coming.chunk), (rank, -1))
-            due = mail[peer][posted[peer] : last + 1]
-            # Nobody listens for a gradient before its forward, which says what the gradient looks like.
-            early = (r for r in due if r.kind is Kind.RECEIVE_BACKWARD and forwards[r.micro_batch, r.chunk] >= place)
-            if any(early):
-                break
-            yield from due
-            posted[peer] = max(posted[peer], last + 1)
-            looked += 1
-        yield action
-        sent = _sent(schedule.pipeline, rank, action)
-        if sent is not None:
-            yield sent
-
-
-def _with_sync(actions: Iterator[Action]) -> list[Action]:
-    """A SYNC before each chunk's last computation of gradients."""
-    found = list(actions)
-    last = {action.chunk: place for place, action in enumerate(found) if action.kind in COMPUTES - {Kind.FORWARD}}
-    for chunk, place in sorted(last.items(), key=lambda item: -item[1]):
-        found.insert(place, Action(Kind.SYNC, found[place].micro_batch, chunk))
-    return found
-
-
-def show(actions: Sequence[Action]) -> str:
-    """One line: F0 B0 F1 S1 B1."""
-    return " ".join(map(str, actions))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which schedule a config asks for
 
 
 def schedule_name(requested: str | None, pipeline: Pipeline) -> str:

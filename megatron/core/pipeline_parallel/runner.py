@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.exchange import Exchange
 from megatron.core.pipeline_parallel.losses import Losses
-from megatron.core.pipeline_parallel.orders import Action, Kind
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -87,6 +87,8 @@ class Runner:
         self._outgoing: dict[tuple[Kind, int, int], Tensor] = {}
         """What the next sends take, by their kind and place."""
         self._held_back: list[contextlib.ExitStack] = []
+        self._last: set[int] = set()
+        """Chunks of which one computation of gradients is left."""
         self._before = _of_number_and_chunk(task.before_micro_batch)
 
     def run(self, actions: Sequence[Action]) -> None:
@@ -113,6 +115,8 @@ class Runner:
                     held.enter_context(hold())
             for action in actions:
                 steps[action.kind](action)
+                if action.chunk in self._last and action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+                    self._start_reductions(action.chunk)
         if self.task.exchange is not None:
             self.task.exchange.finish()
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
@@ -121,6 +125,21 @@ class Runner:
 
     def _sync(self, action: Action) -> None:
         self._held_back[action.chunk].close()
+        self._last.add(action.chunk)
+
+    def _start_reductions(self, chunk: int) -> None:
+        """The published hook that starts them; our own wrapper does by itself."""
+        start = _of_chunk(getattr(self.task.config, "grad_sync_func", None), chunk)
+        if start is not None:
+            start(self.task.chunks[chunk].parameters())
+
+    def _start_gather(self, chunk: int) -> None:
+        """The published hook that gathers a chunk's weights; our own wrapper does by itself."""
+        start = None
+        if chunk < len(self.task.chunks):
+            start = _of_chunk(getattr(self.task.config, "param_sync_func", None), chunk)
+        if start is not None:
+            start(self.task.chunks[chunk].parameters())
 
     # Forward ---------------------------------------------------------------------------------------------------------
 
@@ -129,6 +148,8 @@ class Runner:
         trains = (number, chunk) in self._to_come
         model = task.chunks[chunk]
         self._before(number, chunk)
+        if number == 0:
+            self._start_gather(chunk + 1)
         hidden_in = None
         if task.stage(chunk) > 0:
             hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
@@ -241,6 +262,11 @@ def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], co
             raise UserError(f"config.no_sync_func has {len(given)} entries for {len(chunks)} model chunks")
         return list(given)
     return [given] + [contextlib.nullcontext] * (len(chunks) - 1)
+
+
+def _of_chunk(hooks: Any, chunk: int) -> Callable[..., Any] | None:
+    """A chunk's own hook, of a list of them or of one for all."""
+    return hooks[chunk] if isinstance(hooks, list | tuple) else hooks
 
 
 def method_of(model: nn.Module, name: str) -> Callable[..., Any] | None:

@@ -8,8 +8,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.pipeline_parallel.action_lists import lists_of
+from megatron.core.pipeline_parallel.actions import COMPUTES, RECEIVES, SENDS, Action, Kind
 from megatron.core.pipeline_parallel.exchange import sends_under_way
-from megatron.core.pipeline_parallel.orders import COMPUTES, RECEIVES, SENDS, Action, Kind, Schedule, lists_of
+from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
@@ -117,8 +119,8 @@ class _Play:
         """What one rank sent another, and when it arrives."""
 
     def to_the_end(self) -> Timeline:
-        steps = {kind: self._compute for kind in COMPUTES}
-        steps |= {kind: self._send for kind in SENDS} | {kind: self._receive for kind in RECEIVES}
+        steps = dict.fromkeys(COMPUTES, self._compute)
+        steps |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECEIVES, self._receive)
         moved = True
         while moved:
             moved = False

@@ -91,12 +91,17 @@ class TransformerBlock(MegatronModule):
         inputs: LayerInputs | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. Without `inputs`: no rotary positions, and dropout masks with a seed of their own."""
+        """[s, b, h] -> [s, b, h]. Without `inputs`: no rotary positions, and dropout masks with a seed of their own.
+
+        What another stage sent may be shaped otherwise than this stage's `inputs` say: rows that were laid end to end.
+        """
         if self.input_tensor is not None:
             hidden_states, self.input_tensor = self.input_tensor, None
         assert hidden_states is not None
         s, b, h = hidden_states.shape
-        if inputs is None:
+        if inputs is not None:
+            s, b = s * b // inputs.tokens.batch_size, inputs.tokens.batch_size
+        else:
             s_all = s * (group_size(self.pg_collection.tp) if self.config.sequence_parallel else 1)
             inputs = self.lone_inputs(s_all, b, attention_mask, packed_seq_params, hidden_states.device)
         hidden = hidden_states.reshape(s * b, h)  # [t, h]

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from megatron.core.config_fields import flag, not_a_flag, refuse
 from megatron.core.context_parallel.comm_types import comm_type_problems
 from megatron.core.model_parallel_config import ModelParallelConfig
@@ -48,7 +50,10 @@ class TransformerConfig(
     """
 
     def __post_init__(self) -> None:
+        wide_residual = self.fp32_residual_connection and self.pipeline_dtype is None
         super().__post_init__()
+        if wide_residual:  # which is what stages hand on
+            self.pipeline_dtype = torch.promote_types(self.params_dtype, torch.float32)
         refuse(transformer_problems(self), self)
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size

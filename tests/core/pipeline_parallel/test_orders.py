@@ -2,17 +2,9 @@
 
 import pytest
 
-from megatron.core.pipeline_parallel.orders import (
-    COMPUTES,
-    Action,
-    Kind,
-    Schedule,
-    actions_of,
-    computations,
-    lists_of,
-    one_stage,
-    show,
-)
+from megatron.core.pipeline_parallel.action_lists import actions_of, lists_of, one_stage
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, Kind, show
+from megatron.core.pipeline_parallel.orders import Schedule, computations
 from megatron.core.pipeline_parallel.simulator import Costs, play, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
 

@@ -14,16 +14,10 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.orders import one_stage, show
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 
 GLOBAL_BATCH = 8
-
-
-def test_orders_are_lists_that_one_can_read() -> None:
-    assert show(one_stage(3)) == "F0 B0 F1 B1 F2 S2 B2"
-    assert show(one_stage(2, forward_only=True)) == "F0 F1"
 
 
 def config(**settings: Any) -> SimpleNamespace:

@@ -9,6 +9,8 @@ from megatron.core.flag_grammars import pipeline_layout
 from megatron.core.pipeline_parallel.stages import Pipeline, StageMap, stage_map, virtual_stages
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+BOTH_COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
 
 def config(layers: int, stages: int, chunks: int | None = None, **fields: Any) -> TransformerConfig:
     return TransformerConfig(
@@ -59,11 +61,11 @@ def test_a_v_brings_the_last_layers_back_to_the_first_rank() -> None:
         (14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}, [3, 3, 1, 3, 3, 1]),
         (6, 2, None, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 5}, [1, 5]),
         (7, 2, None, {"account_for_embedding_in_pipeline_split": True}, [3, 4]),
-        (6, 2, 2, {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, [1, 2, 2, 1]),
+        (6, 2, 2, BOTH_COUNTED, [1, 2, 2, 1]),
         (11, 3, None, {"pipeline_model_parallel_layout": "Et*3|(t|)*0t*7|tL"}, [3, 7, 1]),
         (8, 2, None, {"pipeline_model_parallel_layout": "E|(tt|)*2,t*4L"}, [0, 2, 2, 4]),
         (3, 2, None, {"pipeline_model_parallel_layout": ["Et", "ttL"]}, [1, 2]),
-        (3, 2, None, {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder"] * 2 + ["loss"]]}, [1, 2]),
+        (2, 2, None, {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "loss"]]}, [1, 1]),
         (5, 1, None, {"num_layers_in_first_pipeline_stage": 2}, [5]),
     ],
 )  # fmt: skip
@@ -85,7 +87,7 @@ def test_a_layout_says_how_many_chunks_a_rank_has_and_survives_a_copy() -> None:
 
 def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
     assert virtual_stages(config(16, 2), 2) == 4
-    assert virtual_stages(config(14, 4, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True), 2) == 2  # fmt: skip
+    assert virtual_stages(config(14, 4, **BOTH_COUNTED), 2) == 2
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,8 @@ def test_what_is_no_layout_is_an_error(text: str) -> None:
         ((8, 2, 2), {"pipeline_schedule": "1f1b"}, r"1f1b has one chunk a rank"),
         ((8, 2), {"pipeline_schedule": "interleaved"}, r"interleaved needs virtual_pipeline_model_parallel_size"),
         ((12, 2, 3), {"pipeline_schedule": "zb-v"}, r"zb-v has two chunks a rank"),
-        ((8, 2), {"pipeline_schedule": "zb-v", "num_layers_in_last_pipeline_stage": 2}, r"zb-v has the first and the last"),
+        ((8, 2), {"pipeline_schedule": "zb-v", "num_layers_in_last_pipeline_stage": 2}, r"zb-v has the first and the"),
+        ((8, 4, 2), {"microbatch_group_size_per_vp_stage": 3}, r"_vp_stage 3 is less .* 4 or more"),
         ((6, 2), {"pipeline_schedule": "zb-v"}, r"num_layers 6 do not divide by 4 pipeline stages"),
     ],
 )  # fmt: skip

@@ -1,0 +1,112 @@
+"""All that a rank of a pipeline does in a step, as data: a list that a test can read and a runner executes.
+
+The order of computations is the schedule's (`orders`). In between go the exchanges with other ranks, and the moments
+from which gradients may be reduced. Pure functions: nothing here communicates.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, Kind
+from megatron.core.pipeline_parallel.orders import Schedule, computations
+from megatron.core.pipeline_parallel.stages import Pipeline
+
+
+def one_stage(num_microbatches: int, forward_only: bool = False) -> tuple[Action, ...]:
+    """Without pipeline parallelism: each micro-batch forward and backward, one after the other."""
+    return actions_of(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only), 0)
+
+
+def actions_of(schedule: Schedule, rank: int) -> tuple[Action, ...]:
+    """All that one rank does.
+
+    A result is sent right after it is there. Messages from one rank to another arrive in the order in which they were
+    sent, activations and gradients alike, so receives are posted in that order: up to the one that a computation needs,
+    `ahead` computations before it. Between two chunks of one rank nothing is sent.
+    """
+    return lists_of(schedule)[rank]
+
+
+@functools.lru_cache(maxsize=8)
+def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """What each rank does."""
+    order = computations(schedule)
+    mail = [defaultdict[int, list[Action]](list) for _ in order]  # [to][from]: what to receive, in order of sending
+    for rank, actions in enumerate(order):
+        for action in actions:
+            sent = _sent(schedule.pipeline, rank, action)
+            if sent is not None:
+                assert sent.peer is not None
+                mail[sent.peer][rank].append(_received(schedule.pipeline, rank, sent))
+    return tuple(
+        tuple(_with_sync(_with_exchange(schedule, rank, actions, mail[rank]))) for rank, actions in enumerate(order)
+    )
+
+
+def _sent(pipeline: Pipeline, rank: int, action: Action) -> Action | None:
+    """The send that follows a computation."""
+    stage = pipeline.stage(rank, action.chunk)
+    if action.kind is Kind.FORWARD:
+        kind, to = Kind.SEND_FORWARD, stage + 1
+    elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+        kind, to = Kind.SEND_BACKWARD, stage - 1
+    else:
+        return None
+    if not 0 <= to < pipeline.num_stages or pipeline.place(to)[0] == rank:
+        return None
+    return Action(kind, action.micro_batch, action.chunk, pipeline.place(to)[0])
+
+
+def _received(pipeline: Pipeline, rank: int, sent: Action) -> Action:
+    """The other end of what `rank` sends."""
+    stage = pipeline.stage(rank, sent.chunk)
+    if sent.kind is Kind.SEND_FORWARD:
+        return Action(Kind.RECEIVE_FORWARD, sent.micro_batch, pipeline.place(stage + 1)[1], rank)
+    return Action(Kind.RECEIVE_BACKWARD, sent.micro_batch, pipeline.place(stage - 1)[1], rank)
+
+
+_NEEDS = {
+    Kind.FORWARD: Kind.RECEIVE_FORWARD,
+    Kind.BACKWARD: Kind.RECEIVE_BACKWARD,
+    Kind.INPUT_GRADIENT: Kind.RECEIVE_BACKWARD,
+}
+"""What a computation takes from the mail, if it comes by mail."""
+
+
+def _with_exchange(
+    schedule: Schedule, rank: int, actions: Sequence[Action], mail: dict[int, list[Action]]
+) -> Iterator[Action]:
+    found: dict[tuple[Kind | None, int, int], tuple[int, int]] = {
+        (receive.kind, receive.micro_batch, receive.chunk): (peer, place)
+        for peer, receives in mail.items()
+        for place, receive in enumerate(receives)
+    }
+    forwards = {(a.micro_batch, a.chunk): place for place, a in enumerate(actions) if a.kind is Kind.FORWARD}
+    posted: dict[int, int] = defaultdict(int)
+    looked = 0
+    for place, action in enumerate(actions):
+        while looked <= min(place + schedule.ahead, len(actions) - 1):
+            coming = actions[looked]
+            peer, last = found.get((_NEEDS.get(coming.kind), coming.micro_batch, coming.chunk), (rank, -1))
+            due = mail[peer][posted[peer] : last + 1]
+            # Nobody listens for a gradient before its forward, which says what the gradient looks like.
+            early = (r for r in due if r.kind is Kind.RECEIVE_BACKWARD and forwards[r.micro_batch, r.chunk] >= place)
+            if any(early):
+                break
+            yield from due
+            posted[peer] = max(posted[peer], last + 1)
+            looked += 1
+        yield action
+        sent = _sent(schedule.pipeline, rank, action)
+        if sent is not None:
+            yield sent
+
+
+def _with_sync(actions: Iterator[Action]) -> list[Action]:
+    """A SYNC before each chunk's last computation of gradients."""
+    found = list(actions)
+    last = {action.chunk: place for place, action in enumerate(found) if action.kind in COMPUTES - {Kind.FORWARD}}
+    for chunk, place in sorted(last.items(), key=lambda item: -item[1]):
+        found.insert(place, Action(Kind.SYNC, found[place].micro_batch, chunk))
+    return found

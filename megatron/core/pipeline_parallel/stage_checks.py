@@ -1,0 +1,145 @@
+"""What is wrong with the flags that say which layers stand on which pipeline stage, and what would work."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.pipeline_parallel.stage_cuts import (
+    AUTO,
+    counted_as_layers,
+    layout_of,
+    middle_ranks,
+    pipeline_of,
+)
+
+
+def stage_problems(config: Any) -> Iterator[str]:
+    """A problem for each reason why the layers cannot be cut so. `config` has the fields of TransformerConfig."""
+    if config.pipeline_model_parallel_size < 1 or (config.num_layers or 0) < 1:
+        return  # others speak of that
+    if config.pipeline_model_parallel_size == 1 and (config.virtual_pipeline_model_parallel_size or 1) == 1:
+        return  # one stage has it all
+    yield from _schedule_problems(config)
+    if config.pipeline_model_parallel_layout is not None:
+        yield from _exclusive_with_layout(config)
+        if config.pipeline_model_parallel_layout != AUTO:
+            yield from _layout_problems(config)
+    elif config.num_layers_in_first_pipeline_stage is None and config.num_layers_in_last_pipeline_stage is None:
+        yield from _even_problems(config)
+    else:
+        yield from _uneven_problems(config)
+
+
+def _schedule_problems(config: Any) -> Iterator[str]:
+    schedule, chunks = config.pipeline_schedule, config.virtual_pipeline_model_parallel_size or 1
+    if schedule == "zb-v" and chunks not in (1, 2):
+        yield "{pipeline_schedule} has two chunks a rank; leave {virtual_pipeline_model_parallel_size} out"
+    if schedule in ("1f1b", "zb-h1") and chunks > 1:
+        yield (
+            "{pipeline_schedule} has one chunk a rank, {virtual_pipeline_model_parallel_size} asks for more; "
+            "{pipeline_schedule:name} interleaved runs them"
+        )
+    group, ranks = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
+    if chunks > 1 and group is not None and group < ranks:
+        yield (
+            f"{{microbatch_group_size_per_vp_stage}} is less than {{pipeline_model_parallel_size}}: a group would "
+            f"be through before its first is back; {ranks} or more works"
+        )
+    if schedule == "interleaved" and chunks == 1 and config.pipeline_model_parallel_layout in (None, AUTO):
+        yield "{pipeline_schedule} needs {virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
+
+
+def _exclusive_with_layout(config: Any) -> Iterator[str]:
+    for name in (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    ):
+        if getattr(config, name) not in (None, False):
+            yield f"{{{name}}} does not go with {{pipeline_model_parallel_layout}}, which says all; give one of the two"
+
+
+def _layout_problems(config: Any) -> Iterator[str]:
+    try:
+        stages = layout_of(config)
+    except ValueError as error:
+        yield f"{{pipeline_model_parallel_layout}}: {str(error).replace('{', '{{').replace('}', '}}')}"
+        return
+    assert stages is not None
+    size, letters, complaint = config.pipeline_model_parallel_size, "".join(stages), "{pipeline_model_parallel_layout}"
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    v_shaped = config.pipeline_schedule == "zb-v"
+    expected = 2 * size if v_shaped else size * chunks
+    if len(stages) % size:
+        below = len(stages) // size * size
+        near = f"{below} or {below + size}" if below else f"{size}"
+        yield f"{complaint} has {len(stages)} stages for {{pipeline_model_parallel_size}}; {near} stages would do"
+    elif (v_shaped or chunks > 1) and len(stages) != expected:
+        yield f"{complaint} has {len(stages)} stages, {size} ranks of {expected // size} chunks have {expected}"
+    if letters.count("E") != 1 or not letters.startswith("E"):
+        yield f"{complaint} must begin with E, the embedding, and have one"
+    if letters.count("L") != 1 or not letters.endswith("L"):
+        yield f"{complaint} must end with L, the loss, and have one"
+    if letters.count("t") != config.num_layers:
+        yield f"{complaint} has {letters.count('t')} layers, {{num_layers}}"
+    yield from _prediction_problems(config, stages)
+
+
+def _prediction_problems(config: Any, stages: list[str]) -> Iterator[str]:
+    """Layers of multi-token prediction stand together, behind every transformer layer."""
+    wanted, letters, complaint = config.mtp_num_layers or 0, "".join(stages), "{pipeline_model_parallel_layout}"
+    if letters.count("m") != wanted:
+        yield f"{complaint} has {letters.count('m')} multi-token prediction layers (m), the model has {wanted}"
+    elif wanted and ("m" in letters[: letters.rindex("t")] or sum("m" in stage for stage in stages) > 1):
+        yield f"{complaint} must have its multi-token prediction layers (m) in one stage, after the last t"
+
+
+_ELSE = "{num_layers_in_first_pipeline_stage:name}, {num_layers_in_last_pipeline_stage:name} or "
+_ELSE += "{pipeline_model_parallel_layout:name} cut unevenly"
+
+
+def _even_problems(config: Any) -> Iterator[str]:
+    stages, extra = pipeline_of(config).num_stages, counted_as_layers(config)
+    counted = config.num_layers + extra
+    if counted % stages:
+        below = counted // stages * stages - extra
+        near = f"{below} or {below + stages}" if below > 0 else f"{below + stages}"
+        beside = {0: "", 1: ", with what is counted as a layer,", 2: ", with the two that are counted as layers,"}[
+            extra
+        ]
+        yield f"{{num_layers}}{beside} do not divide by {stages} pipeline stages; {near} layers do, and {_ELSE}"
+
+
+def _uneven_problems(config: Any) -> Iterator[str]:
+    if counted_as_layers(config):
+        yield (
+            "{account_for_embedding_in_pipeline_split:name} and {account_for_loss_in_pipeline_split:name} cut evenly; "
+            "drop them or the numbers of layers of the first and last stage"
+        )
+    pipeline, middle = pipeline_of(config), middle_ranks(config)
+    if pipeline.v_shaped:
+        yield (
+            "{pipeline_schedule} has the first and the last stage on one rank; say what stands where with "
+            "{pipeline_model_parallel_layout:name}"
+        )
+        return
+    given = [
+        name
+        for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        if getattr(config, name) is not None
+    ]
+    for name in given:
+        count = getattr(config, name)
+        if count < 0 or count % pipeline.chunks:
+            near = max(0, round(count / pipeline.chunks)) * pipeline.chunks
+            yield f"{{{name}}} does not divide by the {pipeline.chunks} chunks of a rank; {near} does"
+    rest = config.num_layers - sum(getattr(config, name) for name in given)
+    named = " and ".join(f"{{{name}}}" for name in given)
+    each = middle * pipeline.chunks
+    if rest < 0 or (middle == 0 and rest != 0):
+        yield f"{named} do not fit {{num_layers}}: {-rest if rest < 0 else rest} too {'many' if rest < 0 else 'few'}"
+    elif middle and rest % each:
+        yield (
+            f"{named} leave {rest} of {{num_layers}} to {middle} ranks of {pipeline.chunks} chunks, which does not "
+            f"come out even; {rest // each * each} or {rest // each * each + each} would"
+        )

@@ -1,0 +1,113 @@
+"""Weight gradients that are put off: the same numbers later, kept as factors and nothing else."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support.processes import run_on_ranks
+from support.small_models import Layer
+from torch import Tensor, nn
+
+from megatron.core.collectives import Pending, start_gather_rows
+from megatron.core.distributed.sinks import BufferSink, WeightGradientQueue, attach_sink
+from megatron.core.ops.linear import linear
+
+
+def layer_with_sinks() -> tuple[Layer, list[nn.Parameter]]:
+    torch.manual_seed(1)
+    layer, landed = Layer(6).double(), []
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64)
+        attach_sink(parameter, torch.zeros_like(parameter), landed.append)
+    return layer, landed
+
+
+def gradients_at_once(inputs: list[Tensor]) -> dict[str, Tensor]:
+    layer, _ = layer_with_sinks()
+    for x in inputs:
+        layer(x).pow(2).sum().backward()
+    return {name: parameter.main_grad.clone() for name, parameter in layer.named_parameters()}  # type: ignore[union-attr]
+
+
+def test_products_wait_until_they_are_asked_for_and_are_the_same_then() -> None:
+    inputs = [torch.randn(5, 6, dtype=torch.float64) for _ in range(3)]
+    expected = gradients_at_once(inputs)
+    layer, landed = layer_with_sinks()
+    queue = WeightGradientQueue(layer.parameters())
+    for number, x in enumerate(inputs):
+        with queue.put_off(number):
+            layer(x).pow(2).sum().backward()
+    assert not layer.weight.main_grad.any()  # type: ignore[union-attr]
+    assert torch.equal(layer.norm.main_grad, expected["norm"])  # type: ignore[arg-type]
+    assert not any(parameter is layer.weight for parameter in landed)
+    for number in range(3):
+        queue.compute(number)
+        assert sum(parameter is layer.weight for parameter in landed) == number + 1
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name]), name  # type: ignore[arg-type]
+
+
+def test_outside_of_it_products_are_computed_at_once() -> None:
+    x = torch.randn(5, 6, dtype=torch.float64)
+    layer, _ = layer_with_sinks()
+    queue = WeightGradientQueue(layer.parameters())
+    with queue.put_off("first"):
+        pass
+    layer(x).pow(2).sum().backward()
+    assert torch.equal(layer.weight.main_grad, gradients_at_once([x])["weight"])  # type: ignore[arg-type]
+    queue.compute("first")
+    with pytest.raises(KeyError):
+        queue.compute("never")
+
+
+def test_what_waits_keeps_no_graph_alive() -> None:
+    layer, _ = layer_with_sinks()
+    queue = WeightGradientQueue(layer.parameters())
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    kept_by_graph = torch.randn(5, 6, dtype=torch.float64)
+    below = x * kept_by_graph  # saves it for backward
+    gone = weakref.ref(kept_by_graph)
+    with queue.put_off(0):
+        linear(below, layer.weight).pow(2).sum().backward(retain_graph=True)
+    del below, kept_by_graph
+    gc.collect()
+    assert gone() is None
+    queue.compute(0)
+    assert layer.weight.main_grad.any()  # type: ignore[union-attr]
+
+
+class Shard:
+    """Rows of inputs that lie on several ranks, and the order in which they are asked for."""
+
+    def __init__(self, rows: Tensor, order: list[str], name: str) -> None:
+        self.rows, self.order, self.name = rows, order, name
+
+    def start_gather(self) -> Pending:
+        self.order.append(f"gather {self.name}")
+        return start_gather_rows(self.rows, torch.distributed.group.WORLD)
+
+
+def gather_two_products() -> tuple[Tensor, list[str]]:
+    order: list[str] = []
+    weight = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+    attach_sink(weight, torch.zeros_like(weight), lambda parameter: order.append("product"))
+    queue = WeightGradientQueue([weight])
+    sink = weight.gradient_sink  # type: ignore[attr-defined]
+    assert isinstance(sink, BufferSink) and not sink.puts_off
+    rank = torch.distributed.get_rank()
+    with queue.put_off(0):
+        assert sink.puts_off
+        for name in ("a", "b"):
+            rows = torch.full((2, 2), float(rank + 1), dtype=torch.float64)
+            sink.add_product(torch.arange(12, dtype=torch.float64).view(4, 3), Shard(rows, order, name))
+    queue.compute(0)
+    return sink.gradient, order
+
+
+def test_inputs_on_several_ranks_are_gathered_while_the_product_before_is_computed() -> None:
+    dy = torch.arange(12, dtype=torch.float64).view(4, 3)
+    x = torch.tensor([[1.0, 1], [1, 1], [2, 2], [2, 2]], dtype=torch.float64)
+    for gradient, order in run_on_ranks(gather_two_products, 2):
+        assert torch.equal(gradient, 2 * dy.t() @ x)
+        assert order == ["gather a", "gather b", "product", "product"]

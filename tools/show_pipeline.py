@@ -1,0 +1,116 @@
+r"""Show a pipeline schedule: who computes what when, how long ranks wait, what they hold. Nothing is run.
+
+python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8
+python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --pipeline-schedule zb-v \
+    --output zb-v.svg
+
+The picture is drawn from the lists of actions that training executes. Times are in any unit, for one rank's whole share
+of the model; with several chunks a rank each takes its part.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.action_lists import actions_of
+from megatron.core.pipeline_parallel.actions import show
+from megatron.core.pipeline_parallel.drawing import as_svg, as_text, summary
+from megatron.core.pipeline_parallel.orders import SCHEDULES, Schedule, schedule_name
+from megatron.core.pipeline_parallel.simulator import Costs, simulate
+from megatron.core.pipeline_parallel.stages import Pipeline
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the tool; returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        schedule = schedule_of(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    chunks = schedule.pipeline.chunks
+    timeline = simulate(
+        schedule,
+        Costs(
+            args.forward_time / chunks,
+            args.input_gradient_time / chunks,
+            args.weight_gradient_time / chunks,
+            args.message_time,
+        ),
+    )
+    print(*summary(schedule, timeline), sep="\n")
+    if args.output is not None:
+        args.output.write_text(as_svg(schedule, timeline), encoding="utf-8")
+        print(args.output)
+    elif args.actions:
+        for rank in range(schedule.pipeline.pipeline_size):
+            print(f"{rank}: {show(actions_of(schedule, rank))}")
+    else:
+        print(*as_text(timeline), sep="\n")
+    return 0
+
+
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """The schedule that the flags ask for. Raises UserError for what does not fit together."""
+    size, chunks, name = (
+        args.pipeline_model_parallel_size,
+        args.num_virtual_stages_per_pipeline_rank,
+        args.pipeline_schedule,
+    )
+    group = args.microbatch_group_size_per_virtual_pipeline_stage
+    for flag in ("pipeline_model_parallel_size", "num_microbatches", "num_virtual_stages_per_pipeline_rank"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: at least 1")
+    if name == "zb-v" and chunks not in (None, 2):
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks}: zb-v has 2 chunks a rank; leave the flag out"
+        )
+    if name in ("1f1b", "zb-h1") and (chunks or 1) > 1:
+        raise UserError(
+            f"--num-virtual-stages-per-pipeline-rank {chunks}: {name} has one chunk a rank; use interleaved"
+        )
+    if name == "interleaved" and (chunks or 1) == 1:
+        raise UserError("--pipeline-schedule interleaved needs --num-virtual-stages-per-pipeline-rank of 2 or more")
+    if group is not None and group < size:
+        raise UserError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than the {size} ranks; {size} works"
+        )
+    pipeline = Pipeline(size, 2 if name == "zb-v" else chunks or 1, v_shaped=name == "zb-v")
+    return Schedule(schedule_name(name, pipeline), pipeline, args.num_microbatches, args.forward_only, group)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks")
+    parser.add_argument("--num-microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    parser.add_argument(
+        "--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="model chunks a rank (interleaved)"
+    )
+    parser.add_argument("--pipeline-schedule", choices=SCHEDULES, help="default: interleaved with chunks, else 1f1b")
+    parser.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        metavar="N",
+        help="micro-batches that a chunk runs in a row (interleaved); default: as many as ranks",
+    )
+    parser.add_argument("--forward-only", action="store_true", help="as in evaluation")
+    parser.add_argument("--forward-time", type=float, default=1.0, metavar="T")
+    parser.add_argument("--input-gradient-time", type=float, default=1.0, metavar="T")
+    parser.add_argument("--weight-gradient-time", type=float, default=1.0, metavar="T")
+    parser.add_argument("--message-time", type=float, default=0.0, metavar="T", help="from one rank to the next")
+    parser.add_argument(
+        "--actions", action="store_true", help="print each rank's list of actions in place of a picture"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="write the picture there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
