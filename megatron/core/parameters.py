@@ -163,10 +163,11 @@ def info_of(parameter: Tensor) -> ParameterInfo:
     return info
 
 
-def add_partial_gradient_axis(axis: str, *modules: nn.Module | None) -> None:
-    """Say that every rank along a grid axis has only a part of the gradients of these modules' parameters."""
+def add_partial_gradient_axis(axis: str, *modules: object) -> None:
+    """Say that every rank along a grid axis has only a part of the gradients of these modules' parameters. What is no
+    module has none."""
     for module in modules:
-        for parameter in module.parameters() if module is not None else ():
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             info = info_of(parameter)
             axes = info.partial_gradient_axes | {axis}
             parameter.info = dataclasses.replace(info, partial_gradient_axes=axes)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The published marks on parameters, as views of the descriptor that each parameter carries."""
+"""The published marks on parameters, for code that reads them; our own reads the descriptor that each carries."""
 
 from typing import Any
 

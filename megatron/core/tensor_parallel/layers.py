@@ -13,6 +13,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box, Constant
 from megatron.core.process_groups_config import default_collection
+from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_in_place,
@@ -100,8 +101,10 @@ class ColumnParallelLinear(ShardedStateModule):
             self.weight = new_parameter(
                 config, (rows, input_size), init_method, global_shape=shape, box=columns, **facts
             )
+            set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
         if bias:
             self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **facts)
+            set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
         """How many rows are stored here, and the box that they are."""
@@ -171,6 +174,7 @@ class RowParallelLinear(ShardedStateModule):
             sharded_axes=frozenset({"tp"}),
             grid=grid,
         )
+        set_tensor_model_parallel_attributes(self.weight, True, 1, stride)
         self.register_parameter("bias", None)
         if bias:
             # Under sequence parallelism each rank adds it to its own tokens only.

@@ -11,6 +11,7 @@ from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Box
 from megatron.core.process_groups_config import default_collection
+from megatron.core.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import reduce_in_place, reduce_scatter_to_sequence_parallel_region
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, with_columns
@@ -22,6 +23,8 @@ class VocabParallelEmbedding(ShardedStateModule):
     Our own keyword: `vocab_padding_multiple`, to a multiple of which the stored rows are rounded up (default: the
     group's size). Rows beyond the vocabulary stay zero.
     """
+
+    backward_reads_weights = False
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class VocabParallelEmbedding(ShardedStateModule):
             embedding_or_output=True,
             **facts,
         )
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, input_: Tensor) -> Tensor:
         """int64 [...] -> [..., embedding_dim]. With `reduce_scatter_embeddings`, [b, s] -> this rank's part of

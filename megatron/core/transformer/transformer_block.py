@@ -13,6 +13,7 @@ from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tokens import Tokens
@@ -73,6 +74,8 @@ class TransformerBlock(MegatronModule):
                 hidden_size=config.hidden_size,
                 eps=config.layernorm_epsilon,
             )
+            if config.sequence_parallel:
+                add_partial_gradient_axis("tp", self.final_layernorm)
         recompute_activations(self, config, self.pg_collection.tp)
 
     def has_final_layernorm_in_this_stage(self) -> bool:

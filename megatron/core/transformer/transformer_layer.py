@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -81,6 +82,8 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm, offer=offer)
         self.mlp = build_module(submodules.mlp, config=config, offer={**offer, "tp_group": groups.tp})
         self.mlp_bda = build_module(submodules.mlp_bda)
+        if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
+            add_partial_gradient_axis("tp", self.input_layernorm, self.pre_mlp_layernorm)
         self.phases: list[Phase] = [
             Phase("attention", self.attention_phase, (self.input_layernorm, self.self_attention)),
             Phase("mlp", self.mlp_phase, (self.pre_mlp_layernorm, self.mlp)),
