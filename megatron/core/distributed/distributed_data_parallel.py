@@ -237,13 +237,11 @@ class DistributedDataParallel(nn.Module):
                 broadcast(unit.param_buffer, group)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """After an update of what ranks own: gather whole weights, in the order in which forward needs them.
+        """Gather whole weights of units that were updated, in the order in which forward needs them.
 
         With `ddp_config.overlap_param_gather` modules wait for theirs as they come up, unless `force_sync`. Sharded
         parameters are gathered by their modules.
         """
-        for unit in self.units:
-            unit.mark_updated()
         for unit in self.units:
             if not unit.shards_weights:
                 unit.start_gather()

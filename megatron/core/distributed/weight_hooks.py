@@ -4,7 +4,8 @@ A unit belongs to the smallest module that holds all its parameters, and to ever
 its attribute `borrowed_parameters` (a head that shares the embedding's weight). Before such a module's forward its
 units are whole: gathers that the update began are waited for, sharded parameters are gathered. Sharded parameters
 are released after forward, gathered again before the module's backward and released after it, always one module
-ahead of their use. Nobody gathers for weight gradients: those are products of activations.
+ahead of their use. Nobody gathers for weight gradients: those are products of activations; so neither for a module
+whose attribute `backward_reads_weights` is False, such as a table whose rows are picked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,14 @@ class User:
 
     module: nn.Module
     units: tuple[Unit, ...]
+
+    @property
+    def shards_weights(self) -> bool:
+        return any(unit.shards_weights for unit in self.units)
+
+    @property
+    def reads_weights_in_backward(self) -> bool:
+        return getattr(self.module, "backward_reads_weights", True)
 
 
 def users_of(root: nn.Module, units: Sequence[Unit]) -> list[User]:
@@ -76,6 +85,8 @@ class WeightHooks:
         """How many forwards or backwards are at it."""
         self._in_backward: dict[int, None] = {}
         """Numbers of the users whose backward is under way."""
+        self._lingering: list[Unit] = []
+        """Whole although nobody is at them: backward, which often comes next, begins with what forward ended with."""
         self._backward_end = BackwardEnd(self._backward_ended)
         self._backward_runs = False
 
@@ -90,20 +101,21 @@ class WeightHooks:
             self._hook(number, user)
 
     def _hook(self, number: int, user: User) -> None:
-        shards = any(unit.shards_weights for unit in user.units)
+        has_backward = user.shards_weights and user.reads_weights_in_backward
 
         def before(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             self._take(number)
-            if shards and torch.is_grad_enabled():
+            if has_backward and torch.is_grad_enabled():
                 self._after_backward(number, _differentiable((inputs, keywords)))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if torch.is_grad_enabled():
+            backward_follows = has_backward and torch.is_grad_enabled()
+            if backward_follows:
                 self._before_backward(number, _differentiable(output))
-            self._give_back(number)
+            self._give_back(number, lingers=backward_follows and number == len(self.users) - 1)
 
         self._handles.append(user.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        if shards:
+        if user.shards_weights:
             # Also where recomputation leaves a forward by an exception, once it has what it needs.
             self._handles.append(user.module.register_forward_hook(after, always_call=True))
 
@@ -119,6 +131,7 @@ class WeightHooks:
         for unit in self.users[number].units:
             self._uses[unit] += 1
             unit.start_gather()
+        self._end_lingering()
         if self.prefetch:
             self._gather_ahead(number)
         for unit in self.users[number].units:
@@ -126,15 +139,25 @@ class WeightHooks:
 
     def _gather_ahead(self, number: int) -> None:
         following = number - 1 if self._backward_runs else number + 1
-        if 0 <= following < len(self.users):
+        if not 0 <= following < len(self.users):
+            return
+        if not self._backward_runs or self.users[following].reads_weights_in_backward:
             for unit in self.users[following].units:
                 unit.start_gather()
 
-    def _give_back(self, number: int) -> None:
-        for unit in self.users[number].units:
+    def _give_back(self, number: int, lingers: bool = False) -> None:
+        units = self.users[number].units
+        for unit in units:
             self._uses[unit] -= 1
+        self._lingering += units
+        if not lingers:
+            self._end_lingering()
+
+    def _end_lingering(self) -> None:
+        for unit in self._lingering:
             if not self._uses[unit]:
                 unit.release()
+        self._lingering.clear()
 
     # Around a user's backward ----------------------------------------------------------------------------------------
 
@@ -174,9 +197,9 @@ class WeightHooks:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    """The tensors in a nest of tuples, lists and dictionaries that a gradient will reach."""
+    """The activations in a nest of tuples, lists and dictionaries that a gradient will reach."""
     if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
+        return [value] if value.requires_grad and not isinstance(value, nn.Parameter) else []
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, tuple | list):

@@ -146,6 +146,7 @@ class FlatOptimizer(MegatronOptimizer):
                 self.rule.update(alike, step, rate, group["weight_decay"])
         for state in self.states:
             state.publish()
+            state.unit.mark_updated()
         for chunk in self.chunks:
             chunk.start_param_sync()
 

@@ -1,122 +1,75 @@
 """Every placement of data parallel units trains the model that one process trains, step by step."""
 
-import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.processes import run_on_ranks
-from support.small_models import SmallModel, batch
+from support.placements import PLACEMENTS, SAMPLES, backward, groups_of, joined, pieces, small_model, wrap
+from support.pool import Pool
+from support.small_models import batch
 from torch import Tensor
 
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import FlatOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import ExternalOptimizer, OptimizerConfig
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 
-SAMPLES, STEPS = 8, 3
-
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "no_shard": {"overlap_grad_reduce": True},
-    "optim": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    "optim, nothing overlapped": {"use_distributed_optimizer": True},
-    "optim_grads": {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-    "optim_grads, nothing overlapped": {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads",
-    },
-    "optim_grads_params": {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-        "overlap_grad_reduce": True,
-        "overlap_param_gather": True,
-    },
-    "optim_grads_params, nothing overlapped": {
-        "use_megatron_fsdp": True,
-        "data_parallel_sharding_strategy": "optim_grads_params",
-    },
-}
+STEPS = 3
 SHARDED = [name for name in PLACEMENTS if name != "no_shard"]
-
-
-def groups_of_world(instances: int = 1) -> ProcessGroupCollection:
-    dist = torch.distributed
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return ProcessGroupCollection.from_grid(RankGrid(world, optimizer_instances=instances), rank)
-
-
-def model_of(dtype: torch.dtype = torch.float64, per_token: bool = False, tied: bool = True) -> SmallModel:
-    """All parameters random: norms too."""
-    model = SmallModel(dtype=dtype, padded=3, per_token=per_token, tied=tied)
-    with torch.no_grad():
-        for number, layer in enumerate(model.layers):
-            noise = torch.randn(layer.norm.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-            layer.norm.add_(0.3 * noise)
-    return model
-
-
-def wrapped(
-    model: SmallModel, settings: dict[str, Any], instances: int = 1
-) -> tuple[DistributedDataParallel, FlatOptimizer]:
-    config = DistributedDataParallelConfig(
-        **({"grad_reduce_in_fp32": True} | settings), num_distributed_optimizer_instances=instances
-    )
-    ddp = DistributedDataParallel(model.config, config, model, pg_collection=groups_of_world(instances))
-    optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.02, weight_decay=0.1, clip_grad=0.5), [ddp])
-    assert isinstance(optimizer, FlatOptimizer)
-    return ddp, optimizer
-
-
-def backward(ddp: DistributedDataParallel, step: int, micro_batches: int, per_token: bool) -> Tensor:
-    """This rank's part of a step's samples; returns its number of tokens."""
-    place, world = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
-    per = SAMPLES // (world * micro_batches)
-    tokens = torch.zeros(())
-    for number in range(micro_batches):
-        ids, labels, mask = batch(step * SAMPLES + (number * world + place) * per, rows=per)
-        loss = ddp(ids, labels, mask) / (1 if per_token else per * micro_batches)
-        tokens += mask.sum()
-        if number < micro_batches - 1:
-            with ddp.no_sync():
-                loss.backward()
-        else:
-            loss.backward()
-    return tokens
-
 
 Trained = dict[str, Any]
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as ranks:
+        yield ranks
+
+
 def train(
+    ranks: int,
     settings: dict[str, Any],
     instances: int = 1,
     micro_batches: int = 2,
     dtype: torch.dtype = torch.float64,
     per_token: bool = False,
+    late: bool = False,
 ) -> list[Trained]:
-    """Norm, zeros, this rank's gradients and weights after each step, in pieces: (name, range) -> values."""
-    ddp, optimizer = wrapped(model_of(dtype, per_token), settings, instances)
+    """Norm, and this rank's gradients and weights, of each step."""
+    groups = groups_of(ranks, instances)
+    ddp, optimizer = wrap(small_model(dtype, per_token), groups, instances, **settings)
     seen = []
     for step in range(STEPS):
         ddp.zero_grad_buffer()
-        tokens = backward(ddp, step, micro_batches, per_token)
+        tokens = (late_backward if late else backward)(ddp, step, micro_batches, per_token)
         finalize_model_grads([ddp], tokens if per_token else None)
-        gradients = {(c.name, c.range): c.tensor.double().clone() for c in ddp.gradient_chunks()}
+        gradients = pieces(ddp.gradient_chunks())
         norm = optimizer.step_on_device().grad_norm
-        weights = {(c.name, c.range): c.tensor.double().clone() for c in ddp.weight_chunks()}
-        seen.append({"norm": float(norm), "gradients": gradients, "weights": weights})
+        seen.append({"norm": float(norm), "gradients": gradients, "weights": pieces(ddp.weight_chunks())})
+    groups.close()
     return seen
 
 
-def plain_training(per_token: bool) -> list[Trained]:
+def late_backward(ddp: Any, step: int, micro_batches: int, per_token: bool) -> Tensor:
+    """As `backward`, in the order of a zero-bubble pipeline: a product runs one input gradient later than it could."""
+    place, ranks = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
+    per = SAMPLES // (ranks * micro_batches)
+    with ddp.no_sync():
+        for number in range(micro_batches):
+            ids, labels, mask = batch(step * SAMPLES + (number * ranks + place) * per, rows=per)
+            loss = ddp(ids, labels, mask) / (per * micro_batches)
+            with ddp.put_off_weight_gradients(number):
+                loss.backward()
+            if number > 0:
+                ddp.compute_weight_gradients(number - 1)
+    ddp.compute_weight_gradients(micro_batches - 1)
+    return torch.zeros(())
+
+
+def plain_training(per_token: bool = False) -> list[Trained]:
     """One process, plain autograd, torch's clipping and AdamW."""
-    model = model_of(per_token=per_token)
+    model = small_model(per_token=per_token)
     named = {info_of(p).name: p for p in model.parameters()}
     decayed = [p for p in named.values() if info_of(p).decays]
     rest = [p for p in named.values() if not info_of(p).decays]
@@ -133,21 +86,6 @@ def plain_training(per_token: bool) -> list[Trained]:
         weights = {name: p.detach().clone() for name, p in named.items()}
         seen.append({"norm": float(norm), "gradients": gradients, "weights": weights})
     return seen
-
-
-def joined(ranks: list[dict[tuple[str, tuple[int, int]], Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors, flat, from the pieces of all ranks; pieces that several ranks hold are equal to the bit."""
-    pieces: dict[str, dict[tuple[int, int], Tensor]] = {}
-    for rank in ranks:
-        for (name, place), values in rank.items():
-            known = pieces.setdefault(name, {}).setdefault(place, values)
-            assert torch.equal(known, values), (name, place)
-    whole = {}
-    for name, parts in pieces.items():
-        places = sorted(parts)
-        assert places[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(places)), (name, places)
-        whole[name] = torch.cat([parts[place] for place in places])
-    return whole
 
 
 def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -169,11 +107,77 @@ def check(ranks: list[list[Trained]], expected: list[Trained], tolerance: float)
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_three_steps_equal_those_of_one_process(name: str, per_token: bool) -> None:
-    ranks = run_on_ranks(train, 2, PLACEMENTS[name], 1, 2, torch.float64, per_token)
+def test_three_steps_equal_those_of_one_process(pool: Pool, name: str, per_token: bool) -> None:
+    ranks = pool.run(train, 2, 2, PLACEMENTS[name], 1, 2, torch.float64, per_token)
     check(ranks, plain_training(per_token), 1e-11)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARDED if "nothing" not in name])
-def test_replicas_of_shards_do_too(name: str) -> None:
-    check(run_on_ranks(train, 4, PLACEMENTS[name], 2, 1), plain_training(False), 1e-11)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_on_four_ranks_with_one_micro_batch_each(pool: Pool, name: str) -> None:
+    check(pool.run(train, 4, 4, PLACEMENTS[name], 1, 1), plain_training(), 1e-11)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_replicas_of_shards_do_too(pool: Pool, name: str) -> None:
+    check(pool.run(train, 4, 4, PLACEMENTS[name], 2, 2), plain_training(), 1e-11)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_products_that_were_put_off_are_reduced_too(pool: Pool, name: str) -> None:
+    check(pool.run(train, 2, 2, PLACEMENTS[name], 1, 4, torch.float64, False, True), plain_training(), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHARDED)
+def test_narrower_models_are_the_replicated_ones_but_for_the_order_of_sums(
+    pool: Pool, name: str, dtype: torch.dtype
+) -> None:
+    replicated = pool.run(train, 2, 2, PLACEMENTS["no_shard"], 1, 2, dtype)
+    ranks = pool.run(train, 2, 2, PLACEMENTS[name], 1, 2, dtype)
+    expected = [{"norm": s["norm"], **{k: joined([s[k]]) for k in ("gradients", "weights")}} for s in replicated[0]]
+    # A bfloat16 weight may be rounded the other way where its master differs in the last bit.
+    check(ranks, expected[:1], 1e-5 if dtype is torch.float32 else 4e-3)
+    check(ranks, expected, 1e-4 if dtype is torch.float32 else 2e-2)
+
+
+def all_ones(ranks: int, settings: dict[str, Any], instances: int) -> tuple[float, float]:
+    groups = groups_of(ranks, instances)
+    ddp, optimizer = wrap(small_model(), groups, instances, **settings)
+    for chunk in ddp.gradient_chunks():
+        chunk.tensor.fill_(1.0)
+        if chunk.name == "embedding.table" and chunk.range[0] == 0:
+            chunk.tensor[0] = 0.0
+    norm, zeros = float(optimizer.get_grad_norm()), float(optimizer.count_zeros())
+    groups.close()
+    return norm, zeros
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_each_element_counts_once(pool: Pool, name: str, instances: int) -> None:
+    instances = 1 if name == "no_shard" else instances
+    model = small_model()
+    elements = sum(info_of(parameter).box.numel for parameter in model.parameters())
+    for norm, zeros in pool.run(all_ones, 4, 4, PLACEMENTS[name], instances):
+        assert norm == pytest.approx((elements - 1) ** 0.5, rel=1e-14)
+        assert zeros == 1
+
+
+def external(ranks: int) -> str:
+    groups = groups_of(ranks)
+    ddp, _ = wrap(small_model(), groups, **PLACEMENTS["optim"])
+    with pytest.raises(UserError) as caught:
+        ExternalOptimizer(OptimizerConfig(lr=0.1), torch.optim.SGD(ddp.parameters(), lr=0.1), [ddp])
+    return str(caught.value)
+
+
+def test_a_scripts_own_optimizer_needs_whole_weights(pool: Pool) -> None:
+    for text in pool.run(external, 2, 2):
+        assert "SGD updates whole weights" in text and "--use-distributed-optimizer" in text
+
+
+def test_instances_must_fit() -> None:
+    with pytest.raises(UserError, match="num_distributed_optimizer_instances 2, but the process groups cut 1"):
+        wrap(small_model(), groups_of(1), instances=2, **PLACEMENTS["optim"])
+    with pytest.raises(UserError, match="num_distributed_optimizer_instances 2: nothing is sharded"):
+        wrap(small_model(), groups_of(1), instances=2, **PLACEMENTS["no_shard"])

@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class PositionEmbedding(MegatronModule):
     """A table of vectors, one a position."""
 
+    backward_reads_weights = False
+
     def __init__(self, config: TransformerConfig, max_sequence_length: int, **facts: Any) -> None:
         super().__init__(config)
         self.backend = choose_backend(config)
@@ -37,6 +39,8 @@ class LanguageModelEmbedding(MegatronModule):
     Under sequence parallelism with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own
     keywords: `vocab_padding_multiple`, and `tied`: another pipeline stage has a copy of the words' table.
     """
+
+    backward_reads_weights = False
 
     def __init__(
         self,
