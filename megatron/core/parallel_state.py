@@ -45,6 +45,8 @@ class _Extras:
 
     virtual_stages: int | None = None
     virtual_stage: int | None = None
+    v_shaped: bool = False
+    """The second chunks come back from a pipeline's last rank to its first."""
     overrides: dict[tuple[str, str], int] = field(default_factory=dict)
     """Sizes and ranks that a test has set."""
     gloo_groups: dict[str, Group] = field(default_factory=dict)
@@ -242,8 +244,14 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _extras.virtual_stages
 
 
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    _extras.virtual_stages = world_size
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None, *, v_shaped: bool = False) -> None:
+    """`v_shaped` (our own keyword): of two chunks a rank, the second come back from the last rank to the first."""
+    _extras.virtual_stages, _extras.v_shaped = world_size, v_shaped
+
+
+def is_pipeline_v_shaped() -> bool:
+    """The second chunks come back from the last rank to the first, which has both ends of the model (ours)."""
+    return _extras.v_shaped
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
@@ -262,7 +270,8 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """This rank has the last stage; unless `ignore_virtual`, the chunk `vp_stage` of it is the model's last."""
     last_chunk = (_extras.virtual_stages or 1) - 1
-    return _rank("pp") == _size("pp") - 1 and (ignore_virtual or _chunk(vp_stage) == last_chunk)
+    last_rank = 0 if _extras.v_shaped else _size("pp") - 1
+    return _rank("pp") == last_rank and (ignore_virtual or _chunk(vp_stage) == last_chunk)
 
 
 def _chunk(vp_stage: int | None) -> int:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     default_collection,
@@ -78,9 +79,9 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
         if started != planned:
             raise UserError(f"the run is laid out for {planned} processes and {started} were started")
         rank = dist.get_rank() if dist.is_initialized() else 0
-        groups = groups_of_rank(config, rank, timeout)
-        with default_groups(groups):
-            yield Environment(rank, started, device, groups, pipeline_of(config.transformer).loss_rank)
+        groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
+        with default_groups(groups, pipeline):
+            yield Environment(rank, started, device, groups, pipeline.loss_rank)
     finally:
         if mine and dist.is_initialized():
             dist.destroy_process_group()
@@ -102,14 +103,21 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
 
 
 @contextlib.contextmanager
-def default_groups(groups: ProcessGroupCollection) -> Iterator[None]:
-    """Within, user scripts find these groups: parallel_state's functions, public constructors called without groups."""
+def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
+    """Within, user scripts find these groups and stages: parallel_state's functions, public constructors called without
+    groups."""
     before = default_collection() if has_default_collection() else None
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    v_shaped = parallel_state.is_pipeline_v_shaped()
     set_default_collection(groups)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
+    )
     try:
         yield
     finally:
         set_default_collection(before)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)
 
 
 def __getattr__(name: str) -> Any:

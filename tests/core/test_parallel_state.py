@@ -74,6 +74,7 @@ def test_setters_override_and_virtual_stages_count() -> None:
     assert parallel_state.is_pipeline_last_stage() and not parallel_state.is_pipeline_first_stage()
     assert not parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
     assert parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
+    assert not parallel_state.is_pipeline_v_shaped()
 
 
 @pytest.mark.usefixtures("clean")

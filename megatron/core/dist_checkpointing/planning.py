@@ -5,6 +5,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,13 +26,15 @@ def share_out(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
 
     Chunks with the same holders are laid end to end, sorted by name and place, and cut into one equal run of bytes a
     holder; chunks of up to a megabyte go whole to the holder in whose run they begin. Every holder computes the same.
+    Of a chunk that a rank has two copies of (a tied weight, where both ends of a pipeline are on one rank) one counts.
     """
-    by_holders: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+    by_holders: dict[tuple[int, ...], dict[Any, Chunk]] = defaultdict(dict)
     for chunk in chunks:
         if chunk.tensor.numel():
-            by_holders[chunk.holders or (rank,)].append(chunk)
+            by_holders[chunk.holders or (rank,)].setdefault(_place(chunk), chunk)
     mine = []
-    for holders, shared in by_holders.items():
+    for holders, by_place in by_holders.items():
+        shared = list(by_place.values())
         assert rank in holders, f"rank {rank} holds {shared[0]} but is not among its holders {holders}"
         mine += _my_run(shared, holders.index(rank), len(holders))
     return sorted(mine, key=_place)

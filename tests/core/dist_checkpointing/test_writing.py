@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from support.checkpoints import filled, make_chunk, save_as
+from support.checkpoints import filled, load_as, make_chunk, save_as
 
 from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
 from megatron.core.dist_checkpointing.disk import Disk
@@ -98,6 +98,17 @@ def test_different_groups_of_holders_are_shared_out_apart(tmp_path):
             ]
         )
     save_as(tmp_path, ranks)  # checks that every element is stored exactly once
+
+
+def test_two_copies_on_one_rank_are_written_once_and_both_read(tmp_path):
+    """A tied weight whose two ends of the pipeline are on one rank; whole, and as ranges of two ranks."""
+    whole = [make_chunk("tied", (4, 3), holders=(0, 1)), make_chunk("tied", (4, 3), holders=(0, 1))]
+    ranges = [(0, 7), (7, 12)]
+    ranks = [[*whole, *(make_chunk("state", (4, 3), flat_range=each) for _ in range(2))] for each in ranges]
+    folder = save_as(tmp_path, ranks)  # checks that every element is stored exactly once
+    empty = [make_chunk("tied", (4, 3), empty=True), make_chunk("tied", (4, 3), empty=True)]
+    load_as(folder, empty)
+    assert all(torch.equal(chunk.tensor, filled(chunk)) for chunk in empty)
 
 
 def test_ranks_that_list_different_chunks_are_found_out(tmp_path):

@@ -1,0 +1,86 @@
+"""Checkpoints of whole runs, saved in one layout and loaded in another: to the bit, and the run goes on as it was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_on_ranks
+from torch import Tensor
+
+BASE = f"{TINY} --num-layers 4 --num-attention-heads 4"
+
+TP, PP, CP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size"
+SHARDED = "--use-distributed-optimizer"
+ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+TP2_PP2_CP2 = f"{TP} 2 --sequence-parallel {PP} 2 {CP} 2 {SHARDED}"
+FACTS = ("state", "scheduler", "optimizer")
+"""What is the same on all ranks: counts, place in the schedule, updates made."""
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    differing = [name for name in expected if found[name].dtype != expected[name].dtype]
+    differing += [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not differing, differing
+
+
+def check_continues(loaded: list[Outcome], saved: list[Outcome]) -> None:
+    """Weights, masters, moments and counts are those that were saved."""
+    check_equal(state_at_start(loaded), state_at_end(saved))
+    for rank in loaded:
+        assert all(rank.at_start[fact] == saved[0].at_end[fact] for fact in FACTS)
+
+
+@pytest.mark.slow
+def test_from_all_dimensions_at_once_into_any_other_layout_and_back(corpus, tmp_path):
+    """In bfloat16, so that there are weights, masters and moments."""
+    flags = f"--bf16 --data-path {corpus} --eval-iters 0 --save {tmp_path} --load {tmp_path} --train-iters 10"
+    flags += " --exit-interval"
+    saved = train_on_ranks(f"{flags} 2 {TP2_PP2_CP2}", 8, base=BASE)
+    kinds = {name.split(".")[1] for name in state_at_end(saved) if name.startswith("optimizer.")}
+    assert kinds == {"param", "exp_avg", "exp_avg_sq"}
+    iteration = 2
+    for world_size, layout in ((1, ""), (4, f"{TP} 4"), (4, f"{PP} 4"), (4, ZERO_3), (8, TP2_PP2_CP2)):
+        iteration += 1
+        loaded = train_on_ranks(f"{flags} {iteration} {layout}", world_size, base=BASE)
+        check_continues(loaded, saved)
+        assert loaded[0].at_end["state"]["iteration"] == iteration
+        saved = loaded
+
+
+LAYOUTS_OF_TWO = {
+    "tensor and sequence": f"{TP} 2 --sequence-parallel",
+    "interleaved": f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1",
+    "sharded": ZERO_3,
+    "v-shaped": f"{PP} 2 --pipeline-schedule zb-v",
+    "context, sharded state": f"{CP} 2 {SHARDED}",
+}
+
+
+def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
+    """In each layout an iteration, and in one process at the end: losses of a run that went through in one process."""
+    flags = f"--fp64 --data-path {corpus} --eval-iters 0 --train-iters 10 --exit-interval"
+    iterations = len(LAYOUTS_OF_TWO) + 1
+    straight = train(f"{flags} {iterations}", base=BASE)
+    folders = f"--save {tmp_path} --load {tmp_path}"
+    losses, samples, saved = [], [], None
+    for iteration, layout in enumerate([*LAYOUTS_OF_TWO.values(), ""], start=1):
+        ranks = train_on_ranks(f"{flags} {iteration} {folders} {layout}", 2 if layout else 1, base=BASE)
+        if saved is not None:
+            check_continues(ranks, saved)
+        losses += logger_of(ranks).losses
+        samples += stream(ranks)
+        saved = ranks
+    assert losses == pytest.approx(straight.losses, rel=1e-11) and len(losses) == iterations
+    assert samples == stream([straight])
+
+
+def test_a_key_that_another_layout_lacks_is_an_error(corpus, tmp_path):
+    """Of every rank alike; waived by name it is not."""
+    flags = f"--data-path {corpus} --eval-iters 0 --save {tmp_path} --load {tmp_path} --train-iters 2"
+    train(f"{flags} --exit-interval 1 --no-save-optim", base=BASE)
+    with pytest.raises(AssertionError, match=r"(?s)rank 0: .*was saved without optimizer state"):
+        train_on_ranks(f"{flags} {PP} 2", 2, base=BASE)
+    ranks = train_on_ranks(f"{flags} {PP} 2 --no-load-optim", 2, base=BASE)
+    assert ranks[0].at_end["state"]["iteration"] == 2
+    assert Path(tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
