@@ -44,9 +44,9 @@ from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.initialize import process_environment
 from megatron.training.pieces import Context, pieces_of_user_script, say_not_asked, stages_of_rank
 from megatron.training.schedule import build_scheduler
-from megatron.training.setup import build_model, build_optimizer, connect, sample_counts, set_torch
+from megatron.training.setup import build_model, build_optimizer, connect, sample_counts, set_torch, settle
 from megatron.training.state import TrainState
-from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer.build import build_tokenizer
 
 _begun = contextlib.ExitStack()
 atexit.register(_begun.close)
@@ -79,14 +79,10 @@ def initialize_megatron(
     _begun.close()
     environment = _begun.enter_context(process_environment(config))
     set_torch(config)
-    if environment.is_first and config.notes:
-        print(*config.notes, sep="\n", flush=True)
     tokenizer = build_tokenizer(config.tokenizer)
-    padded = padded_vocab_size(
-        tokenizer.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.transformer.tensor_model_parallel_size,
-    )
+    padded, found = settle(config, tokenizer)
+    for line in (*config.notes, *found) if environment.is_first else ():
+        print(line, flush=True)
     global_vars.publish(Context(config, environment, tokenizer, TrainState()), padded_vocab_size=padded)
     use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp")))
 

@@ -17,6 +17,7 @@ from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.core.transformer.stage_costs import settle_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -35,6 +36,7 @@ from megatron.training.print_config import config_lines
 from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
 from megatron.training.state import TrainState
+from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
 
 
@@ -49,14 +51,10 @@ def set_up(
     state = TrainState()
     tokenizer = build_tokenizer(config.tokenizer)
     context = Context(config, environment, tokenizer, state)
-    padded = padded_vocab_size(
-        tokenizer.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.transformer.tensor_model_parallel_size,
-    )
+    padded, found = settle(config, tokenizer)
     if environment.is_first:
         shown = config_lines(config) if config.training.print_config else ()
-        print(*config.notes, *shown, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
+        print(*config.notes, *shown, *found, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
     global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
@@ -102,6 +100,20 @@ def set_up(
         checkpoints=checkpoints,
         probe=build_probe(config, model),
     )
+
+
+def settle(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]]:
+    """What follows from the vocabulary: the number of stored rows; the stages of the layout `auto`, put into the
+    config. And what is to be said about it."""
+    transformer, length = config.transformer, config.data.seq_length
+    padded = padded_vocab_size(
+        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
+    )
+    asked = transformer.pipeline_model_parallel_layout
+    assert length is not None
+    settle_layout(transformer, length, padded)
+    stages = transformer.pipeline_model_parallel_layout
+    return padded, [] if stages == asked else [f"--pipeline-model-parallel-layout {asked}: stages {stages}"]
 
 
 def lines_on_kernels(model: Sequence[nn.Module], environment: Environment, config: PretrainConfig) -> Iterator[str]:
