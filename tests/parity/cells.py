@@ -11,10 +11,15 @@ from functools import cache
 
 from parity.layouts import DIMENSIONS, FURTHER, PIPELINE_BEFORE_DATA, Choice, Layout, dimension_of, layout
 from parity.models import MODELS, Model
+from parity.mutations import MUTATIONS
 
 WORLD = 8
 LOSSES = ("per-token", "default")
 """Sum over sum of the global batch, or mean over micro-batches."""
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two dimensions and a value along each."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +45,9 @@ class Cell:
         return {**own, "model": self.model.name, "loss": self.loss}
 
     @property
-    def pairs(self) -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
+    def pairs(self) -> list[Pair]:
         """Every two of its values."""
-        return frozenset(itertools.combinations(sorted(self.values.items()), 2))
+        return list(itertools.combinations(sorted(self.values.items()), 2))
 
     @property
     def fits(self) -> bool:
@@ -63,21 +68,16 @@ def all_combinations() -> Iterator[Cell]:
 
 
 @cache
-def pairs_to_meet() -> frozenset[tuple[tuple[str, str], tuple[str, str]]]:
-    """Every pair of values along two dimensions that some cell of eight ranks has."""
-    return frozenset(pair for cell in all_combinations() for pair in cell.pairs)
-
-
-@cache
 def covering_cells() -> tuple[Cell, ...]:
     """Few cells that meet all pairs: always the one that meets most of what is left, the one of fewest ranks first."""
-    left = set(pairs_to_meet())
     candidates = sorted(all_combinations(), key=lambda cell: (cell.layout.ranks, cell.name))
-    chosen = []
+    bits: dict[Pair, int] = {}
+    met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs) for cell in candidates]
+    left, chosen = (1 << len(bits)) - 1, []
     while left:
-        best = max(candidates, key=lambda cell: len(cell.pairs & left))
-        chosen.append(best)
-        left -= best.pairs
+        best = max(range(len(candidates)), key=lambda number: (met[number] & left).bit_count())
+        chosen.append(candidates[best])
+        left &= ~met[best]
     return tuple(chosen)
 
 
@@ -136,8 +136,19 @@ def singles_and_pairs() -> Iterator[Cell]:
 
 @cache
 def quick_cells() -> tuple[Cell, ...]:
-    """For every run of the tests."""
-    return tuple(dict.fromkeys([*covering_cells(), *further_cells()]))
+    """For every run of the tests: what covers all pairs, what is special, and what catches each planted bug."""
+    return tuple(dict.fromkeys([*covering_cells(), *further_cells(), *map(cell_of, names_of_catchers())]))
+
+
+def names_of_catchers() -> list[str]:
+    """Cells that are to catch a planted bug, by name."""
+    return [mutation.caught_by for mutation in MUTATIONS]
+
+
+def cell_of(name: str) -> Cell:
+    """The cell of a name."""
+    model, choices, loss = name.split("/")
+    return Cell(next(m for m in MODELS if m.name == model), layout(*choices.split("+")), loss)
 
 
 @cache
@@ -146,11 +157,6 @@ def slow_cells() -> tuple[Cell, ...]:
     every = with_each_model([*singles_and_pairs(), *further_cells()])
     quick = set(quick_cells())
     return tuple(dict.fromkeys(cell for cell in every if cell not in quick))
-
-
-def find_cell(name: str) -> Cell:
-    """A cell of either list, by name."""
-    return next(cell for cell in (*quick_cells(), *slow_cells()) if cell.name == name)
 
 
 def values_of(cells: Iterable[Cell]) -> set[Choice]:

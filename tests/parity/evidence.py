@@ -1,6 +1,8 @@
 """What a cell leaves behind for its judge: plain numbers, which say whose part of what they are."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout import Draw
 from megatron.core.parameters import Box
 
@@ -66,6 +69,17 @@ class Masks:
             return kept
 
         return watched
+
+
+@contextmanager
+def watched_masks(chunks: Sequence[GPTModel], masks: Masks) -> Iterator[None]:
+    """Dropout masks that are drawn within are noted."""
+    before = [chunk.backend for chunk in chunks]
+    for chunk in chunks:
+        chunk.backend = dataclasses.replace(chunk.backend, keep_rows=masks.watch(chunk.backend.keep_rows))
+    yield
+    for chunk, backend in zip(chunks, before, strict=True):
+        chunk.backend = backend
 
 
 @dataclass

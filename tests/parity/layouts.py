@@ -174,15 +174,12 @@ class Layout:
     def misfit(self, model: Model) -> str | None:
         """Why the model cannot have this layout; None where it can."""
         tensor, context, rows = self.tensor.ranks, self.context.ranks, model.rows
-        batches, rest = divmod(GLOBAL_BATCH, self.data.ranks * rows)
         if max(tensor, model.groups) % min(tensor, model.groups):
             return "groups and tensor parallel ranks do not divide each other"
         if self.tensor.settings.get("sequence_parallel") and LENGTH * (rows if model.packed else 1) // context % tensor:
             return "tokens do not divide by tensor parallel ranks"
-        if rest:
+        if GLOBAL_BATCH % (self.data.ranks * rows):
             return "the batch does not divide by data parallel ranks"
-        if self.pipeline.chunks > 1 and self.schedule is None and batches % self.pipeline.ranks:
-            return "micro-batches do not divide by stages, which the interleaved schedule asks for"
         return None
 
     @property

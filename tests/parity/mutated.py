@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from parity.cells import Cell, find_cell
+from parity.cells import Cell, cell_of
 from parity.compare import TOLERANCE, judge
 from parity.evidence import Evidence
 from parity.layouts import Layout
@@ -52,4 +52,4 @@ def examine(cell: Cell) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(examine(find_cell(sys.argv[1]))))
+    print(json.dumps(examine(cell_of(sys.argv[1]))))

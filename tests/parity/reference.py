@@ -4,13 +4,12 @@ It shares the model's forward with the product, and nothing around it. That a mo
 elsewhere (tests/core/models/gpt).
 """
 
-import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from parity.evidence import Evidence, Masks, Piece, Step
+from parity.evidence import Evidence, Masks, Piece, Step, watched_masks
 from parity.models import MODELS, OPTIMIZER, Model, build_model, transformer_config
 from parity.text import GLOBAL_BATCH, micro_batch
 from torch import Tensor, nn
@@ -18,23 +17,22 @@ from torch import Tensor, nn
 from megatron.core.parameters import info_of
 
 
-def reference(model: Model, per_token: bool, steps: int = 3, rows: int | None = None) -> Evidence:
+def reference(
+    model: Model, per_token: bool, steps: int = 3, rows: int | None = None, lr: float | None = None
+) -> Evidence:
     """What one process leaves behind. Under the loss per token any number of `rows` a micro-batch gives the same."""
-    return _reference(model.name, per_token, steps, rows or model.rows)
+    return _reference(model.name, per_token, steps, rows or model.rows, lr or OPTIMIZER["lr"])
 
 
 @cache
-def _reference(name: str, per_token: bool, steps: int, rows: int) -> Evidence:
+def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> Evidence:
     model = next(m for m in MODELS if m.name == name)
     built = build_model(model, transformer_config(model))
     evidence = Evidence(initial=_pieces(built), masks=Masks())
-    plain = built.backend
-    built.backend = dataclasses.replace(plain, keep_rows=evidence.masks.watch(plain.keep_rows))
-    optimizer = plain_optimizer(built)
+    optimizer = plain_optimizer(built, lr)
     for number in range(steps):
-        if number == 1:
-            built.backend = plain  # masks are compared in the first step
-        evidence.steps.append(_step(built, model, number, per_token, rows))
+        with watched_masks([built], evidence.masks if number == 0 else Masks()):
+            evidence.steps.append(_step(built, model, number, per_token, rows))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     evidence.weights = _pieces(built)
@@ -42,9 +40,9 @@ def _reference(name: str, per_token: bool, steps: int, rows: int) -> Evidence:
     return evidence
 
 
-def plain_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW over a bare model, with decay for matrices alone."""
-    lr, beta2, eps, weight_decay = (OPTIMIZER[name] for name in ("lr", "adam_beta2", "adam_eps", "weight_decay"))
+    beta2, eps, weight_decay = (OPTIMIZER[name] for name in ("adam_beta2", "adam_eps", "weight_decay"))
     named = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in named if info_of(p).decays], "weight_decay": weight_decay},

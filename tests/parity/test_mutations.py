@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.cells import find_cell
+from parity.cells import cell_of, quick_cells
 from parity.mutated import STEPS, mean_losses
 from parity.mutations import MUTATIONS, Mutation
 from parity.reference import reference
@@ -48,7 +48,7 @@ def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
 )
 def test_a_planted_bug_is_caught(mutation: Mutation, tmp_path: Path) -> None:
     seen = examine(mutation, tmp_path)
-    cell = find_cell(mutation.caught_by)
+    cell = cell_of(mutation.caught_by)
     # The changed product, in one process, computes what the product computes.
     expected = reference(cell.model, cell.per_token, STEPS)
     assert not seen["one process"]
@@ -70,4 +70,4 @@ def test_there_are_twenty_and_each_is_another() -> None:
 def test_each_applies_exactly_once(mutation: Mutation) -> None:
     assert (ROOT / "megatron" / mutation.file).read_text().count(mutation.before) == 1
     assert mutation.before != mutation.after
-    find_cell(mutation.caught_by)
+    assert cell_of(mutation.caught_by) in quick_cells()

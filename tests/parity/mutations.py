@@ -1,0 +1,340 @@
+"""Known bugs of layouts, each as a change of one line of the product, and the test that catches it.
+
+Each leaves one process right, keeps everything finite and lets the loss fall. `caught_by` is a cell: the test
+`tests/parity/test_layouts.py::test_layout[caught_by]`. docs/parity.md has the table, which a test keeps true.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A bug: in `file` (below megatron/), `before` becomes `after`. It must stand there exactly once."""
+
+    name: str
+    story: str
+    """What is wrong, in words."""
+    file: str
+    before: str
+    after: str
+    caught_by: str
+    quick: bool = False
+    """Planted in every run of the tests, not only in the slow ones."""
+
+
+_TENSOR = [
+    Mutation(
+        "norm-not-summed",
+        "the gradient of a norm under sequence parallelism is left a sum over its own tokens",
+        "core/transformer/torch_norm.py",
+        'frozenset({"tp"} if config.sequence_parallel else ())',
+        "frozenset()",
+        "llama-gqa/sp2/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "row-bias-not-summed",
+        "so is that of the bias of a row parallel layer",
+        "core/tensor_parallel/layers.py",
+        'partial = frozenset({"tp"} if self.sequence_parallel else ())',
+        "partial = frozenset()",
+        "gpt2/sp2/default",
+    ),
+    Mutation(
+        "positions-not-summed",
+        "so is that of learned positions",
+        "core/models/common/embeddings/language_model_embedding.py",
+        'partial = frozenset({"tp"} if self.scatters else ())',
+        "partial = frozenset()",
+        "gpt2/sp2/default",
+    ),
+    Mutation(
+        "head-norm-not-summed",
+        "the gradient of the norms of queries and keys is that of a rank's own heads",
+        "core/transformer/attention.py",
+        'add_partial_gradient_axis("tp", self.q_layernorm, self.k_layernorm)',
+        "pass",
+        "qknorm/tp2/per-token",
+    ),
+    Mutation(
+        "shared-keys-not-summed",
+        "key and value rows that tensor parallel ranks have in common get the gradient of one rank's heads",
+        "core/transformer/shared_key_values.py",
+        '{"partial_gradient_axes": frozenset({"tp"})}',
+        "{}",
+        "mqa/tp2/default",
+    ),
+    Mutation(
+        "input-gradient-not-summed",
+        "backward of a column parallel layer does not sum the gradient of its input",
+        "core/ops/linear.py",
+        "else start_all_reduce(gradient, group)",
+        "else Pending(gradient, None)",
+        "llama-gqa/tp2/per-token",
+    ),
+    Mutation(
+        "padding-in-the-softmax",
+        "the rows that round a vocabulary up take part in the softmax",
+        "core/ops/cross_entropy.py",
+        "min(max(vocab_size - first, 0), columns)",
+        "columns",
+        "llama-gqa/tp2/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "label-by-maximum",
+        "the logit of the label is the largest that any rank gives, where all but one give zero",
+        "core/ops/cross_entropy.py",
+        "sums[0].sum(0)",
+        "sums[0].amax(0)",
+        "llama-gqa/tp2/per-token",
+    ),
+    Mutation(
+        "masks-alike-on-ranks",
+        "under sequence parallelism every rank drops as the first one does",
+        "core/transformer/layer_inputs.py",
+        "dropout.index.chunk(group_size(group))[group_rank(group)]",
+        "dropout.index.chunk(group_size(group))[0]",
+        "gpt2/sp2/default",
+    ),
+    Mutation(
+        "masks-alike-on-heads",
+        "every tensor parallel rank drops probabilities as those of the first heads are",
+        "core/transformer/dot_product_attention.py",
+        "self.first_head = local_heads * group_rank(groups.tp)",
+        "self.first_head = 0",
+        "gpt2/tp2/default",
+    ),
+    Mutation(
+        "start-alike-on-ranks",
+        "sibling ranks draw the same initial weights",
+        "core/parameters.py",
+        "(info.box.start[0] if info.box.start else 0) * row_size",
+        "0",
+        "llama-gqa/tp2/per-token",
+    ),
+    Mutation(
+        "norm-counts-copies",
+        "what all tensor parallel ranks have counts once for each of them in the gradient norm",
+        "core/distributed/replicas.py",
+        "return all(groups.rank(_GROUP_OF_AXIS[axis]) == 0 for axis in model_axes)",
+        "return True",
+        "llama-gqa/tp2/per-token",
+    ),
+]
+
+_PIPELINE = [
+    Mutation(
+        "norm-of-a-stage",
+        "the gradient norm, by which is clipped, leaves the other pipeline stages out",
+        "core/optimizer/clip_grads.py",
+        '{"dense": "mp", "expert": "tp_ep_pp"}',
+        '{"dense": "tp", "expert": "tp_ep_pp"}',
+        "llama-gqa/pp2/per-token",
+    ),
+    Mutation(
+        "tied-counted-twice",
+        "both copies of a tied embedding count in the gradient norm",
+        "core/distributed/replicas.py",
+        'if info.tied and groups.rank("embd") != 0:',
+        "if False:",
+        "gpt2/pp2/default",
+        quick=True,
+    ),
+    Mutation(
+        "tied-not-summed",
+        "embedding and head keep a gradient each, of a weight that they share",
+        "core/distributed/finalize_model_grads.py",
+        '_sum_together([copies[name][0] for name in sorted(copies)], groups, "embd")',
+        "pass",
+        "gpt2/pp2/default",
+    ),
+    Mutation(
+        "tied-not-summed-on-a-rank",
+        "where one rank has both copies of a tied embedding, that of the later stage is overwritten",
+        "core/distributed/finalize_model_grads.py",
+        "            first.add_(other)",
+        "            pass",
+        "gpt2/pp2-zb-v/default",
+    ),
+    Mutation(
+        "head-starts-by-itself",
+        "the head's copy of a tied embedding is drawn under a name of its own",
+        "core/models/gpt/gpt_model.py",
+        'copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}',
+        'copy = {"tied": True} if is_copied else {}',
+        "gpt2/pp2/default",
+    ),
+    Mutation(
+        "stage-scaled-twice",
+        "the gradient that a stage receives is divided by the number of micro-batches once more",
+        "core/pipeline_parallel/runner.py",
+        "self._gradients.pop((number, chunk)).wait().to(kept.dtype)",
+        "self._gradients.pop((number, chunk)).wait().to(kept.dtype) / self.task.num_microbatches",
+        "mqa/pp2/default",
+        quick=True,
+    ),
+    Mutation(
+        "tokens-of-a-stage",
+        "every pipeline stage divides by the tokens that it knows of",
+        "core/distributed/finalize_model_grads.py",
+        'for name in ("pp", "dp_cp"):',
+        'for name in ("dp_cp",):',
+        "llama-gqa/pp2/per-token",
+    ),
+    Mutation(
+        "late-product-forgotten",
+        "of the weight gradients that are put off, the last of a micro-batch is not computed",
+        "core/distributed/sinks.py",
+        "in enumerate(products):",
+        "in enumerate(products[:-1]):",
+        "llama-gqa/pp2-zb-h1/per-token",
+    ),
+]
+
+_CONTEXT = [
+    Mutation(
+        "normalised-by-local-tokens",
+        "a context parallel rank divides its loss by its own tokens",
+        "core/pipeline_parallel/losses.py",
+        "return all_reduce(tokens.clone(), self.groups.cp)",
+        "return tokens",
+        "gpt2/cp2-p2p/default",
+        quick=True,
+    ),
+    Mutation(
+        "not-reduced-over-context",
+        "gradients are not summed over context parallel ranks",
+        "core/distributed/placements.py",
+        '_DATA_GROUP = {"dense": "dp_cp", "expert": "expt_dp"}',
+        '_DATA_GROUP = {"dense": "dp", "expert": "expt_dp"}',
+        "llama-gqa/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "averaged-over-data-alone",
+        "gradients are divided by the data parallel ranks and not by those that share a sequence",
+        "core/distributed/distributed_data_parallel.py",
+        'scale = 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")',
+        'scale = 1.0 if per_token else 1.0 / self.pg_collection.size("dp")',
+        "gpt2/cp2-p2p/default",
+    ),
+    Mutation(
+        "positions-of-the-part",
+        "positions count from the first token that a rank holds",
+        "core/tokens.py",
+        "torch.cat([index[:length] + first * length, index[:length] + second * length])",
+        "index",
+        "packed/cp2-a2a/per-token",
+    ),
+    Mutation(
+        "merged-by-maximum",
+        "attention to two blocks of keys is merged by the larger of their sums",
+        "core/ops/attention_blocks.py",
+        "merged = torch.logaddexp(total_lse, lse)",
+        "merged = torch.maximum(total_lse, lse)",
+        "llama-gqa/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "keys-gradient-not-returned",
+        "in the ring the gradient of keys that were lent is dropped",
+        "core/context_parallel/exchanges.py",
+        "lambda rows: total[turn.given].add_(rows)",
+        "lambda rows: total",
+        "llama-gqa/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "keys-gradient-of-one",
+        "gathered keys get the gradient of one rank",
+        "core/context_parallel/exchanges.py",
+        "torch.sum(rows.unflatten(0, (ranks, -1)), 0, dtype=at_least_float32(rows.dtype))",
+        "rows.unflatten(0, (ranks, -1))[0].to(at_least_float32(rows.dtype))",
+        "llama-gqa/cp2-all_gather/per-token",
+    ),
+    Mutation(
+        "heads-not-counted-on",
+        "after the all-to-all every rank takes its heads for the first ones",
+        "core/context_parallel/attention.py",
+        "first_head=call.first_head + first",
+        "first_head=call.first_head",
+        "gpt2/cp2-a2a/default",
+    ),
+    Mutation(
+        "window-across-chunks",
+        "a sliding window is counted in the rows that a rank holds, not in the sequence",
+        "core/context_parallel/tiles.py",
+        "offset = keys.place - queries.place",
+        "offset = keys.first_row - queries.first_row",
+        "window-sink/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "documents-of-the-part",
+        "documents are told apart by the place of a token in its block",
+        "core/ops/attention_blocks.py",
+        "documents = [document_of(index, call.cu_seqlens) for index in (i + place.query_place, j + place.key_place)]",
+        "documents = [document_of(index, call.cu_seqlens) for index in (i, j)]",
+        "packed/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "sink-in-every-block",
+        "heads of another rank stand in the sinks of a rank",
+        "core/context_parallel/attention.py",
+        "call.sink.narrow(0, first, heads)",
+        "call.sink.narrow(0, 0, heads)",
+        "window-sink/cp2-a2a/per-token",
+    ),
+]
+
+_DATA = [
+    Mutation(
+        "reduced-in-bf16",
+        "gradients travel in bfloat16, whatever the flag says",
+        "core/distributed/buckets.py",
+        "return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype",
+        "return torch.bfloat16",
+        "llama-gqa/dp2/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "tokens-of-a-rank",
+        "with a loss per token each data parallel rank divides by its own tokens",
+        "core/distributed/finalize_model_grads.py",
+        'for name in ("pp", "dp_cp"):',
+        'for name in ("pp",):',
+        "llama-gqa/dp2/per-token",
+    ),
+    Mutation(
+        "norm-of-a-shard",
+        "under a sharded optimizer each rank clips by the norm of what it owns",
+        "core/optimizer/clip_grads.py",
+        'return "intra_dist_opt", sharding.replica_group if sharding.instances > 1 else None',
+        'return "mp", None',
+        "llama-gqa/dp2-optim/per-token",
+    ),
+    Mutation(
+        "stale-weights",
+        "whole weights stay as they were before the update of their shards",
+        "core/distributed/unit_memory.py",
+        "self._is_stale = self.sharding.shards > 1",
+        "self._is_stale = False",
+        "llama-gqa/dp2-optim/per-token",
+    ),
+    Mutation(
+        "gradient-of-the-last-micro-batch",
+        "where gradients are sharded, each micro-batch's take the place of those before",
+        "core/distributed/gradient_shards.py",
+        "self.owned.add_(self._sum.wait())",
+        "self.owned.copy_(self._sum.wait())",
+        "llama-gqa/dp2-optim_grads/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "replicas-not-summed",
+        "replicas of shards do not sum their gradients",
+        "core/distributed/buckets.py",
+        "            if self.reductions.replicas is not None:\n                self._replica_sums",
+        "            if False:\n                self._replica_sums",
+        "llama-gqa/dp4-hybrid/per-token",
+    ),
+]
+
+MUTATIONS = [*_TENSOR, *_PIPELINE, *_CONTEXT, *_DATA]
