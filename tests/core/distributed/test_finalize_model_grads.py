@@ -1,17 +1,21 @@
 """What descriptors ask of finalisation: partial gradients are summed over their axis, tied ones over both ends."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from support.processes import run_on_ranks
+from support.placements import PLACEMENTS
+from support.pool import Pool
 from support.small_models import SmallModel
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed.placements import shardings
 from megatron.core.distributed.replicas import counts_here, replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import count_zeros, grad_norm
-from megatron.core.parameters import Box, Constant, ParameterInfo, declare, name_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parameters import Box, Constant, ParameterInfo, declare, gradient_sink, name_parameters
+from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last
 from megatron.core.rank_grid import RankGrid
 
 
@@ -20,56 +24,113 @@ class Declared(nn.Module):
 
     def __init__(self, tp_rank: int, tp_size: int) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(torch.zeros(4 // tp_size, 3))
-        self.norm = nn.Parameter(torch.zeros(5))
-        self.table = nn.Parameter(torch.zeros(7, 2))
-        box = Box((tp_rank * 4 // tp_size, 0), (4 // tp_size, 3))
-        declare(self.matrix, Constant(0.0), global_shape=(4, 3), box=box, sharded_axes=frozenset({"tp"}))
+        # Of sizes that every one of two shards has something of.
+        self.matrix = nn.Parameter(torch.zeros(24 // tp_size, 10))
+        self.norm = nn.Parameter(torch.zeros(100))
+        self.table = nn.Parameter(torch.zeros(45, 2))
+        box = Box((tp_rank * 24 // tp_size, 0), (24 // tp_size, 10))
+        declare(self.matrix, Constant(0.0), global_shape=(24, 10), box=box, sharded_axes=frozenset({"tp"}))
         declare(self.norm, Constant(0.0), partial_gradient_axes=frozenset({"tp"}))
         declare(self.table, Constant(0.0), tied=True)
         name_parameters(self)
         self.calculate_per_token_loss = False
 
 
-def finalised(sizes: dict[str, int]) -> tuple[dict[str, float], float, float]:
-    """Every gradient is 1 + rank before; the gradients after, and norm and zeros of a gradient of ones."""
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as ranks:
+        yield ranks
+
+
+Finalised = tuple[dict[str, set[float]], dict[str, int], float, float]
+
+
+def finalised(ranks: int, sizes: dict[str, int], placement: str = "no_shard", chunks: int = 1) -> Finalised:
+    """Every gradient is 1 + rank (in a second chunk, ten times that) before; values of what this rank owns of them
+    after, how many elements that is, and norm and zeros of a gradient of ones with one zero in the norm."""
     rank = torch.distributed.get_rank()
-    groups = ProcessGroupCollection.from_grid(RankGrid(torch.distributed.get_world_size(), **sizes), rank)
-    model = Declared(groups.rank("tp"), groups.size("tp"))
-    ddp = DistributedDataParallel(model, DistributedDataParallelConfig(), model, pg_collection=groups)
-    for parameter in model.parameters():
-        parameter.main_grad.fill_(1.0 + rank)
-    finalize_model_grads([ddp], pg_collection=groups)
-    seen = {}
-    for name, parameter in model.named_parameters():
-        (seen[name],) = set(parameter.main_grad.flatten().tolist())
-    for parameter in model.parameters():
-        parameter.main_grad.fill_(1.0)
-    model.norm.main_grad[0] = 0.0
-    return seen, grad_norm(ddp.units, groups).item(), count_zeros(ddp.units, groups).item()
+    last = (lambda pipeline: pipeline[:1]) if chunks > 1 else first_and_last
+    groups = ProcessGroupCollection.from_grid(RankGrid(ranks, **sizes), rank, embedding_ranks=last)
+    config = DistributedDataParallelConfig(**PLACEMENTS[placement])
+    models = [Declared(groups.rank("tp"), groups.size("tp")) for _ in range(chunks)]
+    wrapped = [DistributedDataParallel(model, config, model, pg_collection=groups) for model in models]
+    for chunk, model in enumerate(models):
+        for parameter in model.parameters():
+            value = (1.0 + rank) * 10.0**chunk
+            gradient_sink(parameter).add(torch.full(parameter.shape, value))  # type: ignore[union-attr]
+    finalize_model_grads(wrapped, pg_collection=groups)
+    seen: dict[str, set[float]] = {}
+    owned: dict[str, int] = {}
+    for chunk, ddp in enumerate(wrapped):
+        for piece in ddp.gradient_chunks():
+            name = piece.name if chunk == 0 else f"{chunk}:{piece.name}"
+            seen.setdefault(name, set()).update(piece.tensor.tolist())
+            owned[name] = owned.get(name, 0) + piece.tensor.numel()
+            piece.tensor.fill_(1.0)
+            if name == "norm" and piece.range[0] == 0:
+                piece.tensor[0] = 0.0
+    units = [unit for ddp in wrapped for unit in ddp.units]
+    answer = seen, owned, grad_norm(units, groups).item(), count_zeros(units, groups).item()
+    groups.close()
+    return answer
 
 
-def test_partial_gradients_are_summed_over_their_axis() -> None:
-    for rank, (seen, norm, zeros) in enumerate(run_on_ranks(finalised, 2, {"tensor": 2})):
-        assert seen == {"matrix": 1.0 + rank, "norm": 3.0, "table": 1.0 + rank}
-        assert norm == pytest.approx((12 + 4 + 14) ** 0.5, rel=1e-7)
-        assert zeros == 1
+def check(got: Finalised, **expected: float) -> None:
+    assert got[0] == {name: {value} for name, value in expected.items()}
 
 
-def test_tied_gradients_are_summed_over_the_ends_of_the_pipeline() -> None:
-    for rank, (seen, norm, zeros) in enumerate(run_on_ranks(finalised, 4, {"pipeline": 4})):
-        tied = 5.0 if rank in (0, 3) else 1.0 + rank
-        assert seen == {"matrix": 1.0 + rank, "norm": 1.0 + rank, "table": tied}
+def test_partial_gradients_are_summed_over_their_axis(pool: Pool) -> None:
+    for rank, got in enumerate(pool.run(finalised, 2, 2, {"tensor": 2})):
+        check(got, matrix=1.0 + rank, norm=3.0, table=1.0 + rank)
+        assert got[2] == pytest.approx((240 + 99 + 90) ** 0.5, rel=1e-7)
+        assert got[3] == 1
+
+
+def test_tied_gradients_are_summed_over_the_ends_of_the_pipeline(pool: Pool) -> None:
+    for rank, got in enumerate(pool.run(finalised, 4, 4, {"pipeline": 4})):
+        check(got, matrix=1.0 + rank, norm=1.0 + rank, table=5.0 if rank in (0, 3) else 1.0 + rank)
         # Each stage's own matrix and norm count; the tied table counts on the first stage alone.
-        assert norm == pytest.approx((4 * (12 + 4) + 14) ** 0.5, rel=1e-7)
-        assert zeros == 4
+        assert got[2] == pytest.approx((4 * (240 + 99) + 90) ** 0.5, rel=1e-7)
+        assert got[3] == 4
 
 
-def test_both_with_data_parallel_ranks() -> None:
-    for rank, (seen, norm, _) in enumerate(run_on_ranks(finalised, 4, {"tensor": 2})):
+def everything_is_owned(ranks: list[Finalised], copies: dict[str, int]) -> None:
+    for name, count in copies.items():
+        assert sum(owned.get(name, 0) for _, owned, _, _ in ranks) == count, name
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_partial_gradients_of_shards(pool: Pool, placement: str) -> None:
+    ranks = pool.run(finalised, 4, 4, {"tensor": 2}, placement)
+    for rank, got in enumerate(ranks):
         mean = (1.0 + rank % 2 + 3.0 + rank % 2) / 2  # over ranks r and r + 2
-        assert seen == {"matrix": mean, "norm": 5.0, "table": mean}
-        assert norm == pytest.approx((12 + 4 + 14) ** 0.5, rel=1e-7)
+        check(got, matrix=mean, norm=5.0, table=mean)
+        assert got[2] == pytest.approx((240 + 99 + 90) ** 0.5, rel=1e-7)
+        assert got[3] == 1
+    times = 4 if placement == "no_shard" else 2
+    everything_is_owned(ranks, {"matrix": 120 * times, "norm": 100 * times, "table": 90 * times})
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tied_gradients_of_shards(pool: Pool, placement: str) -> None:
+    ranks = pool.run(finalised, 4, 4, {"pipeline": 2}, placement)
+    for rank, got in enumerate(ranks):
+        mean = 1.5 if rank < 2 else 3.5  # over the two ranks of a stage
+        check(got, matrix=mean, norm=mean, table=5.0)
+        assert got[2] == pytest.approx((2 * (240 + 99) + 90) ** 0.5, rel=1e-7)
+        assert got[3] == 2
+    times = 4 if placement == "no_shard" else 2
+    everything_is_owned(ranks, {"matrix": 240 * times, "norm": 100 * times, "table": 90 * times})
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tied_gradients_of_two_chunks_of_one_rank(pool: Pool, placement: str) -> None:
+    for got in pool.run(finalised, 2, 2, {}, placement, 2):
+        sums = {"matrix": 1.5, "norm": 1.5, "table": 16.5}
+        check(got, **sums, **{"1:matrix": 15.0, "1:norm": 15.0, "1:table": 16.5})
+        # A canonical table counts once, in whatever chunks its copies are.
+        assert got[2] == pytest.approx((2 * 240 + 2 * 100 - 1 + 90) ** 0.5, rel=1e-7)
+        assert got[3] == 1
 
 
 def tokens_counted(tokens: list[int]) -> Tensor:
@@ -80,12 +141,15 @@ def tokens_counted(tokens: list[int]) -> Tensor:
     for parameter in model.parameters():
         parameter.main_grad.fill_(6.0)
     finalize_model_grads([ddp], torch.tensor(tokens[rank]))
+    groups.close()
     return model.embedding.table.main_grad[0, 0].clone()  # type: ignore[union-attr,index]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [([5, 0], 12 / 5), ([3, 1], 3.0), ([0, 0], 12.0)])
-def test_gradients_are_divided_by_the_tokens_of_the_global_batch(tokens: list[int], expected: float) -> None:
-    assert [value.item() for value in run_on_ranks(tokens_counted, 2, tokens)] == pytest.approx([expected] * 2)
+def test_gradients_are_divided_by_the_tokens_of_the_global_batch(
+    pool: Pool, tokens: list[int], expected: float
+) -> None:
+    assert [value.item() for value in pool.run(tokens_counted, 2, tokens)] == pytest.approx([expected] * 2)
 
 
 def info(**facts: object) -> ParameterInfo:
@@ -106,6 +170,24 @@ def test_each_parameter_counts_on_one_rank_of_a_model_and_its_replicas_are_known
     assert replica_ranks(whole, ranks[3]) == tuple(range(8))
     assert replica_ranks(sharded, ranks[3]) == (1, 3, 5, 7)
     assert replica_ranks(expert, ranks[3]) == (3, 7)
+    assert replica_ranks(tied, ranks[3]) == tuple(range(16))
+
+
+def test_who_owns_the_same_range_is_known() -> None:
+    grid = RankGrid(16, tensor=2, pipeline=2, optimizer_instances=2)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    groups = ProcessGroupCollection.from_grid(grid, 3)
+    sharding = shardings(config, groups)["dense"]
+    assert (sharding.shards, sharding.place, sharding.instances) == (2, 1, 2)
+    sharded, whole, tied = info(sharded_axes=frozenset({"tp"})), info(), info(tied=True)
+    # Data parallel ranks of 3 are 1, 3, 5, 7: instances (1, 3) and (5, 7). Tensor parallel: 2. Other stage: 11.
+    assert replica_ranks(sharded, groups, sharding) == (3, 7)
+    assert replica_ranks(whole, groups, sharding) == (2, 3, 6, 7)
+    assert replica_ranks(tied, groups, sharding) == (2, 3, 6, 7, 10, 11, 14, 15)
+    one = ProcessGroupCollection.from_grid(RankGrid(16, tensor=2, pipeline=2), 3)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    assert replica_ranks(sharded, one, shardings(config, one)["dense"]) == (3,)
+    assert replica_ranks(tied, one, shardings(config, one)["dense"]) == (2, 3, 10, 11)
 
 
 def test_a_bare_model_is_refused() -> None:
