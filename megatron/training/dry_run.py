@@ -14,7 +14,8 @@ from megatron.training.data.gpt_data import blends
 from megatron.training.holdings import Holding, MemoryOfRank, holdings, parameters_of_model
 from megatron.training.logging.flops import ModelShape, training_flops
 from megatron.training.pieces import Pieces
-from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
+from megatron.training.setup import settle
+from megatron.training.tokenizer.build import build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class DryRun:
     microbatches_per_step: int
     flops_per_step: int
     data: tuple[Passes, ...]
+    notes: tuple[str, ...] = ()
+    """What is settled only once the vocabulary is known, a line each."""
 
     @property
     def memory(self) -> MemoryOfRank:
@@ -53,11 +56,7 @@ def dry_run(config: PretrainConfig, pieces: Pieces) -> DryRun:
     """Find out what the run would be. Raises UserError when its tokenizer, model or data cannot be made."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
-    padded = padded_vocab_size(
-        tokenizer.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.transformer.tensor_model_parallel_size,
-    )
+    padded, notes = settle(config, tokenizer)
     ranks = holdings(config, pieces, tokenizer, padded)
     shape = ModelShape.from_config(config.transformer, padded_vocab_size=padded, seq_length=length)
     return DryRun(
@@ -69,6 +68,7 @@ def dry_run(config: PretrainConfig, pieces: Pieces) -> DryRun:
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data).final_num_microbatches,
         flops_per_step=training_flops(shape, training.global_batch_size),
         data=tuple(_passes_over_data(config)),
+        notes=tuple(notes),
     )
 
 

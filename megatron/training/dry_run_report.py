@@ -24,7 +24,8 @@ def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
         run = dry_run(config, pieces)
     except UserError as error:
         exit_with_problems(error)
-    print(*config.notes, *(config_lines(config) if config.training.print_config else ()), sep="\n")
+    shown = config_lines(config) if config.training.print_config else ()
+    print(*config.notes, *run.notes, *shown, sep="\n")
     print(*report_lines(config, run), sep="\n", flush=True)
 
 

@@ -6,7 +6,6 @@ in their place in the data parallel groups (context parallel ranks are in those 
 definition: it is built once for all of them.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,15 +93,15 @@ def holdings(config: PretrainConfig, pieces: Pieces, tokenizer: Tokenizer, padde
 def build_part(config: PretrainConfig, pieces: Pieces, tokenizer: Tokenizer, padded_vocab: int, rank: int) -> Part:
     """Build a rank's chunks on the meta device and plan their units."""
     groups = groups_of_rank(config, rank)
-    loss_stage = pipeline_of(config.transformer).loss_rank
-    environment = Environment(rank, config.world_size, torch.device("meta"), groups, loss_stage)
+    pipeline = pipeline_of(config.transformer)
+    environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
     context = Context(config, environment, tokenizer, TrainState())
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
     global_vars.publish(context, padded_vocab_size=padded_vocab)  # which published providers ask
     try:
-        with torch.device("meta"), default_groups(groups):
+        with torch.device("meta"), default_groups(groups, pipeline):
             chunks = [pieces.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
     finally:
         global_vars.forget()
@@ -130,22 +129,51 @@ def memory_of(part: Part, moments: int, config: PretrainConfig) -> MemoryOfRank:
 
 
 def _passing(part: Part, config: PretrainConfig) -> int:
-    """The most that is whole at once of what is shared out. Weights: of the unit in use and of the next, which is
-    gathered meanwhile. Gradients: of the unit that backward fills and of the one before it, which is being reduced; of
-    all units where weight gradients are put off, because they stay open from a unit's first product to its last."""
+    """The most of what is shared out that is whole at once: weights and gradients."""
+    late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
+    return _passing_weights(part, config.ddp.overlap_param_gather) + (
+        sum(sum(_opened(part, chunk)) for chunk in range(len(part.plans)))  # all, from first to last product
+        if late
+        else _passing_gradients(part, config.ddp.overlap_grad_reduce)
+    )
+
+
+def _passing_weights(part: Part, overlap: bool) -> int:
+    """A unit's weights are let go when those of its neighbour are there; with overlap the next are gathered as well."""
     most = 0
-    put_off = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
-    for plans in part.plans:
-        weights = [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
-        gradients = [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].placement.shards_gradients for p in plans]
-        of_gradients = sum(gradients) if put_off else _largest_pair(gradients)
-        most = max(most, _largest_pair(weights) + of_gradients)
+    for stage, plans in zip(part.stages, part.plans, strict=True):
+        sizes = [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
+        again = sizes[:1] if _head_is_tied(stage, plans) else []  # the head uses the embedding's
+        most = max(most, _largest_run(sizes + again, 3 if overlap else 2))
     return most
 
 
-def _largest_pair(sizes: Sequence[int]) -> int:
-    """The largest sum of two neighbours."""
-    return max((a + b for a, b in itertools.pairwise([*sizes, 0])), default=0)
+def _passing_gradients(part: Part, overlap: bool) -> int:
+    """A unit's gradients are reduced when its neighbour's come; with overlap the sum before that is still under way,
+    and the last of every other chunk. Those of an embedding that the head shares are open until backward is there."""
+    opened = [_opened(part, chunk) for chunk in range(len(part.plans))]
+    most = 0
+    for chunk, sizes in enumerate(opened):
+        tied = int(_head_is_tied(part.stages[chunk], part.plans[chunk]))
+        others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
+        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 3 if overlap else 2) + others)
+    return most
+
+
+def _opened(part: Part, chunk: int) -> list[int]:
+    """Bytes of the whole gradients of a chunk's units, those that are kept anyway left out."""
+    plans = part.plans[chunk]
+    return [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].placement.shards_gradients for p in plans]
+
+
+def _head_is_tied(stage: StagePart, plans: Sequence[UnitPlan]) -> bool:
+    """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
+    return stage.embedding and stage.loss and not any(plan.name == "output_layer" for plan in plans)
+
+
+def _largest_run(sizes: Sequence[int], length: int) -> int:
+    """The largest sum of so many neighbours."""
+    return max((sum(sizes[first : first + length]) for first in range(len(sizes))), default=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -88,6 +88,14 @@ def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
     assert " ".join(rows[1][10:]) == "layer 2; layer 3"
 
 
+def test_stages_that_are_balanced_by_cost_are_told() -> None:
+    config = configured("--pipeline-model-parallel-layout auto", base=PUBLISHED, ranks=128)
+    run = dry_run(config, PIECES)
+    (note,) = run.notes
+    assert note.startswith("--pipeline-model-parallel-layout auto: stages Et")
+    assert sum(len(stage.layers) for holding in run.ranks[::32] for stage in holding.part.stages) == 32
+
+
 @pytest.mark.parametrize(
     ("flags", "column"), [("--use-torch-fsdp2", True), ("--use-distributed-optimizer", False), ("", False)]
 )

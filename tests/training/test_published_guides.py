@@ -1,0 +1,90 @@
+"""Commands of published guides run as they are quoted, shortened in size by flags at their end."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.launch import launch
+
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+ROOT = Path(__file__).parents[2]
+BPE = ROOT / "tests/data/golden/corpus/gpt2bpe"
+
+CODEPARROT = (
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 "
+    "--num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 "
+    "--global-batch-size 16 --lr 0.00015 --train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine "
+    "--min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 "
+    "--data-path codeparrot_text_document --vocab-file vocab.json --merge-file merges.txt --save checkpoints "
+    "--save-interval 1000 --log-interval 100 --eval-interval 1000 --eval-iters 10 "
+    "--activations-checkpoint-method uniform"
+)
+SHORTENED = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1 "
+SHORTENED += "--global-batch-size 2 --train-iters 3 --eval-iters 1 --log-interval 1"
+
+
+def python(flags: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Plain `python pretrain_gpt.py` in a folder."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
+    """float16 with a loss scale, full recompute by its retired flag, GPT-2's tokenizer and the split by default."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(BPE / name, tmp_path)
+    ids = np.random.default_rng(0).integers(0, len(json.loads((BPE / "vocab.json").read_text())), 80_000)
+    with IndexedDatasetBuilder(str(tmp_path / "codeparrot_text_document.bin"), dtype=np.uint16) as builder:
+        for document in ids.astype(np.uint16).reshape(2000, 40):
+            builder.add_item(document)
+            builder.end_document()
+        builder.finalize(str(tmp_path / "codeparrot_text_document.idx"))
+    done = python(f"{CODEPARROT} {SHORTENED}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for said in (
+        "--activations-checkpoint-method uniform: retired; taken as --recompute-granularity full --recompute-method",
+        "no --split given: training, validation and test data are divided 969,30,1",
+        "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16",
+        "iteration        3/       3",
+        "loss scale: 4294967296.0",
+    ):
+        assert said in done.stdout, (said, done.stdout)
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded: bool) -> None:
+    flags = "--mock-data --train-iters 2 --eval-iters 0 --log-interval 1 --tensor-model-parallel-size 2 "
+    flags += "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap"
+    flags += " --use-distributed-optimizer" if sharded else ""
+    program = launch(flags, 4, tmp_path)
+    assert program.exit_codes(120.0) == [0] * 4, program.output(0)
+    said = program.output(0)
+    missing = "--overlap-param-gather: has no effect without --use-distributed-optimizer"
+    assert (missing in said) != sharded
+    assert "--tp-comm-overlap: tensor parallel communication always runs beside those products" in said
+    assert "--overlap-grad-reduce:" not in said  # which is on
+
+
+def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
+    flags = "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
+    flags += "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    flags += "--micro-batch-size 2 --global-batch-size 1024 --seq-length 4096"
+    done = python(flags, tmp_path, WORLD_SIZE="128")
+    assert done.returncode == 0 and "ranks       128 = tensor 4 x pipeline 4" in done.stdout, done.stderr
+    alone = python(flags, tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    assert "--dry-run of 16 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.stdout
