@@ -1,0 +1,77 @@
+"""The tables of docs/parity.md, from what they speak of:   PYTHONPATH=tests:. python -m parity.page   writes them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from parity.cells import quick_cells, slow_cells
+from parity.layouts import DIMENSIONS, FURTHER
+from parity.models import MODELS, Model
+from parity.mutations import MUTATIONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+
+
+def cells() -> str:
+    quick, slow = quick_cells(), slow_cells()
+    lines = ["| ranks | cells of `make test` | cells that `make test-all` adds |", "|---|---|---|"]
+    for ranks in sorted({cell.layout.ranks for cell in (*quick, *slow)}):
+        counts = [sum(cell.layout.ranks == ranks for cell in some) for some in (quick, slow)]
+        lines.append(f"| {ranks} | {counts[0]} | {counts[1]} |")
+    return "\n".join([*lines, f"| all | {len(quick)} | {len(slow)} |"])
+
+
+def dimensions() -> str:
+    lines = ["| dimension | all pairs of | and alone, or with a few others |", "|---|---|---|"]
+    for name, choices in DIMENSIONS.items():
+        special = ", ".join(f"`{choice.name}`" for choice in FURTHER[name])
+        lines.append(f"| {name} | {', '.join(f'`{choice.name}`' for choice in choices)} | {special} |")
+    return "\n".join(lines)
+
+
+def models() -> str:
+    lines = [
+        "| model | embedding and head | positions | key heads (of 8) | text | settings |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model in MODELS:
+        text = "packed documents" if model.packed else "whole rows"
+        tied = "tied" if model.tied else "apart"
+        words = f"{tied}, {model.vocabulary} words"
+        lines.append(f"| `{model.name}` | {words} | {model.positions} | {model.groups} | {text} | {_settings(model)} |")
+    return "\n".join(lines)
+
+
+def _settings(model: Model) -> str:
+    shown = {name: getattr(value, "__name__", value) for name, value in model.settings.items()}
+    shown.pop("num_query_groups", None)
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def mutations() -> str:
+    lines = ["| bug | what is wrong | where | caught by `test_layout[...]` |", "|---|---|---|---|"]
+    for mutation in MUTATIONS:
+        name = f"**{mutation.name}**" if mutation.quick else mutation.name
+        lines.append(f"| {name} | {mutation.story} | `{mutation.file}` | `{mutation.caught_by}` |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "cells": cells,
+    "dimensions": dimensions,
+    "models": models,
+    "mutations": mutations,
+}
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables as they should be."""
+    for name, table in TABLES.items():
+        before, begin, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert begin and end, name
+        page = f"{before}{begin}{table()}\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

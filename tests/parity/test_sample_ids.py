@@ -1,0 +1,38 @@
+"""The samples of a run are one stream, whatever the layout, the number of workers and the size of a micro-batch."""
+
+from pathlib import Path
+
+import pytest
+from support.runs import TINY, stream, train_all_on_ranks, write_documents
+
+BASE = TINY.replace("--num-layers 2", "--num-layers 4").replace("--global-batch-size 4", "--global-batch-size 8")
+TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+
+RUNS = {
+    1: ["", "--num-workers 2", "--micro-batch-size 4", "--micro-batch-size 8 --num-workers 1"],
+    4: [
+        "",
+        "--micro-batch-size 2 --num-workers 1",
+        f"{TP2} {PP2}",
+        f"{TP2} {CP2} --micro-batch-size 2",
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-workers 1",
+        f"{PP2} --pipeline-schedule zb-v --micro-batch-size 2",
+        f"{CP2} --use-distributed-optimizer --micro-batch-size 4 --num-workers 1",
+        f"{PP2} --use-tp-pp-dp-mapping --micro-batch-size 2",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 2",
+    ],
+}
+"""By ranks: all with one global batch."""
+
+
+@pytest.mark.xdist_group("parity")
+def test_one_stream(tmp_path: Path) -> None:
+    corpus = write_documents(tmp_path / "text")
+    seen = {}
+    for world_size, flags in RUNS.items():
+        runs = [f"--data-path {corpus} --train-iters 3 --eval-iters 0 {each}" for each in flags]
+        for each, ranks in zip(flags, zip(*train_all_on_ranks(runs, world_size, base=BASE), strict=True), strict=True):
+            seen[world_size, each] = stream(ranks)
+    straight = seen[1, ""]
+    assert len(straight) == 3 * 8 and len(set(straight)) > 12
+    assert {run: ids for run, ids in seen.items() if ids != straight} == {}
