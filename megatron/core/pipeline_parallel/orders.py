@@ -89,8 +89,7 @@ def v_shaped(pipeline: Pipeline, count: int, forward_only: bool = False) -> list
 
     Found by playing it through in ticks, all computations taking one. A rank that is free takes the first it can of:
     bring a micro-batch back up, input gradients, send one down, weight gradients. No rank holds more than 2 * size
-    micro-batches' chunks, that is as much as the first rank of 1F1B; one of the places is kept for those that come
-    back, without whom none would ever leave.
+    micro-batches' chunks, which is as much as the first rank of 1F1B; the first that it sent down is back by then.
     """
     size, last = pipeline.pipeline_size, pipeline.num_stages - 1
     bound = 2 * size
@@ -113,7 +112,7 @@ def v_shaped(pipeline: Pipeline, count: int, forward_only: bool = False) -> list
         if kind is Kind.FORWARD:
             held = sum(forward[s] - weights[s] for s in (rank, last - rank))
             arrived = count if stage == 0 else forward[stage - 1]
-            return forward[stage] < arrived and (forward_only or held < (bound if chunk else bound - 1))
+            return forward[stage] < arrived and (forward_only or held < bound)
         if kind is Kind.INPUT_GRADIENT:
             return inputs[stage] < (forward[stage] if stage == last else min(forward[stage], inputs[stage + 1]))
         return weights[stage] < inputs[stage]

@@ -1,5 +1,7 @@
 """Pipelines on real processes against one process, float64: losses and the gradient of every parameter."""
 
+import contextlib
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -10,7 +12,9 @@ from core.pipeline_parallel.stage_models import LENGTH, StageModel, batch, confi
 from support.processes import run_on_ranks
 from torch import Tensor, nn
 
+from megatron.core.collectives import recorded
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -110,3 +114,200 @@ def check(cases: list[Any], results: list[Any]) -> None:
         loss_rank = 0 if fields.get("pipeline_schedule") == "zb-v" else len(results) - 1
         for rank, result in enumerate(results):
             assert result[place][1] == (pytest.approx(losses, rel=1e-13) if rank == loss_rank else []), (rank, fields)
+
+
+# What goes around the numbers -----------------------------------------------------------------------------------------
+
+
+class Watched(StageModel):
+    """Tells what happens to it."""
+
+    events: list[str]
+    auxiliary = False
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        self.events.append(f"F.{self.number}")
+        output = super().forward(*batch)
+        self.output = weakref.ref(output)
+        return output
+
+    def take_auxiliary_losses(self) -> list[Tensor]:
+        return [parameter.pow(2).sum() for parameter in self.parameters()] if self.auxiliary else []
+
+
+def watched_chunks(groups: ProcessGroupCollection, settings: Any, events: list[str]) -> list[Watched]:
+    stages = stage_map(settings)
+    chunks = []
+    for number in range(stages.chunks):
+        chunk = Watched(settings, stages.part(groups.rank("pp"), number))
+        chunk.number, chunk.events = number, events
+        chunks.append(chunk)
+    return chunks
+
+
+def run_step(groups: ProcessGroupCollection, chunks: list[Watched], count: int = 3, **arguments: Any) -> list[Any]:
+    return get_forward_backward_func(groups.size("pp"), len(chunks))(
+        **{
+            "forward_step_func": forward_step,
+            "data_iterator": [iter([batch(number) for number in range(count)]) for _ in chunks],
+            "model": chunks,
+            "num_microbatches": count,
+            "seq_length": LENGTH,
+            "micro_batch_size": 2,
+            "pg_collection": groups,
+            **arguments,
+        }
+    )
+
+
+def pipeline_groups() -> ProcessGroupCollection:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ProcessGroupCollection.from_grid(RankGrid(world, pipeline=world), rank)
+
+
+def hooks_of_two_chunks() -> dict[str, Any]:
+    """In which order the published hooks are called, and with what."""
+    events: list[str] = []
+    groups = pipeline_groups()
+    settings = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+
+    @contextlib.contextmanager
+    def held(number: int) -> Iterator[None]:
+        events.append(f"held.{number}")
+        yield
+        events.append(f"free.{number}")
+
+    chunks = watched_chunks(groups, settings, events)
+    numbers = {id(next(chunk.parameters())): chunk.number for chunk in chunks}
+
+    def started(what: str, number: int, parameters: Iterator[nn.Parameter]) -> None:
+        assert numbers[id(next(iter(parameters)))] == number
+        events.append(f"{what}.{number}")
+
+    settings.no_sync_func = [partial(held, 0), partial(held, 1)]
+    settings.grad_sync_func = [partial(started, "reduce", 0), partial(started, "reduce", 1)]
+    settings.param_sync_func = [partial(started, "gather", 0), partial(started, "gather", 1)]
+    settings.calculate_per_token_loss = True
+    tokens: list[Tensor] = []
+    settings.finalize_model_grads_func = lambda models, total: (events.append("finalize"), tokens.append(total))
+    placed: list[tuple[int, int]] = []
+    run_step(groups, chunks, before_micro_batch=lambda number, chunk: placed.append((number, chunk)))
+    hidden = [chunk.output() is None for chunk in chunks]
+    return {"events": events, "placed": placed, "tokens": tokens[0], "dtype": tokens[0].dtype, "hidden": hidden}
+
+
+def test_hooks_of_chunks_are_called_in_their_places() -> None:
+    first, second = run_on_ranks(hooks_of_two_chunks, 2)
+    for rank in (first, second):
+        calls = [event for event in rank["events"] if event[0] != "F"]
+        assert calls == ["held.0", "held.1", "gather.1", "free.1", "reduce.1", "free.0", "reduce.0", "finalize"]
+        assert rank["events"].index("gather.1") < rank["events"].index("F.0")
+        assert sorted(rank["placed"]) == [(number, chunk) for number in range(3) for chunk in range(2)]
+        assert rank["dtype"] is torch.float64
+    # The tokens of all micro-batches where the loss is, zero elsewhere: their sum over the pipeline is the count.
+    assert (int(first["tokens"]), int(second["tokens"])) == (0, int(sum(batch(n)[2].sum() for n in range(3))))
+    # What was sent is not kept: only the edge by which its gradient comes in.
+    assert first["hidden"] == [True, True] and second["hidden"][0]
+
+
+def auxiliary_losses(schedule: dict[str, Any]) -> dict[str, Tensor]:
+    groups = pipeline_groups()
+    chunks = watched_chunks(
+        groups, config(pipeline_model_parallel_size=2, grad_scale_func=lambda x: 8 * x, **schedule), []
+    )
+    for chunk in chunks:
+        chunk.auxiliary = True
+    run_step(groups, chunks)
+    return {p.info.name: p.grad.clone() for chunk in chunks for p in chunk.parameters()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_what_stages_add_to_the_loss_counts_once_a_micro_batch(schedule: str) -> None:
+    """A stage that is not the last has roots too; the loss scale is all roots'."""
+    gradients, _ = expected(3)
+    found: dict[str, Tensor] = {}
+    for rank in run_on_ranks(auxiliary_losses, 2, SCHEDULES[schedule]):
+        found |= rank
+    for name, parameter in whole_model().named_parameters():
+        info = parameter.info.name  # type: ignore[attr-defined]
+        wanted = 8 * (gradients[info] + 2 * parameter.detach())
+        assert ((found[info] - wanted).norm() / wanted.norm()).item() < 1e-12, name
+
+
+def evaluate_and_record(schedule: dict[str, Any]) -> dict[str, Any]:
+    groups = pipeline_groups()
+    chunks = watched_chunks(groups, config(pipeline_model_parallel_size=2, **schedule), [])
+    with recorded() as evaluation, torch.no_grad():
+        reports = run_step(groups, chunks, forward_only=True)
+    collected = run_step(groups, chunks, forward_only=True, collect_non_loss_data=True, forward_step_func=non_loss_step)
+    with recorded() as training:
+        run_step(groups, chunks)
+    traffic = [sum(t.operation == "send" for t in log) for log in (evaluation, training)]
+    kinds = {(t.dtype, t.nbytes, t.ranks) for t in training if t.operation == "send"}
+    return {
+        "reports": [float(r["lm loss"][0]) for r in reports],
+        "collected": collected,
+        "sent": traffic,
+        "kinds": kinds,
+    }
+
+
+def non_loss_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+    return model(*next(data)), lambda output, non_loss_data: ("collected", non_loss_data)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_evaluation_goes_forward_only_and_messages_are_as_large_as_hidden_states(schedule: str) -> None:
+    results = run_on_ranks(evaluate_and_record, 2, SCHEDULES[schedule])
+    _, losses = expected(3)
+    loss_rank = 0 if schedule == "zb-v" else 1
+    assert results[loss_rank]["reports"] == pytest.approx(losses, rel=1e-13)
+    assert results[loss_rank]["collected"] == [("collected", True)] * 3
+    assert results[1 - loss_rank]["reports"] == results[1 - loss_rank]["collected"] == []
+    # Between ranks: three crossings down the four stages in turn, two where they form a V; as many up.
+    crossings = 3 * (3 if schedule == "interleaved" else 2)
+    assert sum(result["sent"][0] for result in results) == crossings
+    assert sum(result["sent"][1] for result in results) == 2 * crossings
+    for rank, result in enumerate(results):
+        assert result["kinds"] == {(torch.float64, LENGTH * 2 * 6 * 8, (rank, 1 - rank))}
+
+
+def refusals() -> list[str]:
+    """Messages of what this rank cannot run; nothing is sent before each."""
+    groups, messages = pipeline_groups(), []
+
+    def refused(settings: Any, **arguments: Any) -> None:
+        chunks = arguments.pop("chunks", None) or watched_chunks(groups, settings, [])
+        with pytest.raises(UserError) as error:
+            run_step(groups, chunks, **arguments)
+        messages.append(str(error.value))
+
+    pair = config(pipeline_model_parallel_size=2)
+    refused(pair, seq_length=None)
+    refused(pair, data_iterator=[None, None])
+    refused(config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), data_iterator=iter([]))
+    refused(pair, chunks=2 * watched_chunks(groups, pair, []))
+    refused(pair, p2p_communicator=object())
+    if groups.rank("pp") == 0:
+        refused(pair, micro_batch_size=1, count=1)
+        refused(config(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32), count=1)
+    return messages
+
+
+def test_what_cannot_be_run_is_refused() -> None:
+    first, second = run_on_ranks(refusals, 2)
+    assert first[:5] == second
+    for message, part in zip(
+        first,
+        (
+            "needs seq_length and micro_batch_size",
+            "data_iterator is a list of 2 for 1 model chunks",
+            "data_iterator is one for 2 model chunks",
+            "model is a list of 2, while the config says 1",
+            "p2p_communicator",
+            "gives hidden states of shape (5, 2, 6), while seq_length and micro_batch_size say (5, 1, 6)",
+            "gives hidden states in torch.float64, which config.pipeline_dtype torch.float32 would round",
+        ),
+        strict=True,
+    ):
+        assert part in message
