@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -206,3 +207,35 @@ def _split(sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_no_bit_changes_under_tensor_parallelism(sequence_parallel):
     run_on_ranks(_split, 2, sequence_parallel)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharded parameters
+
+
+def _sharded_gradients(**settings) -> dict[str, Tensor]:
+    model = build(**settings)
+    placement = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy="optim_grads_params", overlap_param_gather=True
+    )
+    chunk = DistributedDataParallel(model.config, placement, model)
+    loss_of(chunk).backward()
+    chunk.finish_grad_sync()
+    held = [unit.plan.name for unit in chunk.units if unit.has_buffer]
+    assert not held, held
+    return {str(gradient): gradient.flat.clone() for gradient in chunk.gradient_chunks()}
+
+
+def _shard() -> None:
+    parallel_state.initialize_model_parallel()
+    plain = _sharded_gradients()
+    for way in WAYS.values():
+        found = _sharded_gradients(**way)
+        assert found.keys() == plain.keys()
+        assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+    assert sum(float(gradient.abs().sum()) for gradient in plain.values()) > 0
+    parallel_state.destroy_model_parallel()
+
+
+def test_sharded_parameters_come_and_go_with_what_is_computed_again():
+    run_on_ranks(_shard, 2)
