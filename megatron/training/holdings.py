@@ -139,12 +139,18 @@ def _passing(part: Part, config: PretrainConfig) -> int:
 
 
 def _passing_weights(part: Part, overlap: bool) -> int:
-    """A unit's weights are let go when those of its neighbour are there; with overlap the next are gathered as well."""
+    """A unit's weights are let go when those of its neighbour are there; with overlap the next are gathered as well.
+    Those of the last unit stay after forward, for the backward that often follows, until the chunk is used again."""
+    chunks = [
+        [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
+        for plans in part.plans
+    ]
     most = 0
-    for stage, plans in zip(part.stages, part.plans, strict=True):
-        sizes = [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
-        again = sizes[:1] if _head_is_tied(stage, plans) else []  # the head uses the embedding's
-        most = max(most, _largest_run(sizes + again, 3 if overlap else 2))
+    for chunk, sizes in enumerate(chunks):
+        again = sizes[:1] if _head_is_tied(part, chunk) else []  # the head uses the embedding's
+        others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
+        used = max(_largest_run(sizes + again, 3 if overlap else 2), sum(sizes[-1:] + sizes[:1]))
+        most = max(most, used + others)
     return most
 
 
@@ -154,7 +160,7 @@ def _passing_gradients(part: Part, overlap: bool) -> int:
     opened = [_opened(part, chunk) for chunk in range(len(part.plans))]
     most = 0
     for chunk, sizes in enumerate(opened):
-        tied = int(_head_is_tied(part.stages[chunk], part.plans[chunk]))
+        tied = int(_head_is_tied(part, chunk))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
         most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 3 if overlap else 2) + others)
     return most
@@ -166,9 +172,10 @@ def _opened(part: Part, chunk: int) -> list[int]:
     return [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].placement.shards_gradients for p in plans]
 
 
-def _head_is_tied(stage: StagePart, plans: Sequence[UnitPlan]) -> bool:
+def _head_is_tied(part: Part, chunk: int) -> bool:
     """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
-    return stage.embedding and stage.loss and not any(plan.name == "output_layer" for plan in plans)
+    stage, names = part.stages[chunk], [plan.name for plan in part.plans[chunk]]
+    return stage.embedding and stage.loss and "output_layer" not in names
 
 
 def _largest_run(sizes: Sequence[int], length: int) -> int:

@@ -1,21 +1,26 @@
 """What each rank is said to hold is what it holds in a real world of that layout, to the byte where it can be."""
 
 import gc
-import itertools
 import math
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.command_lines import configured
 from support.processes import run_on_ranks
+from support.runs import GPT
 from torch import nn
 
+from megatron.core.distributed.gradient_shards import PassingGradients
+from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parameters import Box, Normal, declare
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import training
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.holdings import Holding, build_part, holdings, memory_of, parameters_of_model
 from megatron.training.initialize import Environment, groups_of_rank
@@ -88,6 +93,8 @@ LAYOUTS = [
     "--untie-embeddings-and-output-weights",
     "--use-distributed-optimizer --bf16",
     "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --bf16",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --bf16 --context-parallel-size 2",
+    "--use-torch-fsdp2 --bf16 --tensor-model-parallel-size 2",
 ]
 SIZES = "--hidden-size 128 --vocab-size 5001 --global-batch-size 8"
 
@@ -157,17 +164,52 @@ def test_parts_of_memory() -> None:
     assert memory(f"{fsdp} optim_grads_params") == (0.5, 1, 3)
 
 
-def test_what_passes_within_a_step_is_counted() -> None:
-    """Whole weights of two neighbouring units, whole gradients of two; of all where weight gradients are put off."""
-    model = "--bf16 --num-layers 8 --vocab-size 101 --global-batch-size 8 --use-torch-fsdp2 "
-    pipeline = "--pipeline-model-parallel-size 2 "
-    (first, *_) = held(configured(model + pipeline, ranks=4))
-    sizes = [plan.numel for plan in first.part.plans[0]]
-    pair = max(a + b for a, b in itertools.pairwise(sizes))
-    assert first.memory.passing == pair * 2 + pair * 4
-    (late, *_) = held(configured(model + pipeline + "--pipeline-schedule zb-h1", ranks=4))
-    assert late.memory.passing == pair * 2 + sum(sizes) * 4
-    assert held(configured(model.replace("--use-torch-fsdp2", ""), ranks=4))[0].memory.passing == 0
+PASSING = [
+    "--use-torch-fsdp2 --overlap-param-gather --overlap-grad-reduce --untie-embeddings-and-output-weights",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce",
+    "--use-torch-fsdp2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-param-gather",
+]
+TRAINED = (
+    "--hidden-size 64 --vocab-size 1001 --seq-length 16 --global-batch-size 16 --num-layers 8 --bf16 --train-iters 2 "
+    "--eval-iters 0 --num-workers 0"
+)
+
+
+def bytes_that_pass(layouts: list[str]) -> list[int]:
+    """Whole weights and whole gradients of shared units in two steps, each at its most, together."""
+    return [_bytes_that_pass(configured(f"{TRAINED} {flags}", ranks=4)) for flags in layouts]
+
+
+def _bytes_that_pass(config: PretrainConfig) -> int:
+    buffers: dict[str, list[torch.Tensor]] = {"weights": [], "gradients": []}
+    most = dict.fromkeys(buffers, 0)
+
+    def watched(method: Any, kind: str, name: str) -> Any:
+        def call(self: Any) -> None:
+            method(self)
+            mine = getattr(self, name)
+            if not any(mine is known for known in buffers[kind]):
+                buffers[kind].append(mine)
+            most[kind] = max(most[kind], sum(buffer.untyped_storage().nbytes() for buffer in buffers[kind]))
+
+        return call
+
+    gather, opening = Unit.start_gather, PassingGradients.open
+    sharded = config.ddp.data_parallel_sharding_strategy == "optim_grads_params"
+    with (
+        mock.patch.object(Unit, "start_gather", watched(gather, "weights", "param_buffer")),
+        mock.patch.object(PassingGradients, "open", watched(opening, "gradients", "whole")),
+    ):
+        training.run_pretraining(config, GPT, time.monotonic())
+    return most["weights"] * sharded + most["gradients"]
+
+
+def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> None:
+    real = run_on_ranks(bytes_that_pass, 4, PASSING)
+    for number, flags in enumerate(PASSING):
+        for rank, holding in enumerate(held(configured(f"{TRAINED} {flags}", ranks=4))):
+            assert real[rank][number] <= holding.memory.passing <= 1.1 * real[rank][number], (flags, rank)
 
 
 class HalfAModel(nn.Module):
