@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
@@ -65,7 +66,7 @@ def forward_backward_no_pipelining(
     What stages exchange has `seq_length` / (context and sequence parallel ranks) x `micro_batch_size` x hidden size
     elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` may say otherwise.
     """
-    chunks = list(model) if isinstance(model, list | tuple) else [model]
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
     config = config_of(chunks[0])
     groups = pg_collection or getattr(chunks[0], "pg_collection", None) or default_collection()
     pipeline = pipeline_of_chunks(config, groups, len(chunks))
@@ -76,7 +77,7 @@ def forward_backward_no_pipelining(
     if pipeline.pipeline_size > 1:
         if decoder_seq_length not in (None, seq_length):
             raise UserError(f"not yet: decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}")
-        wire = wire_of(config, groups, device_of(chunks, groups), seq_length, micro_batch_size)
+        wire = wire_of(config, groups, device_of(chunks), seq_length, micro_batch_size)
         exchange = Exchange(groups, pipeline, wire.adjusted(adjust_tensor_shapes_fn))
     task = Task(
         forward_step_func,
@@ -145,12 +146,14 @@ def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_
     )
 
 
-def device_of(chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> torch.device:
-    """Where hidden states live: with the chunks' parameters, or where the pipeline's group communicates."""
+def device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    """Where hidden states live: with the parameters of this rank's chunks, or, if they have none, where their buffers
+    would be: on this process's GPU, if torch.distributed communicates between GPUs."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             return parameter.device
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    on_gpus = dist.is_initialized() and "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _finalize(
@@ -169,7 +172,7 @@ def _finalize(
     tokens: Tensor | None = None
     if config.calculate_per_token_loss:
         # Zero where the loss is not: their sum over the pipeline is the count, whichever rank has it.
-        zero = torch.zeros((), dtype=torch.float64, device=device_of(chunks, runner.task.groups))
+        zero = torch.zeros((), dtype=torch.float64, device=device_of(chunks))
         tokens = zero if runner.losses.num_tokens is None else runner.losses.num_tokens
     function(chunks, tokens, **extra)
 

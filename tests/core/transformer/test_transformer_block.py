@@ -1,0 +1,98 @@
+"""A stage's stack of layers: which layers it has, and in which shape it takes what another stage sent."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def config(**fields: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=8,
+        hidden_size=16,
+        num_attention_heads=2,
+        fp64=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **fields,
+    )
+
+
+def groups(stages: int, rank: int) -> ProcessGroupCollection:
+    """Those of a rank, planned: nothing is started."""
+    return ProcessGroupCollection.from_grid(RankGrid(stages, pipeline=stages), rank)
+
+
+def block(settings: TransformerConfig, rank: int = 0, vp_stage: int | None = None) -> TransformerBlock:
+    ranks = settings.pipeline_model_parallel_size
+    return TransformerBlock(
+        settings,
+        get_gpt_layer_local_spec(),
+        post_process=False,
+        pg_collection=groups(ranks, rank),
+        vp_stage=vp_stage,
+    )
+
+
+def numbers(stage: TransformerBlock) -> list[int]:
+    return [layer.layer_number for layer in stage.layers]  # type: ignore[union-attr, misc]
+
+
+def test_a_stage_has_its_own_layers_numbered_over_the_whole_model() -> None:
+    assert numbers(block(config())) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert numbers(block(config(pipeline_model_parallel_size=4), 2)) == [5, 6]
+    two = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    assert numbers(block(two, 1, vp_stage=0)) == [3, 4] and numbers(block(two, 1, vp_stage=1)) == [7, 8]
+    v = config(pipeline_model_parallel_size=2, pipeline_schedule="zb-v")
+    assert numbers(block(v, 1, vp_stage=1)) == [5, 6]
+    assert numbers(block(config(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et*8|L"), 1)) == []
+
+
+def test_a_block_spec_has_as_many_layers_as_the_stage() -> None:
+    uneven = config(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=3)
+    counts = [len(get_gpt_decoder_block_spec(uneven, False, pp_rank=rank).layer_specs or []) for rank in range(2)]
+    assert counts == [3, 5]
+
+
+def test_sizes_that_do_not_agree_are_named() -> None:
+    with pytest.raises(UserError, match="pipeline_model_parallel_size is 1, the pipeline group has 2 ranks"):
+        TransformerBlock(config(), get_gpt_layer_local_spec(), pg_collection=groups(2, 0))
+    two = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    with pytest.raises(UserError, match="a rank has 2 model chunks: give vp_stage, from 0 to 1"):
+        block(two)
+    with pytest.raises(UserError, match="vp_stage 2: a rank has 2 model chunks"):
+        block(two, vp_stage=2)
+
+
+def test_what_another_stage_sent_is_taken_in_the_shape_of_this_stages_tokens() -> None:
+    """Two rows of packed documents, laid end to end: the wire knows of sequences and micro-batches only."""
+    torch.manual_seed(0)
+    stage = block(config())
+    for parameter in stage.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    boundaries = torch.tensor([0, 3, 10], dtype=torch.int32)
+    inputs = LayerInputs(Tokens(10, 1, cu_seqlens=boundaries, max_seqlen=7))
+    hidden = torch.randn(10, 1, 16, dtype=torch.float64)
+    expected = stage(hidden, inputs=inputs)
+    stage.set_input_tensor(hidden.view(5, 2, 16))
+    found = stage(None, inputs=inputs)
+    assert found.shape == (10, 1, 16) and torch.equal(found, expected)
+    assert not torch.equal(expected, torch.zeros_like(expected))
+
+
+def test_wide_residuals_are_handed_on_as_they_are() -> None:
+    assert config().pipeline_dtype is torch.float64
+    half = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, bf16=True)
+    wide = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=2, bf16=True, fp32_residual_connection=True
+    )
+    assert (half.pipeline_dtype, wide.pipeline_dtype) == (torch.bfloat16, torch.float32)
