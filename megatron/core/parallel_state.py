@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import (
     has_default_collection,
     set_default_collection,
 )
-from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
+from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid, hierarchical_groups
 from megatron.core.utils.rendezvous import start_torch_distributed
 from megatron.core.utils.torch_groups import create_group
 from megatron.core.utils.torch_groups import create_hierarchical_groups as create_hierarchical_groups
@@ -106,6 +106,8 @@ def initialize_model_parallel(
         order=order,
         optimizer_instances=num_distributed_optimizer_instances,
     )
+    if hierarchical_context_parallel_sizes is not None:  # an error belongs here, not where the groups are first used
+        hierarchical_groups(range(context_parallel_size), hierarchical_context_parallel_sizes)
     collection = ProcessGroupCollection.from_grid(
         grid,
         dist.get_rank() if in_world else 0,

@@ -92,10 +92,11 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
     `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again."""
     pipeline = pipeline_of(config.transformer)
     holders = sorted({pipeline.embedding_rank, pipeline.loss_rank})
+    sizes = config.transformer.hierarchical_context_parallel_sizes
     return ProcessGroupCollection.from_grid(
         config.grid,
         rank,
-        hierarchical_context_sizes=config.transformer.hierarchical_context_parallel_sizes,
+        hierarchical_context_sizes=sizes if config.grid.context > 1 else None,
         embedding_ranks=lambda ranks: [ranks[place] for place in holders],
         position_embedding_ranks=lambda ranks: [ranks[pipeline.embedding_rank]],
         timeout=timeout,

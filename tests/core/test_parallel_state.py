@@ -57,6 +57,8 @@ def test_what_does_not_fit_or_is_to_come_is_refused() -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     with pytest.raises(UserError, match="not yet: use_sharp, hybrid_context_parallel"):
         parallel_state.initialize_model_parallel(use_sharp=True, hybrid_context_parallel=True)
+    with pytest.raises(UserError, match="2 x 2 = 4 must multiply to the context parallel size 1"):
+        parallel_state.initialize_model_parallel(hierarchical_context_parallel_sizes=[2, 2])
     with pytest.raises(UserError, match="2 instances of the optimizer's state do not divide the 1 data and context"):
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
 

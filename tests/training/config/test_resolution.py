@@ -358,6 +358,10 @@ def test_a_split_for_data_that_is_used_whole(tmp_path: Path) -> None:
         ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers 1: has no effect while --pipe"),
         ("--cp-comm-type a2a", "--cp-comm-type a2a: has no effect while --context-parallel-size is 1"),
         ("--data-parallel-sharding-strategy optim", "--data-parallel-sharding-strategy optim: has no effect without"),
+        (
+            "--num-distributed-optimizer-instances 2",
+            "--num-distributed-optimizer-instances 2: has no effect without --use-distributed-optimizer",
+        ),
         ("--use-torch-fsdp2", "--use-torch-fsdp2: taken as --use-megatron-fsdp --data-parallel-sharding-strategy"),
         ("--async-save --use-persistent-ckpt-worker", "--use-persistent-ckpt-worker: not yet asynchronous"),
         ("--sequence-parallel", "--sequence-parallel: has no effect while --tensor-model-parallel-size is 1"),
