@@ -1,7 +1,6 @@
 """Executes a list of actions for one rank. Knows micro-batches, stages, losses and gradients; nothing about models."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.chunk_hooks import (
+    method_of,
+    no_sync_of,
+    of_chunk,
+    of_number_and_chunk,
+    set_input_of,
+)
 from megatron.core.pipeline_parallel.exchange import Exchange
 from megatron.core.pipeline_parallel.losses import Losses
 from megatron.core.pipeline_parallel.stages import Pipeline
@@ -89,7 +95,7 @@ class Runner:
         self._held_back: list[contextlib.ExitStack] = []
         self._last: set[int] = set()
         """Chunks of which one computation of gradients is left."""
-        self._before = _of_number_and_chunk(task.before_micro_batch)
+        self._before = of_number_and_chunk(task.before_micro_batch)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
@@ -129,7 +135,7 @@ class Runner:
 
     def _start_reductions(self, chunk: int) -> None:
         """The published hook that starts them; our own wrapper does by itself."""
-        start = _of_chunk(getattr(self.task.config, "grad_sync_func", None), chunk)
+        start = of_chunk(getattr(self.task.config, "grad_sync_func", None), chunk)
         if start is not None:
             start(self.task.chunks[chunk].parameters())
 
@@ -137,7 +143,7 @@ class Runner:
         """The published hook that gathers a chunk's weights; our own wrapper does by itself."""
         start = None
         if chunk < len(self.task.chunks):
-            start = _of_chunk(getattr(self.task.config, "param_sync_func", None), chunk)
+            start = of_chunk(getattr(self.task.config, "param_sync_func", None), chunk)
         if start is not None:
             start(self.task.chunks[chunk].parameters())
 
@@ -237,57 +243,3 @@ class Runner:
 
 def _unscaled(loss: Tensor) -> Tensor:
     return loss
-
-
-def _of_number_and_chunk(function: Callable[..., None] | None) -> Callable[[int, int], None]:
-    """The function as one of (number, chunk); one that takes a single argument is given the number."""
-    if function is None:
-        return lambda number, chunk: None
-    one = function
-    try:
-        inspect.signature(function).bind(0, 0)
-    except (TypeError, ValueError):  # it takes one; it is written in C and does not say
-        return lambda number, chunk: one(number)
-    return function
-
-
-def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """What holds reductions back, for each chunk: the config's hook (or list of hooks), else the wrapper's own method,
-    else nothing. One hook for several chunks is entered once."""
-    given = config.no_sync_func
-    if given is None:
-        return [getattr(chunk, "no_sync", None) or contextlib.nullcontext for chunk in chunks]
-    if isinstance(given, list | tuple):
-        if len(given) != len(chunks):
-            raise UserError(f"config.no_sync_func has {len(given)} entries for {len(chunks)} model chunks")
-        return list(given)
-    return [given] + [contextlib.nullcontext] * (len(chunks) - 1)
-
-
-def _of_chunk(hooks: Any, chunk: int) -> Callable[..., Any] | None:
-    """A chunk's own hook, of a list of them or of one for all."""
-    return hooks[chunk] if isinstance(hooks, list | tuple) else hooks
-
-
-def method_of(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A method of the model or of what it wraps; None where none has it."""
-    inner: Any = model
-    while inner is not None:
-        if hasattr(inner, name):
-            return getattr(inner, name)
-        inner = getattr(inner, "module", None)
-    return None
-
-
-def set_input_of(model: nn.Module) -> Callable[[Tensor], None]:
-    """The method by which a stage is given its input. Raises UserError where there is none."""
-    found = method_of(model, "set_input_tensor")
-    if found is None:
-        raise UserError(f"{type(model).__name__} is a pipeline stage and has no set_input_tensor(hidden states)")
-    return found
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """The function has a parameter of this name, or takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)

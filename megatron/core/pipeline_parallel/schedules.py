@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.action_lists import actions_of
+from megatron.core.pipeline_parallel.chunk_hooks import takes
 from megatron.core.pipeline_parallel.exchange import Exchange, wire_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
-from megatron.core.pipeline_parallel.runner import ForwardStep, Runner, Task, takes
+from megatron.core.pipeline_parallel.runner import ForwardStep, Runner, Task
 from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
