@@ -1,5 +1,8 @@
 """Command lines for tests of flags."""
 
+import json
+from pathlib import Path
+
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -36,3 +39,19 @@ def without(flag: str) -> str:
     while end < len(words) and not words[end].startswith("--"):
         end += 1
     return " ".join(words[:at] + words[end:])
+
+
+def published_commands() -> list[dict[str, str]]:
+    """The published commands that are to be accepted, or refused for reasons: `source` and `command`."""
+    file = Path(__file__).parents[1] / "data/flags/published_commands.jsonl"
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def smallest_world(argv: list[str]) -> int:
+    """The smallest world that a command is laid out for."""
+    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    sizes += ("--num-distributed-optimizer-instances",)
+    ranks = 1
+    for flag in sizes:
+        ranks *= int(argv[argv.index(flag) + 1]) if flag in argv else 1
+    return ranks

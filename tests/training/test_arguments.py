@@ -2,7 +2,6 @@
 
 import argparse
 import collections
-import json
 import os
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.command_lines import SMALL, configured
+from support.command_lines import SMALL, configured, published_commands, smallest_world
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import (
@@ -24,10 +23,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import Surroundings
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = [
-    json.loads(line)
-    for line in (ROOT / "tests/data/flags/published_commands.jsonl").read_text(encoding="utf-8").splitlines()
-]
+COMMANDS = published_commands()
 
 
 @pytest.fixture
@@ -46,20 +42,10 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> "object":
 def test_a_published_command_makes_a_config_or_is_refused_for_reasons(command: dict[str, str]) -> None:
     argv = shlex.split(command["command"])
     try:
-        configure(argv, surroundings=Surroundings(_ranks_of(argv), True))
+        configure(argv, surroundings=Surroundings(smallest_world(argv), True))
     except ConfigurationError as error:
         for problem in error.problems:
             assert _is_a_reason(problem), problem
-
-
-def _ranks_of(argv: list[str]) -> int:
-    """The smallest world that a command is laid out for."""
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    sizes += ("--num-distributed-optimizer-instances",)
-    ranks = 1
-    for flag in sizes:
-        ranks *= int(argv[argv.index(flag) + 1]) if flag in argv else 1
-    return ranks
 
 
 def _is_a_reason(problem: str) -> bool:
@@ -83,7 +69,7 @@ def test_how_many_published_commands_run_today() -> None:
     for command in COMMANDS:
         argv = shlex.split(command["command"])
         try:
-            configure(argv, surroundings=Surroundings(_ranks_of(argv), True))
+            configure(argv, surroundings=Surroundings(smallest_world(argv), True))
         except ConfigurationError:
             counts[False] += 1
         else:
@@ -196,6 +182,16 @@ def test_a_config_is_built_from_any_namespace_with_the_librarys_defaults() -> No
     )
     config = core_transformer_config_from_args(args)
     assert config.num_query_groups == 2 and config.gated_linear_unit and config.attention_softmax_in_fp32
+
+
+def test_a_config_from_arguments_has_the_layout(command_line) -> None:  # type: ignore[no-untyped-def]
+    command_line(SMALL + " --num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2")
+    args = parse_args()
+    args.world_size = 2
+    args = validate_args(args)
+    built = core_transformer_config_from_args(args)
+    assert args.virtual_pipeline_model_parallel_size == built.virtual_pipeline_model_parallel_size == 2
+    assert built == args.config.transformer
 
 
 def test_mistakes_end_a_script_with_2(command_line, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]

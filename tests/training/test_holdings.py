@@ -2,6 +2,7 @@
 
 import gc
 import math
+import shlex
 import time
 from typing import Any
 from unittest import mock
@@ -9,25 +10,32 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.command_lines import configured
+from support.command_lines import configured, published_commands, smallest_world
 from support.processes import run_on_ranks
 from support.runs import GPT
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.distributed.gradient_shards import PassingGradients
 from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parameters import Box, Normal, declare
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training import training
+from megatron.training import get_args, training
+from megatron.training.arguments import configure, core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import Surroundings
 from megatron.training.holdings import Holding, build_part, holdings, memory_of, parameters_of_model
 from megatron.training.initialize import Environment, groups_of_rank
 from megatron.training.parallelize import parallelize
-from megatron.training.pieces import Context, Pieces, stages_of_rank
+from megatron.training.pieces import Context, Pieces, pieces_of_user_script, stages_of_rank
 from megatron.training.state import TrainState
-from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
+from megatron.training.tokenizer.null import NullTokenizer
 from pretrain_gpt import build_model
 
 PIECES = Pieces(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
@@ -212,6 +220,22 @@ def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> No
             assert real[rank][number] <= holding.memory.passing <= 1.1 * real[rank][number], (flags, rank)
 
 
+def test_every_published_command_that_is_accepted_builds_its_model_on_every_rank() -> None:
+    """Whole, that is: every element of every tensor on some rank."""
+    built: dict[str, str] = {}
+    for command in published_commands():
+        words = shlex.split(command["command"])
+        try:
+            config = configure(words, surroundings=Surroundings(smallest_world(words), True))
+        except ConfigurationError:
+            continue
+        same = f"{config.transformer} {config.model} {config.ddp} {config.grid}"
+        if same not in built:
+            built[same] = command["source"]
+            assert len(holdings(config, PIECES, NullTokenizer(1000, None, None), 1024)) == config.world_size
+    assert len(built) >= 40
+
+
 class HalfAModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -229,12 +253,32 @@ def test_elements_that_nobody_holds_are_an_error() -> None:
         held(configured(ranks=2), broken)
 
 
+def test_a_script_that_hands_on_the_padded_vocabulary_gets_the_model_of_the_true_one() -> None:
+    def provider(pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> nn.Module:
+        args = get_args()
+        return GPTModel(
+            core_transformer_config_from_args(args),
+            get_gpt_layer_local_spec(),
+            args.padded_vocab_size,
+            args.max_position_embeddings,
+            pre_process,
+            post_process,
+            share_embeddings_and_output_weights=True,
+            vp_stage=vp_stage,
+        )
+
+    pieces = pieces_of_user_script(lambda counts: [], provider, lambda data, model: None)  # type: ignore[arg-type,return-value]
+    flags = "--num-layers 4 --vocab-size 100 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+    config = configured(flags + "--num-virtual-stages-per-pipeline-rank 2", ranks=4)
+    padded = padded_vocab_size(101, 128, 2)
+    scripts = holdings(config, pieces, build_tokenizer(config.tokenizer), padded)
+    own = holdings(config, PIECES, build_tokenizer(config.tokenizer), padded)
+    assert [h.memory for h in scripts] == [h.memory for h in own]
+    assert parameters_of_model(h.part for h in scripts) == parameters_of_model(h.part for h in own)
+
+
 def test_published_providers_find_what_they_ask_for() -> None:
     """get_args() and parallel_state, as scripts of other programs use them."""
-    from megatron.core import parallel_state
-    from megatron.training import get_args
-    from megatron.training.pieces import pieces_of_user_script
-
     seen = []
 
     def provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
