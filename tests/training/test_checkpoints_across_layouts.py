@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_on_ranks
+from support.runs import GPT, TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_on_ranks
 from torch import Tensor
+
+from megatron.core.parameters import info_of
+from megatron.training.trained_model import load_trained_model
 
 BASE = f"{TINY} --num-layers 4 --num-attention-heads 4"
 
@@ -71,8 +74,20 @@ def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
         losses += logger_of(ranks).losses
         samples += stream(ranks)
         saved = ranks
+        check_equal(
+            weights_for_use(tmp_path), {k: v for k, v in state_at_end(ranks).items() if k.startswith("weight ")}
+        )
     assert losses == pytest.approx(straight.losses, rel=1e-11) and len(losses) == iterations
     assert samples == stream([straight])
+
+
+def weights_for_use(folder: Path) -> dict[str, Tensor]:
+    """The newest model of a run, as generation takes it: in one process, whatever its layout was."""
+    trained = load_trained_model(GPT.build_model, folder, say=lambda sentence: None)
+    return {
+        f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].view(info_of(p).global_shape)
+        for p in trained.model.parameters()
+    }
 
 
 def test_a_key_that_another_layout_lacks_is_an_error(corpus, tmp_path):

@@ -33,15 +33,21 @@ def test_interval_and_duration(tmp_path, corpus, capsys):
     assert outcome.decision is None and saved_iteration(tmp_path) == 10
 
 
-def test_a_signal_to_one_rank_in_training(tmp_path, corpus):
+PIPELINE = "--pipeline-model-parallel-size 2"
+V_SHAPED = f"{PIPELINE} --pipeline-schedule zb-v --num-layers 4"
+
+
+@pytest.mark.parametrize(("layout", "logger"), [("", 1), (V_SHAPED, 0)])
+def test_a_signal_to_one_rank_in_training(tmp_path, corpus, layout, logger):
     """Both ranks save the same iteration and exit with 0; the next run goes on from there."""
-    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'}", 2, tmp_path)
-    program.wait_for(1, " iteration        3/")
+    flags = f"{ENDLESS} --data-path {corpus} {layout}"
+    program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path)
+    program.wait_for(logger, " iteration        3/")
     program.signal(1, signal.SIGTERM)
     assert program.exit_codes() == [0, 0]
     iteration = saved_iteration(tmp_path / "c")
-    assert f"exiting program after receiving SIGTERM on rank 1 (iteration {iteration})" in program.output(1)
-    resumed = train_on_ranks(f"{ENDLESS} --data-path {corpus} --load {tmp_path / 'c'} --exit-interval 1", 2)
+    assert f"exiting program after receiving SIGTERM on rank 1 (iteration {iteration})" in program.output(logger)
+    resumed = train_on_ranks(f"{flags} --load {tmp_path / 'c'} --exit-interval 1", 2)
     assert all(rank.at_start["state"]["iteration"] == iteration for rank in resumed)
     assert all(rank.at_end["state"]["iteration"] == iteration + 1 for rank in resumed)
 
@@ -58,9 +64,9 @@ def test_a_signal_to_one_rank_in_evaluation(tmp_path, corpus):
     assert "exiting program after receiving SIGTERM on rank 0 (iteration 3)" in program.output(1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_others_end_soon_after_a_killed_rank(tmp_path, corpus, victim):
-    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'} --save-interval 2", 2, tmp_path)
+@pytest.mark.parametrize(("victim", "layout"), [(0, ""), (1, ""), (0, PIPELINE), (1, PIPELINE)])
+def test_the_others_end_soon_after_a_killed_rank(tmp_path, corpus, victim, layout):
+    program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'} --save-interval 2 {layout}", 2, tmp_path)
     program.wait_for(1, " iteration        4/")
     program.signal(victim, signal.SIGKILL)
     codes = program.exit_codes(30)

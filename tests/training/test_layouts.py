@@ -191,10 +191,12 @@ def elements(tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, int]:
 def test_one_process_prints_the_lines_of_one_process(corpus, tmp_path, layout, world_size, logger):
     """Started as torchrun does it: iterations, evaluations and the exit are printed once, with the same numbers."""
     flags = f"--data-path {corpus} --train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1 --exit-interval 3"
-    flags += f" --fp64 --metrics-path {tmp_path}/metrics.jsonl --log-throughput --log-params-norm"
+    flags += (
+        f" --fp64 --metrics-path {tmp_path}/metrics.jsonl --log-throughput --log-params-norm --log-num-zeros-in-grad"
+    )
     program = launch(f"{flags} {layout}", world_size, tmp_path / "ranks", base=BASE)
     assert program.exit_codes(120) == [0] * world_size, "".join(map(program.output, range(world_size)))
-    alone = launch(flags.replace("metrics.jsonl", "alone.jsonl"), 0, tmp_path / "alone", base=BASE)
+    alone = launch(flags.replace("all.jsonl", "alone.jsonl"), 0, tmp_path / "alone", base=BASE)
     assert alone.exit_codes(120) == [0]
     assert told(program.output(logger)) == told(alone.output(0)) and len(told(alone.output(0))) == 5
     for rank in range(world_size):
@@ -202,7 +204,7 @@ def test_one_process_prints_the_lines_of_one_process(corpus, tmp_path, layout, w
         assert program.output(rank).count("padded vocab") == (rank == 0)
     together = "".join(map(program.output, range(world_size)))
     assert together.count("backend local") == 1 and set(layers_told_of(together)) == {1, 2, 3, 4}
-    lines, expected = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(tmp_path / "alone.jsonl")
+    lines, expected = read_metrics(tmp_path / "all.jsonl"), read_metrics(tmp_path / "alone.jsonl")
     for key in ("lm loss", "grad norm", "params norm", "learning rate", "consumed samples", "tokens"):
         (iterations, values), (_, wanted) = lines.series(key), expected.series(key)
         assert iterations == [1, 2, 3] and values == pytest.approx(wanted, rel=1e-11), key

@@ -164,6 +164,25 @@ def test_an_overflow_of_float16_is_no_accident_but_a_loss_is(corpus):
     assert stopped.decision.reason is ExitReason.NON_FINITE and "iteration 2: lm loss is inf" in named(stopped)[0]
 
 
+def overflow_in_layouts(corpus: str, layouts: list[str]) -> list[Outcome]:
+    return [train(f"{OVERFLOWING} --data-path {corpus} {layout}") for layout in layouts]
+
+
+OVERFLOWING = f"{RUN} --fp16 --train-iters 6 --log-interval 1 --hysteresis 1 --initial-loss-scale 8388608"
+
+
+def test_all_ranks_of_a_layout_skip_the_same_updates(corpus):
+    """Gradients overflow on one stage, or one tensor parallel rank, before they do on another."""
+    alone = train(f"{OVERFLOWING} --data-path {corpus}")
+    layouts = [PIPELINES["1f1b"][0], "--tensor-model-parallel-size 2", "--use-distributed-optimizer"]
+    for outcomes in run_on_ranks(overflow_in_layouts, 2, corpus, layouts):
+        for outcome in outcomes:
+            assert [step.applied for step in outcome.steps] == [step.applied for step in alone.steps]
+            assert [step.loss_scale for step in outcome.steps] == [step.loss_scale for step in alone.steps]
+            assert outcome.at_end["optimizer"] == alone.at_end["optimizer"]
+    assert {step.applied for step in alone.steps} == {True, False}
+
+
 def test_a_poisoned_weight(corpus, tmp_path):
     """Whatever is behind it, the first iteration of the run stops it."""
 
