@@ -4,9 +4,9 @@ A unit's whole gradients have memory from their first contribution to the end of
 late weight gradients that is from the first input gradient to the last product, which the schedule has to bound.
 
 All ranks reduce the units in one fixed order, the last first, each once a micro-batch. When a unit's gradients are
-complete is known by the number of contributions, learned from the first backward. Until then, and while put-off
-products are computed, a unit is taken to be complete once the next one gets a contribution; what was taken too early
-gets a second reduction, at the end. Sums do not mind.
+complete is known by the number of contributions: of a backward pass, or of a micro-batch's late products, learned from
+the first of each. Until then a unit is taken to be complete once a later one in the order gets a contribution; what was
+taken too early gets a second reduction, at the end. Sums do not mind.
 """
 
 import contextlib
@@ -35,14 +35,10 @@ class PassingGradients:
         self.landed = 0
         """Contributions that lie in the whole gradients."""
         self.seen = 0
-        """Contributions in this backward pass."""
-        self.expected: int | None = None
-        """Contributions of a micro-batch, once seen."""
+        """Contributions in this backward pass, or of these late products."""
+        self.expected: dict[bool, int] = {}
+        """How many there are in all, once known: of a backward pass (False), of late products (True)."""
         self._sum: PendingSum | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self.expected is not None and self.landed >= self.expected
 
     def open(self) -> None:
         """Have memory for a contribution that is about to come."""
@@ -149,10 +145,10 @@ class GradientShards:
         self._backward_end.expect()
         if self._held:
             return
-        if self._late or passing.expected is None:
-            self._start_while(lambda other: other.landed > 0, number)
+        if self._late in passing.expected:
+            self._start_while(lambda other: other.seen >= other.expected[self._late], len(self.passing))
         else:
-            self._start_while(lambda other: other.is_complete, len(self.passing))
+            self._start_while(lambda other: other.seen > 0, number)
 
     def _start_while(self, complete: Callable[[PassingGradients], bool], stop: int) -> None:
         while self._next < stop and complete(self.passing[self._next]):
@@ -169,10 +165,12 @@ class GradientShards:
             passing.finish()
 
     def _backward_ended(self) -> None:
-        if self._held:
-            return
+        if not self._held:
+            self._learn_and_flush()
+
+    def _learn_and_flush(self) -> None:
         for passing in self.passing:
-            passing.expected = passing.seen
+            passing.expected[self._late] = passing.seen
         self.flush()
 
     # Late products ---------------------------------------------------------------------------------------------------
@@ -185,6 +183,7 @@ class GradientShards:
             yield
         finally:
             self._held = False
+            self._forget_seen()
 
     @contextlib.contextmanager
     def late(self) -> Iterator[None]:
@@ -192,9 +191,9 @@ class GradientShards:
         self._late = True
         try:
             yield
+            self._learn_and_flush()
         finally:
             self._late = False
-        self.flush()
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -203,10 +202,14 @@ class GradientShards:
         for passing in self.passing[self._next :]:
             self._start(passing)
         for passing in self.passing:
-            passing.seen = 0
             if passing.landed:  # after it was taken to be complete
                 self._start(passing)
         self._next = 0
+        self._forget_seen()
+
+    def _forget_seen(self) -> None:
+        for passing in self.passing:
+            passing.seen = 0
 
     def flush_landed(self) -> None:
         """Begin to reduce what came from outside of a backward pass, if anything did."""

@@ -22,16 +22,18 @@ from megatron.core.rank_grid import RankGrid
 class Declared(nn.Module):
     """A sharded matrix, a whole norm whose gradient each tp rank has a part of, and a tied table."""
 
-    def __init__(self, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, tp_rank: int, tp_size: int, is_first: bool = False) -> None:
         super().__init__()
         # Of sizes that every one of two shards has something of.
         self.matrix = nn.Parameter(torch.zeros(24 // tp_size, 10))
         self.norm = nn.Parameter(torch.zeros(100))
-        self.table = nn.Parameter(torch.zeros(45, 2))
+        self.embedding = nn.ParameterDict({"table": torch.zeros(45, 2)})
+        if is_first:  # beside the table there is more on the first stage only
+            self.embedding["positions"] = torch.zeros(50, 4)
         box = Box((tp_rank * 24 // tp_size, 0), (24 // tp_size, 10))
         declare(self.matrix, Constant(0.0), global_shape=(24, 10), box=box, sharded_axes=frozenset({"tp"}))
         declare(self.norm, Constant(0.0), partial_gradient_axes=frozenset({"tp"}))
-        declare(self.table, Constant(0.0), tied=True)
+        declare(self.embedding["table"], Constant(0.0), tied=True)
         name_parameters(self)
         self.calculate_per_token_loss = False
 
@@ -52,7 +54,8 @@ def finalised(ranks: int, sizes: dict[str, int], placement: str = "no_shard", ch
     last = (lambda pipeline: pipeline[:1]) if chunks > 1 else first_and_last
     groups = ProcessGroupCollection.from_grid(RankGrid(ranks, **sizes), rank, embedding_ranks=last)
     config = DistributedDataParallelConfig(**PLACEMENTS[placement])
-    models = [Declared(groups.rank("tp"), groups.size("tp")) for _ in range(chunks)]
+    tp_rank, tp_size, first = groups.rank("tp"), groups.size("tp"), groups.size("pp") > 1 and groups.rank("pp") == 0
+    models = [Declared(tp_rank, tp_size, first) for _ in range(chunks)]
     wrapped = [DistributedDataParallel(model, config, model, pg_collection=groups) for model in models]
     for chunk, model in enumerate(models):
         for parameter in model.parameters():
@@ -63,7 +66,8 @@ def finalised(ranks: int, sizes: dict[str, int], placement: str = "no_shard", ch
     owned: dict[str, int] = {}
     for chunk, ddp in enumerate(wrapped):
         for piece in ddp.gradient_chunks():
-            name = piece.name if chunk == 0 else f"{chunk}:{piece.name}"
+            name = piece.name.removeprefix("embedding.")
+            name = name if chunk == 0 else f"{chunk}:{name}"
             seen.setdefault(name, set()).update(piece.tensor.tolist())
             owned[name] = owned.get(name, 0) + piece.tensor.numel()
             piece.tensor.fill_(1.0)
@@ -88,9 +92,11 @@ def test_partial_gradients_are_summed_over_their_axis(pool: Pool) -> None:
 
 def test_tied_gradients_are_summed_over_the_ends_of_the_pipeline(pool: Pool) -> None:
     for rank, got in enumerate(pool.run(finalised, 4, 4, {"pipeline": 4})):
-        check(got, matrix=1.0 + rank, norm=1.0 + rank, table=5.0 if rank in (0, 3) else 1.0 + rank)
+        own = 1.0 + rank
+        expected = {"matrix": own, "norm": own, "table": 5.0 if rank in (0, 3) else own}
+        check(got, **expected, **({"positions": own} if rank == 0 else {}))
         # Each stage's own matrix and norm count; the tied table counts on the first stage alone.
-        assert got[2] == pytest.approx((4 * (240 + 99) + 90) ** 0.5, rel=1e-7)
+        assert got[2] == pytest.approx((4 * (240 + 99) + 90 + 200) ** 0.5, rel=1e-7)
         assert got[3] == 4
 
 
@@ -116,8 +122,8 @@ def test_tied_gradients_of_shards(pool: Pool, placement: str) -> None:
     ranks = pool.run(finalised, 4, 4, {"pipeline": 2}, placement)
     for rank, got in enumerate(ranks):
         mean = 1.5 if rank < 2 else 3.5  # over the two ranks of a stage
-        check(got, matrix=mean, norm=mean, table=5.0)
-        assert got[2] == pytest.approx((2 * (240 + 99) + 90) ** 0.5, rel=1e-7)
+        check(got, matrix=mean, norm=mean, table=5.0, **({"positions": mean} if rank < 2 else {}))
+        assert got[2] == pytest.approx((2 * (240 + 99) + 90 + 200) ** 0.5, rel=1e-7)
         assert got[3] == 2
     times = 4 if placement == "no_shard" else 2
     everything_is_owned(ranks, {"matrix": 240 * times, "norm": 100 * times, "table": 90 * times})

@@ -233,3 +233,53 @@ def read_outside(borrows: bool) -> str:
 @pytest.mark.parametrize("borrows", [True, False])
 def test_reading_a_weight_that_is_not_gathered_is_an_error_that_names_it(pool: Pool, borrows: bool) -> None:
     assert len(set(pool.run(read_outside, 2, borrows))) == 1
+
+
+def after_an_update(name: str) -> tuple[bool, float]:
+    """Whether a forward, after one without a backward, which leaves its last weights behind, and an update, sees that."""
+    groups = groups_of(2)
+    model = Stack()
+    ddp, optimizer = wrap(model, groups, **PLACEMENTS[name])  # type: ignore[arg-type]
+    ids = torch.arange(4)[None]
+    before = float(ddp(ids).detach())
+    for chunk in ddp.gradient_chunks():
+        chunk.tensor.fill_(1.0)
+    optimizer.step_on_device()
+    with ddp.whole_weights():
+        weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    after = float(ddp(ids).detach())
+    plain = Stack()
+    plain.load_state_dict(weights, strict=False)
+    groups.close()
+    return before != after, after - float(plain(ids).detach())
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_no_weights_outlive_an_update(pool: Pool, name: str) -> None:
+    assert pool.run(after_an_update, 2, name) == [(True, 0.0)] * 2
+
+
+def late_reductions(name: str) -> list[int]:
+    """Reductions begun after each phase of two micro-batches whose products are put off."""
+    groups = groups_of(2)
+    ddp, _ = wrap(Stack(), groups, **PLACEMENTS[name])  # type: ignore[arg-type]
+    seen = []
+    with recorded() as traffic:
+        for number in (0, 1):
+            loss = ddp(torch.arange(4)[None] + number)
+            with ddp.put_off_weight_gradients(number):
+                loss.backward()
+            seen.append(sum(entry.operation == "reduce_scatter" for entry in traffic))
+        for number in (0, 1):
+            ddp.compute_weight_gradients(number)
+            seen.append(sum(entry.operation == "reduce_scatter" for entry in traffic))
+        ddp.finish_grad_sync()
+    seen.append(sum(entry.operation == "reduce_scatter" for entry in traffic))
+    groups.close()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["optim_grads", "optim_grads_params"])
+def test_late_products_are_reduced_micro_batch_by_micro_batch(pool: Pool, name: str) -> None:
+    units = LAYERS + 1
+    assert pool.run(late_reductions, 2, name) == [[0, 0, units, 2 * units, 2 * units]] * 2
