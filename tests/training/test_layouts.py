@@ -192,7 +192,7 @@ def test_one_process_prints_the_lines_of_one_process(corpus, tmp_path, layout, w
     """Started as torchrun does it: iterations, evaluations and the exit are printed once, with the same numbers."""
     flags = f"--data-path {corpus} --train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1 --exit-interval 3"
     flags += (
-        f" --fp64 --metrics-path {tmp_path}/metrics.jsonl --log-throughput --log-params-norm --log-num-zeros-in-grad"
+        f" --fp64 --metrics-path {tmp_path}/all.jsonl --log-throughput --log-params-norm --log-num-zeros-in-grad"
     )
     program = launch(f"{flags} {layout}", world_size, tmp_path / "ranks", base=BASE)
     assert program.exit_codes(120) == [0] * world_size, "".join(map(program.output, range(world_size)))
