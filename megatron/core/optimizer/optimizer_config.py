@@ -149,7 +149,7 @@ class OptimizerConfig:
     # Where the state is ----------------------------------------------------------------------------------------------
 
     use_distributed_optimizer: bool = False
-    """Spread the optimizer's state over data parallel ranks (ZeRO 1): each updates a part, then weights are gathered."""
+    """Spread the optimizer's state over data parallel ranks (ZeRO 1): each updates a part of the weights."""
 
     overlap_param_gather: bool = flag(False, only_with="use_distributed_optimizer")
     """Gather updated weights while the next forward pass begins."""

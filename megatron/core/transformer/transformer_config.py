@@ -140,7 +140,7 @@ def _split_problems(config: Any) -> Iterator[str]:
     elif width % tensor:
         what = "{ffn_hidden_size}" if config.ffn_hidden_size else f"the {width} channels of the MLP"
         yield f"{{tensor_model_parallel_size}} does not divide {what}; {works} works"
-    elif groups % tensor and tensor % groups:
+    else:
         yield f"{{tensor_model_parallel_size}} and {{num_query_groups}}: neither divides the other; {works} works"
 
 

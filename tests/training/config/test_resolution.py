@@ -276,9 +276,12 @@ RULES = [
         "--layout-invariant: --eod-mask-loss leaves micro-batches different numbers",
     ),
     ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
-    ("--recompute-granularity selective --recompute-modules mlp moe", "--recompute-modules mlp moe: not yet: moe is a part of"),
-    ("--recompute-granularity selective --recompute-modules gelu", "--recompute-modules gelu: gelu is no part of a layer"),
-    ("--distribute-saved-activations --recompute-activations", "--distribute-saved-activations spreads inputs of layers: it needs --recompute-granularity full"),
+    ("--recompute-activations --recompute-modules mlp moe", "--recompute-modules mlp moe: not yet: moe is a part of"),
+    ("--recompute-activations --recompute-modules gelu", "--recompute-modules gelu: gelu is no part of a layer"),
+    (
+        "--distribute-saved-activations --recompute-activations",
+        "--distribute-saved-activations spreads inputs of layers: it needs --recompute-granularity full",
+    ),
 ]
 
 
