@@ -1,7 +1,7 @@
 """What a checkpoint says about the run that wrote it, and how another run compares with it."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,12 +94,14 @@ def _json_value(value: Any) -> Any:
     return value.__name__ if callable(value) and hasattr(value, "__name__") else value_text(value)
 
 
-def command_line_of(config: PretrainConfig) -> list[str]:
-    """Words that give this config: every setting that a flag or the script chose. A script's own flags are left out."""
+def command_line_of(config: PretrainConfig, fields: Container[str] | None = None) -> list[str]:
+    """Words that give this config, or these fields of it: every setting that a flag or the script chose. A script's own
+    flags are left out."""
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
-        if config.provenance.get(field) in ("flag", "script") and field in values:
+        wanted = field in values if fields is None else field in fields
+        if wanted and config.provenance.get(field) in ("flag", "script"):
             words += _words(flag, values[field])
     return words
 
@@ -110,7 +112,20 @@ def _words(flag: Flag, value: Any) -> Iterator[str]:
         yield from spellings[:1]
     elif value is not None:
         yield flag.spelling
-        yield from (value_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+        if flag.nargs is None:
+            yield _one_word(value)
+        else:
+            yield from (value_text(item) for item in (value if isinstance(value, list | tuple) else [value]))
+
+
+def _one_word(value: Any) -> str:
+    """Also for what one word stands for: a tuple of integers, a list over layers, the stages of a layout."""
+    if isinstance(value, tuple):
+        return ",".join(map(value_text, value))
+    if isinstance(value, list):
+        items = [value_text(item) for item in value]
+        return "|".join(items) if all(isinstance(item, str) for item in value) else f"[{','.join(items)}]"
+    return value_text(value)
 
 
 def architecture_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ FLAGS = [
     "--untie-embeddings-and-output-weights --num-query-groups 2 --group-query-attention --qk-layernorm",
     "--bf16 --squared-relu --kv-channels 8 --attention-dropout 0 --data-path 1 a_document 2 b_document --split 9,1,0",
     "--save a --load b --keep-last 2 --log-throughput --eval-interval 5",
+    "--window-size 5,0 --window-attn-skip-freq [0,1] --no-rope-freq 2",
 ]
 
 
