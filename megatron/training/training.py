@@ -167,11 +167,14 @@ def norm_of_weights(run: Run) -> Tensor | None:
     logging = run.config.logging
     if not logging.log_params_norm or (run.state.iteration + 1) % logging.log_interval:
         return None
-    return weight_norm([unit for chunk in run.model for unit in chunk.units], run.environment.groups)
+    return weight_norm([unit for chunk in run.model for unit in chunk.units], run.environment.groups, run.model[0])
 
 
 def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
-    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has."""
+    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has. Zero on a
+    rank that has no parameters, which prints nothing."""
+    if not optimizer.param_groups:
+        return 0.0
     rate = optimizer.param_groups[0]["lr"]
     return rate.clone() if isinstance(rate, Tensor) else float(rate)
 

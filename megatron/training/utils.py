@@ -29,7 +29,7 @@ def print_rank_0(message: Any, rank: int | None = None) -> None:
 
 
 def is_last_rank() -> bool:
-    """This is the last rank of the world, which has the losses."""
+    """This is the last rank of the world, which has the losses unless the pipeline is V-shaped."""
     return _rank() == (dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
@@ -66,7 +66,7 @@ def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp3
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     if len(wrapped) == len(chunks):
         units = [unit for chunk in wrapped for unit in chunk.units]
-        return weight_norm(units, wrapped[0].pg_collection).item()
+        return weight_norm(units, wrapped[0].pg_collection, wrapped[0]).item()
     weights = [p.detach().view(-1)[: info_of(p).box.numel] for chunk in chunks for p in chunk.parameters()]
     return torch.stack([weight.double().square().sum() for weight in weights]).sum().sqrt().item()
 

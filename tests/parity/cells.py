@@ -112,6 +112,12 @@ FURTHER_TOGETHER = [
     ("pp4", "cp2-p2p"),
     ("pp2-zb-v", "cp4-p2p"),
     ("sp2", "pp4-zb-h1"),
+    ("sp2", "cp2-p2p", "recompute-all-parts"),
+    ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
+    ("tp2", "dp2-optim_grads_params", "recompute-norms"),
+    ("cp2-by-layer", "dp4-hybrid"),
+    ("pp4-zb-v", "dp2-optim_grads"),
+    ("pp2-variable", "sp2", "cp2-a2a"),
 ]
 
 

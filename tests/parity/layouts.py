@@ -60,6 +60,8 @@ def _shards(name: str, ranks: int, strategy: str, **ddp: Any) -> Choice:
 
 _STATE = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+_PARTS = {"recompute_granularity": "selective"}
+_SPREAD = {**_FULL, "recompute_method": "uniform", "distribute_saved_activations": True}
 
 DIMENSIONS: dict[str, list[Choice]] = {
     "tensor": [Choice("tp1"), _tensor(2), _tensor(2, sequence=True)],
@@ -88,13 +90,18 @@ DIMENSIONS: dict[str, list[Choice]] = {
     "recompute": [
         Choice("keep"),
         Choice("recompute-full", settings={**_FULL, "recompute_method": "uniform"}),
-        Choice("recompute-core", settings={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}),
+        Choice("recompute-core", settings={**_PARTS, "recompute_modules": ["core_attn"]}),
     ],
 }
 """What is combined, in pairs and more. The first of each dimension is to have none of it."""
 
 FURTHER: dict[str, list[Choice]] = {
-    "tensor": [_tensor(4), _tensor(8, sequence=True), _tensor(4, sequence=True)],
+    "tensor": [
+        _tensor(4),
+        _tensor(8, sequence=True),
+        _tensor(4, sequence=True),
+        Choice("tp2-spread", 2, {"tensor_model_parallel_size": 2, **_SPREAD}),
+    ],
     "pipeline": [
         _stages("pp4", 4),
         _stages("pp4-zb-h1", 4, pipeline_schedule="zb-h1"),
@@ -112,6 +119,8 @@ FURTHER: dict[str, list[Choice]] = {
         ),
         _stages("pp2-overlap", 2, chunks=2, overlap_p2p_comm=True, batch_p2p_comm=False),
         _stages("pp4-zb-v", 4, chunks=2, pipeline_schedule="zb-v", pipeline_model_parallel_layout="E|t|t||t||t|L"),
+        _stages("pp2-variable", 2, variable_seq_lengths=True),
+        _stages("pp8-layout", 8, pipeline_model_parallel_layout="E|t|t||t||t|L"),
         _stages("pp2-last-1", 2, num_layers_in_last_pipeline_stage=1),
     ],
     "context": [
@@ -131,7 +140,11 @@ FURTHER: dict[str, list[Choice]] = {
         _shards("dp4-fsdp-optim", 4, "optim"),
         _data("dp8-hybrid", 8, **_STATE, num_distributed_optimizer_instances=2),
     ],
-    "recompute": [Choice("recompute-block", settings={**_FULL, "recompute_method": "block"})],
+    "recompute": [
+        Choice("recompute-block", settings={**_FULL, "recompute_method": "block"}),
+        Choice("recompute-norms", settings={**_PARTS, "recompute_modules": ["layernorm"]}),
+        Choice("recompute-all-parts", settings={**_PARTS, "recompute_modules": ["core_attn", "layernorm", "mlp"]}),
+    ],
 }
 """Larger ones and special ones, which are met alone and with a few others."""
 

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import StageMap, stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last, first_only
 from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.stage_costs import settle_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -86,10 +87,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
         calculate_per_token_loss=cell.per_token,
         finalize_model_grads_func=partial(finalize_model_grads, pg_collection=groups),
     )
-    if config.pipeline_model_parallel_layout == "auto":
-        from megatron.core.transformer.stage_costs import settle_layout
-
-        settle_layout(config, LENGTH, cell.model.vocabulary)
+    settle_layout(config, LENGTH, cell.model.vocabulary)
     stages: StageMap = stage_map(config)
     plain: list[GPTModel] = []
     initial: list[Piece] = []

@@ -60,10 +60,18 @@ class DistributedDataParallel(nn.Module):
         most = None if disable_bucketing else self._bucket_elements()
         self._queue = BucketQueue(make_buckets(by_step, reductions, most, wire_dtype), ddp_config.overlap_grad_reduce)
         self._shards = GradientShards(by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce)
-        self._hooks = WeightHooks(module, self.units, prefetch=ddp_config.overlap_param_gather)
+        gathered = [unit for unit in self.units if unit.sharding.shards > 1]
+        self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
         self._offloaded: list[Tensor] = []
         self._late = WeightGradientQueue(slot.parameter for unit in self.units for slot in unit.slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the units lie; of an empty pipeline stage, where they would."""
+        if self.units:
+            return self.units[0].device
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def _group(self, name: str) -> Group:
         # A group is made when it is first read: not where there is nobody to talk to.
@@ -210,6 +218,7 @@ class DistributedDataParallel(nn.Module):
         """The model's weights on this rank as checkpoint chunks over live memory: whole boxes, or where parameters are
         sharded, what this rank owns of them."""
         self.finish_param_sync()
+        self._hooks.release_unused()  # whole weights would not know of values that are loaded into the parts
         for unit in self.units:
             for piece in unit.pieces if unit.shards_weights else ():
                 yield self._chunk(piece, piece.of(unit.owned_weights), unit)

@@ -1,6 +1,7 @@
 """Norms and zeros of gradients and weights over the whole model, each element counted once, without a wait.
 
-The result is the same to the bit on every rank: it decides by what weights are scaled that several ranks hold.
+The result is the same to the bit on every rank: it decides by what weights are scaled that several ranks hold. A rank
+without any unit, all of whose pipeline stages are empty, adds nothing and takes part: it names one of its chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.placements import GRIDS, Sharding
 from megatron.core.distributed.replicas import counts_here
 from megatron.core.distributed.unit_memory import Unit
@@ -40,7 +42,9 @@ def counted_gradients(
                     tied.add(piece.info.name)
 
 
-def grad_norm(units: Sequence[Unit], groups: ProcessGroupCollection) -> Tensor:
+def grad_norm(
+    units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
+) -> Tensor:
     """2-norm of the whole model's gradient: a float64 scalar tensor, not finite where any gradient is not.
 
     Norms of single parameters are computed in the gradients' type; their squares are summed in float64.
@@ -49,26 +53,30 @@ def grad_norm(units: Sequence[Unit], groups: ProcessGroupCollection) -> Tensor:
     def of_grid(gradients: list[Tensor]) -> Tensor:
         return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
 
-    return _sum_over_model(units, groups, of_grid).sqrt()
+    return _sum_over_model(units, groups, of_grid, chunk).sqrt()
 
 
-def weight_norm(units: Sequence[Unit], groups: ProcessGroupCollection) -> Tensor:
+def weight_norm(
+    units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
+) -> Tensor:
     """2-norm of the whole model's weights, as it computes with them: a float64 scalar tensor."""
 
     def of_grid(weights: list[Tensor]) -> Tensor:
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
         return torch.stack([norm.double() for norm in torch._foreach_norm(weights, 2, dtype)]).square().sum()
 
-    return _sum_over_model(units, groups, of_grid, _weights).sqrt()
+    return _sum_over_model(units, groups, of_grid, chunk, _weights).sqrt()
 
 
-def count_zeros(units: Sequence[Unit], groups: ProcessGroupCollection) -> Tensor:
+def count_zeros(
+    units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
+) -> Tensor:
     """How many elements of the whole model's gradient are exactly zero: a float64 scalar tensor."""
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
         return torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in gradients]).sum().double()
 
-    return _sum_over_model(units, groups, of_grid)
+    return _sum_over_model(units, groups, of_grid, chunk)
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
@@ -82,15 +90,18 @@ def _sum_over_model(
     units: Sequence[Unit],
     groups: ProcessGroupCollection,
     of_grid: Callable[[list[Tensor]], Tensor],
+    chunk: DistributedDataParallel | None,
     owned: Callable[[Unit], Tensor] = _gradients,
 ) -> Tensor:
+    home = units[0] if units else chunk
+    assert home is not None, "a rank without units has to name a chunk"
     parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, str | None]] = {}
     for grid in GRIDS:
         # Every rank goes through both grids: another stage may have experts where this one has none.
-        model, replicas = _groups_of_model(units[0].shardings[grid], grid)
+        model, replicas = _groups_of_model(home.shardings[grid], grid)
         tensors = list(counted_gradients(units, groups, grid, owned))
-        part = of_grid(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=units[0].device)
+        part = of_grid(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=home.device)
         key = groups.ranks(model), groups.ranks(replicas) if replicas else ()
         parts[key] = parts[key] + part if key in parts else part
         names[key] = model, replicas

@@ -69,10 +69,10 @@ class FlatOptimizer(MegatronOptimizer):
         self.rule = build_update_rule(config)
         self.chunks = list(chunks)
         self.units = [unit for chunk in chunks for unit in chunk.units]
-        if not self.units:
+        if not self.units and groups.size("pp") == 1:
             raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
         self.states = [UnitState.begin(unit, self.rule) for unit in self.units]
-        self.device = self.units[0].device
+        self.device = self.chunks[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -117,7 +117,7 @@ class FlatOptimizer(MegatronOptimizer):
     @torch.no_grad()
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
         scale = self.get_loss_scale().double()
-        norm = grad_norm(self.units, self.groups) / scale
+        norm = grad_norm(self.units, self.groups, self.chunks[0]) / scale
         gradients_finite = norm.isfinite()
         loss_finite = torch.ones_like(self.halted)
         if loss_is_finite is not None:
@@ -127,7 +127,7 @@ class FlatOptimizer(MegatronOptimizer):
             good = loss_finite if self.config.fp16 else loss_finite & gradients_finite
             self.halted |= ~good
         applied = gradients_finite & loss_finite & ~self.halted
-        zeros = count_zeros(self.units, self.groups) if self.config.log_num_zeros_in_grad else None
+        zeros = count_zeros(self.units, self.groups, self.chunks[0]) if self.config.log_num_zeros_in_grad else None
         self._update(applied, scale * clip_divisor(norm, self.config.clip_grad))
         if self.grad_scaler is not None:
             self.grad_scaler.update(overflowed=~gradients_finite, counted=~self.halted)
@@ -168,7 +168,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     def get_grad_norm(self) -> Tensor:
         """2-norm of the whole model's gradient as it lies in the buffers, loss scale included."""
-        return grad_norm(self.units, self.groups)
+        return grad_norm(self.units, self.groups, self.chunks[0])
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> Tensor:
@@ -181,7 +181,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     def count_zeros(self) -> Tensor:
         """Elements of the whole model's gradient that are exactly zero."""
-        return count_zeros(self.units, self.groups)
+        return count_zeros(self.units, self.groups, self.chunks[0])
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
