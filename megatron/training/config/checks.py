@@ -364,7 +364,6 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.ranks,
     parallel_checks.parts_of_a_sequence,
     parallel_checks.virtual_stages,
-    parallel_checks.micro_batches_in_a_row,
     parallel_checks.sharding,
     _global_batch,
     _batch_ramp,

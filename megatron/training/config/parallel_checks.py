@@ -73,13 +73,6 @@ def virtual_stages(s: Settings) -> Iterator[str]:
         )
 
 
-def micro_batches_in_a_row(s: Settings) -> Iterator[str]:
-    """A chunk of an interleaved pipeline takes as many micro-batches in a row as there are stages, or more."""
-    size, stages = s.microbatch_group_size_per_vp_stage, s.pipeline_model_parallel_size
-    if size is not None and stages > 1 and size < stages:
-        yield f"{{microbatch_group_size_per_vp_stage}} is less than {{pipeline_model_parallel_size}}; {stages} works"
-
-
 def sharding(s: Settings) -> Iterator[str]:
     """What is spread over data parallel ranks is said once, and over a number of ranks that comes out even."""
     if s.use_torch_fsdp2 and s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim_grads_params":
