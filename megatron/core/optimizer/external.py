@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
+from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.placements import placement_of
 from megatron.core.distributed.replicas import replica_ranks
@@ -45,11 +46,11 @@ class ExternalOptimizer(MegatronOptimizer):
         self.optimizer = optimizer
         self.groups = pg_collection or wrapped[0].pg_collection
         self.units = [unit for chunk in wrapped for unit in chunk.units]
-        placement = placement_of(wrapped[0].ddp_config)
-        if placement.shards_state:
+        if any(unit.sharding.shards > 1 for unit in self.units):
             raise UserError(
                 f"the script's own {name} updates whole weights, and data parallel ranks share them out "
-                f"({placement.value}): leave out --use-distributed-optimizer and full sharding, or use --optimizer"
+                f"({placement_of(wrapped[0].ddp_config).value}): leave out --use-distributed-optimizer and full "
+                "sharding, or use --optimizer"
             )
         self.device = self.units[0].device
         self._places = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}
@@ -109,8 +110,9 @@ class ExternalOptimizer(MegatronOptimizer):
                     yield optimizer_state_chunk(kind, slot.info, flat, holders=replica_ranks(slot.info, self.groups))
 
     def common_state(self) -> dict[str, Any]:
+        """Of all parameters of the model: ranks that hold different ones tell each other."""
         self._begin_state()
-        return {
+        own = {
             slot.info.name: {
                 kind: value.item() if isinstance(value, Tensor) else value
                 for kind, value in self.state.get(parameter, {}).items()
@@ -118,6 +120,12 @@ class ExternalOptimizer(MegatronOptimizer):
             }
             for parameter, (_, slot) in self._places.items()
         }
+        if self.groups.size("mp") == 1:
+            return own
+        known: dict[str, Any] = {}
+        for of_rank in Ranks(self.groups.mp).gather(own):
+            known |= of_rank
+        return known
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         self._begin_state()

@@ -236,7 +236,7 @@ def test_reading_a_weight_that_is_not_gathered_is_an_error_that_names_it(pool: P
 
 
 def after_an_update(name: str) -> tuple[bool, float]:
-    """Whether a forward, after one without a backward, which leaves its last weights behind, and an update, sees that."""
+    """A forward without a backward leaves its last weights behind; then an update: does the next forward see it?"""
     groups = groups_of(2)
     model = Stack()
     ddp, optimizer = wrap(model, groups, **PLACEMENTS[name])  # type: ignore[arg-type]

@@ -4,12 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.processes import run_on_ranks
 from support.small_models import SmallModel, batch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import ExternalOptimizer, OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.parameters import Normal, declare, initialize_parameters, name_parameters
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
 
 
 def build(kind: Any = torch.optim.Adam, clip: float = 0.5, **settings: Any) -> tuple[Any, ExternalOptimizer]:
@@ -107,3 +111,35 @@ def test_what_it_cannot_do_is_refused() -> None:
         ExternalOptimizer(OptimizerConfig(lr=0.1, fp16=True), torch.optim.SGD(ddp.parameters(), 0.1), [ddp])
     with pytest.raises(UserError, match=r"SGD holds 1 tensors"):
         ExternalOptimizer(OptimizerConfig(lr=0.1), torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), [ddp])
+
+
+class Stage(torch.nn.Module):
+    """What one of two pipeline stages holds."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.config = None
+        self.layers = torch.nn.ModuleDict({str(number): torch.nn.Linear(3, 2, bias=False)})
+        declare(self.layers[str(number)].weight, Normal(1.0))
+        name_parameters(self)
+        initialize_parameters(self, 1)
+
+
+def state_of_stage() -> tuple[dict[str, Any], float]:
+    rank = torch.distributed.get_rank()
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, pipeline=2), rank)
+    model = Stage(rank)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model, pg_collection=groups)
+    optimizer = ExternalOptimizer(OptimizerConfig(lr=0.1), torch.optim.Adam(ddp.parameters(), lr=0.1), [ddp])
+    for parameter in ddp.parameters():
+        parameter.main_grad.fill_(1.0)
+    norm = optimizer.step_on_device().grad_norm
+    state = optimizer.common_state()
+    optimizer.load_common_state(state)
+    return state, float(norm)
+
+
+def test_stages_tell_each_other_what_is_common() -> None:
+    (first, norm), (second, _) = run_on_ranks(state_of_stage, 2)
+    assert first == second == {f"layers.{number}.weight": {"step": 1.0} for number in (0, 1)}
+    assert norm == pytest.approx(12**0.5, rel=1e-6)
