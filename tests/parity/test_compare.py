@@ -1,0 +1,116 @@
+"""The judge sees what is not equal, not there, or too much."""
+
+import dataclasses
+
+import pytest
+import torch
+from parity.compare import judge
+from parity.evidence import Evidence, Masks, Piece, Step
+
+from megatron.core.parameters import Box
+
+WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64)  # [4, 3], by rows
+
+
+def piece(start: int, rows: int, values: torch.Tensor, begin: int = 0, end: int | None = None) -> Piece:
+    box = Box((start, 0), (rows, 3))
+    return Piece("w", (4, 3), box, begin, box.numel if end is None else end, values.clone())
+
+
+def alone() -> Evidence:
+    losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
+    masks = Masks({((1, 2), 0, 5, 0): [(0, b"\1\0\1\1")]})
+    whole = piece(0, 4, WHOLE)
+    return Evidence([whole], [Step(losses, [whole], 2.0)], [whole], masks, norm_of_ones=12**0.5)
+
+
+def two_ranks() -> list[Evidence]:
+    """The first has rows 0 and 1, the second rows 2 and 3; the last row in two ranges."""
+    first, second = piece(0, 2, WHOLE[:6]), piece(2, 2, WHOLE[6:])
+    halves = [piece(2, 2, WHOLE[6:10], 0, 4), piece(2, 2, WHOLE[10:], 4, 6)]
+    losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
+    masks = [Masks({((1, 2), 0, 5, 0): [(at, bits)]}) for at, bits in ((0, b"\1\0"), (2, b"\1\1"))]
+    return [
+        Evidence([first], [Step(losses, [first], 2.0)], [first], masks[0], 12**0.5),
+        Evidence([second], [Step({}, halves, 2.0)], [second], masks[1], 12**0.5),
+    ]
+
+
+def test_equal_is_equal() -> None:
+    verdict = judge(alone(), two_ranks())
+    assert not verdict.beyond(0.0) and verdict.largest == 0.0
+
+
+def test_every_difference_is_seen() -> None:
+    def changed(change) -> list[str]:
+        ranks = two_ranks()
+        change(ranks)
+        return judge(alone(), ranks).beyond(1e-11)
+
+    def gradient(ranks: list[Evidence]) -> None:
+        ranks[1].steps[0].gradients[1].values[1] += 1e-9
+
+    def hole(ranks: list[Evidence]) -> None:
+        del ranks[1].steps[0].gradients[1]
+
+    def start(ranks: list[Evidence]) -> None:
+        ranks[0].initial[0].values[0] += 1e-15
+
+    def name(ranks: list[Evidence]) -> None:
+        ranks[0].weights[0] = dataclasses.replace(ranks[0].weights[0], name="v")
+
+    def replica(ranks: list[Evidence]) -> None:
+        ranks[1].weights.append(piece(0, 2, WHOLE[:6] * (1 + 2e-16)))
+
+    def mask(ranks: list[Evidence]) -> None:
+        ranks[1].masks.rows[(1, 2), 0, 5, 0] = [(2, b"\0\1")]
+
+    def undrawn(ranks: list[Evidence]) -> None:
+        for rank in ranks:
+            rank.masks.rows.clear()
+
+    def foreign(ranks: list[Evidence]) -> None:
+        ranks[0].masks.rows[(1, 2), 0, 6, 0] = [(0, b"\1")]
+
+    def loss(ranks: list[Evidence]) -> None:
+        ranks[0].steps[0].losses[0][0] += 1e-4
+
+    def tokens(ranks: list[Evidence]) -> None:
+        ranks[0].steps[0].losses[1][1] += 1
+
+    def norm(ranks: list[Evidence]) -> None:
+        ranks[1].steps[0].norm *= 1 + 1e-10
+
+    def ones(ranks: list[Evidence]) -> None:
+        ranks[0].norm_of_ones = 15**0.5
+
+    def lost(ranks: list[Evidence]) -> None:
+        ranks[0].steps[0].gradients[0].values[0] = torch.nan
+
+    expected = {
+        gradient: "gradient: error",
+        hole: "parts of gradient w are on no rank",
+        start: "initial value of w on rank 0 differs",
+        name: "weights of unknown v",
+        replica: "ranks 0 and 1 differ",
+        mask: "1 rows of dropout masks differ",
+        undrawn: "1 rows of dropout masks were never drawn",
+        foreign: "1 rows of dropout masks are of no token",
+        loss: "loss: error",
+        tokens: "tokens [2.0, 1.0] instead of [2.0, 0.0]",
+        norm: "norm: error",
+        ones: "norm of ones: error",
+        lost: "gradient: error nan",
+    }
+    for change, text in expected.items():
+        assert any(text in line for line in changed(change)), (change.__name__, changed(change))
+
+
+def test_what_should_be_zero_is_zero() -> None:
+    expected, ranks = alone(), two_ranks()
+    for evidence in (expected, *ranks):
+        gradients = evidence.steps[0].gradients
+        gradients[:] = [dataclasses.replace(each, values=torch.zeros_like(each.values)) for each in gradients]
+    assert not judge(expected, ranks).beyond(1e-11)
+    ranks[0].steps[0].gradients[0].values[0] = 1e-30
+    assert judge(expected, ranks).errors["gradient"] == pytest.approx(float("inf"))
