@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import AttentionPlan, BlockPlan
-from megatron.core.collectives import Group
+from megatron.core.collectives import Group, group_size
 from megatron.core.context_parallel.comm_types import CommType
 from megatron.core.context_parallel.exchanged import Job, exchanged_attention
 from megatron.core.context_parallel.exchanges import Gather, Ring
 from megatron.core.context_parallel.gathering import gather_whole_rows
-from megatron.core.context_parallel.heads import share_keys, to_heads, to_rows, whole_rows_of
+from megatron.core.context_parallel.heads import (
+    from_pieces,
+    in_pieces,
+    share_keys,
+    start_to_heads,
+    start_to_rows,
+    whole_rows_of,
+)
 from megatron.core.context_parallel.splitting import chunk_length, cut_rows
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
@@ -79,17 +86,16 @@ class ContextAttention:
         rows = self._rows(query, call)
         if self.neighbours == 1:
             return self._among_parts(query, key, value, rows, call, situation)
-        group = self._head_group()
-        rows = self._rows_of_neighbours(rows, group)
-        key, value = (share_keys(tensor, query.shape[2], self.neighbours) for tensor in (key, value))
-        query, key, value = to_heads([query, key, value], group, self.neighbours)
-        context = self._among_parts(query, key, value, rows, self._call_of_heads(call, query.shape[2]), situation)
-        return to_rows(context, group, self.neighbours)
+        return self._among_neighbours(query, key, value, rows, call, situation)
 
     def describe(self, device_type: str, packed: bool) -> str:
         """How keys and queries meet, and by which kernels."""
-        kernels = self.plan if self.neighbours == self.part.size else self.blocks
-        return f"{self.comm_type.value} over {self.part.size} ranks, {kernels.describe(device_type, packed)}"
+        text = f"{self.comm_type.value} over {self.part.size} ranks"
+        if self.neighbours == self.part.size:
+            return f"{text}, {self.plan.describe(device_type, packed)}"
+        return (
+            f"{text} (all keys gathered where there is an attention mask), {self.blocks.describe(device_type, packed)}"
+        )
 
     # Rows of all heads -----------------------------------------------------------------------------------------------
 
@@ -130,10 +136,25 @@ class ContextAttention:
         part = SequencePart(rows.part.rank // count, rows.part.size // count)
         return dataclasses.replace(rows, part=part, mask=mask)
 
-    def _call_of_heads(self, call: AttentionCall, heads: int) -> AttentionCall:
-        first = self.part.rank % self.neighbours * heads
-        sink = None if call.sink is None else call.sink.narrow(0, first, heads)
-        return dataclasses.replace(call, sink=sink, first_head=call.first_head + first)
+    def _among_neighbours(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
+    ) -> Tensor:
+        """In two pieces where a rank's heads allow it: while one is computed the other travels."""
+        group, count = self._head_group(), self.neighbours
+        rows = self._rows_of_neighbours(rows, group)
+        key, value = (share_keys(tensor, query.shape[2], count) for tensor in (key, value))
+        pieces = 2 if key.shape[2] // count % 2 == 0 and (rows.mask is None or rows.mask.shape[1] == 1) else 1
+        tensors = [in_pieces(tensor, count, pieces) for tensor in (query, key, value)]
+        arriving = [start_to_heads(piece, group, count) for piece in zip(*tensors, strict=True)]
+        heads = query.shape[2] // count // pieces
+        first = self.part.rank % count * pieces * heads
+        leaving = []
+        for number, piece in enumerate(arriving):
+            its_call = _call_of_heads(call, first + number * heads, heads)
+            query, key, value = piece.wait()
+            context = self._among_parts(query, key, value, rows, its_call, situation)
+            leaving.append(start_to_rows(context, group, count))
+        return from_pieces([piece.wait() for piece in leaving], count)
 
     # Keys of other ranks ---------------------------------------------------------------------------------------------
 
@@ -173,13 +194,19 @@ class ContextAttention:
         return compute(query, key, value, self.variant, call)
 
 
+def _call_of_heads(call: AttentionCall, first: int, heads: int) -> AttentionCall:
+    sink = None if call.sink is None else call.sink.narrow(0, first, heads)
+    return dataclasses.replace(call, sink=sink, first_head=call.first_head + first)
+
+
 def _neighbours(comm_type: CommType, groups: ProcessGroupCollection) -> int:
     """Ranks that exchange tokens for heads."""
     if comm_type is CommType.a2a:
         return groups.size("cp")
     if comm_type is not CommType.a2a_p2p:
         return 1
-    levels = [len(ranks) for ranks in groups.hierarchical_ranks()]
+    filled_by_hand = groups.grid is None
+    levels = [group_size(g) for g in groups.hcp] if filled_by_hand else [len(r) for r in groups.hierarchical_ranks()]
     if len(levels) != 2:
         raise UserError(
             f"cp_comm_type a2a+p2p needs two hierarchical_context_parallel_sizes, of a2a and of p2p; there are {levels}"

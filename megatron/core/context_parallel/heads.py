@@ -1,15 +1,20 @@
 """Some heads of whole rows in place of all heads of a part of each row, and back (all-to-all; Jacobs et al. 2023,
-"DeepSpeed Ulysses")."""
+"DeepSpeed Ulysses").
+
+Exchanges begin with one operation of autograd and are waited for with another, so that what stands between them in the
+order of the operations overlaps with them: in forward, and in backward, which runs the operations in reverse.
+"""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.collectives import Group, all_to_all_rows, gather_rows
+from megatron.core.collectives import Group, Pending, gather_rows, start_all_to_all_rows
 from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
 
 
@@ -21,20 +26,56 @@ def share_keys(key: Tensor, heads: int, ranks: int) -> Tensor:
     return key if kept_together == together else key.repeat_interleave(together // kept_together, dim=2)
 
 
-def to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> list[Tensor]:
-    """Each [s, b, n, d] -> [ranks * s, b, n / ranks, d], rows in their natural order, in one exchange."""
+def in_pieces(heads: Tensor, ranks: int, count: int) -> list[Tensor]:
+    """[s, b, n, d] -> `count` tensors [s, b, n / count, d], each with an equal share of what each rank is to get."""
+    pieces = heads.unflatten(2, (ranks, count, -1)).unbind(3)  # [s, b, ranks, n / (ranks * count), d] each
+    return [piece.flatten(2, 3) for piece in pieces]
+
+
+def from_pieces(pieces: Sequence[Tensor], ranks: int) -> Tensor:
+    """The inverse of `in_pieces`."""
+    return torch.stack([piece.unflatten(2, (ranks, -1)) for piece in pieces], 3).flatten(2, 4)
+
+
+@dataclass(frozen=True)
+class HeadsArriving:
+    """Heads of whole rows that are on their way to this rank."""
+
+    rows: "_Exchange"
+    shapes: list[tuple[int, int, int]]
+    """Row count aside, of each tensor: [b, n, d]."""
+    ranks: int
+
+    def wait(self) -> list[Tensor]:
+        """Each [ranks * s, b, n, d], rows in their natural order."""
+        widths = [math.prod(shape) for shape in self.shapes]
+        parts = in_natural_order(self.rows.wait(), self.ranks).split(widths, 1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> HeadsArriving:
+    """Begin to exchange each [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
     pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(2) for tensor in tensors]
-    received = _all_to_all(torch.cat(pieces, 2).flatten(0, 1), group)  # [ranks * s, width]
     shapes = [(tensor.shape[1], tensor.shape[2] // ranks, tensor.shape[3]) for tensor in tensors]
-    widths = [math.prod(shape) for shape in shapes]
-    rows = in_natural_order(received, ranks).split(widths, 1)
-    return [part.unflatten(1, shape) for part, shape in zip(rows, shapes, strict=True)]
+    return HeadsArriving(_Exchange(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
 
 
-def to_rows(heads: Tensor, group: Group, ranks: int) -> Tensor:
-    """The way back: [ranks * s, b, n, d] -> [s, b, ranks * n, d]."""
-    received = _all_to_all(in_rank_order(heads, ranks), group).unflatten(0, (ranks, -1))  # [ranks, s, b, n, d]
-    return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+@dataclass(frozen=True)
+class RowsArriving:
+    """All heads of this rank's part of the rows, on their way."""
+
+    rows: "_Exchange"
+    ranks: int
+
+    def wait(self) -> Tensor:
+        """[s, b, ranks * n, d]."""
+        received = self.rows.wait().unflatten(0, (self.ranks, -1))  # [ranks, s, b, n, d]
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def start_to_rows(heads: Tensor, group: Group, ranks: int) -> RowsArriving:
+    """Begin the way back of heads [ranks * s, b, n, d]."""
+    return RowsArriving(_Exchange(in_rank_order(heads, ranks), group), ranks)
 
 
 def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
@@ -43,17 +84,47 @@ def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
     return in_natural_order(gather_rows(rows.to(torch.uint8), group), ranks).permute(1, 2, 0, 3).bool()
 
 
-def _all_to_all(rows: Tensor, group: Group) -> Tensor:
-    return _AllToAll.apply(rows, group)
+class _Exchange:
+    """An all-to-all of rows that is under way, with its gradient's."""
+
+    def __init__(self, rows: Tensor, group: Group) -> None:
+        self.group = group
+        self.forward: Pending | None = None
+        self.backward: Pending | None = None
+        self._rows: Tensor | None = _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """Part i from rank i, end to end. Once."""
+        rows, self._rows = self._rows, None  # whose graph knows this exchange: no circle stays
+        return _Wait.apply(rows, self)
 
 
-class _AllToAll(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return all_to_all_rows(rows, group)
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.forward = start_all_to_all_rows(rows, exchange.group)
+        return exchange.forward.tensor
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_to_all_rows(gradient, ctx.group), None
+        # What comes is still under way; nobody but `_Wait` can have handed it over.
+        pending, ctx.exchange.backward = ctx.exchange.backward, None
+        assert pending is not None and pending.tensor.data_ptr() == gradient.data_ptr()
+        return pending.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        assert exchange.forward is not None
+        received, exchange.forward = exchange.forward.wait(), None
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.backward = start_all_to_all_rows(gradient, ctx.exchange.group)
+        return ctx.exchange.backward.tensor, None
