@@ -15,7 +15,7 @@ def disagreements(pool: Pool, cell: Cell, steps: int = 3) -> list[str]:
     """In what a cell differs from one process; nothing where it is right."""
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
     # Under the loss per token it does not matter how samples are cut into micro-batches: the reference has one each.
-    rows = cell.model.rows
+    rows = 1 if cell.per_token else cell.model.rows
     return judge(reference(cell.model, cell.per_token, steps, rows), ranks).beyond(TOLERANCE)
 
 
