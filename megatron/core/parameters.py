@@ -181,6 +181,11 @@ class _Undeclared:
         return tensor
 
 
+def has_initial_value(info: ParameterInfo) -> bool:
+    """The descriptor says what the parameter starts from; of one that was never declared only its module knew."""
+    return not isinstance(info.init, _Undeclared)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Names
 

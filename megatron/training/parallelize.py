@@ -16,9 +16,12 @@ from megatron.training.initialize import Environment
 
 
 def parallelize(chunk: nn.Module, config: PretrainConfig, environment: Environment) -> DistributedDataParallel:
-    """Wrap one model chunk, moving it to the device of this process."""
+    """Wrap one model chunk, moving it to the device of this process; one without memory gets it there, unit by unit."""
     transformer = config.model.transformer
-    chunk = chunk.to(environment.device)
+    if not any(parameter.is_meta for parameter in chunk.parameters()):
+        chunk = chunk.to(environment.device)
     if transformer.params_dtype is not torch.float32:
         chunk = Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk
-    return DistributedDataParallel(transformer, config.ddp, chunk, pg_collection=environment.groups)
+    return DistributedDataParallel(
+        transformer, config.ddp, chunk, pg_collection=environment.groups, device=environment.device
+    )

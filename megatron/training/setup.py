@@ -1,5 +1,6 @@
 """From a config and the pieces of a script to a run that is ready to train."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from megatron.training.initialize import Environment
 from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.parallelize import parallelize
-from megatron.training.pieces import Context, Pieces, SampleCounts, stages_of_rank
+from megatron.training.pieces import Context, Pieces, SampleCounts, Stage, stages_of_rank
 from megatron.training.print_config import config_lines
 from megatron.training.run import Run
 from megatron.training.schedule import build_scheduler
@@ -166,7 +167,13 @@ def build_model(context: Context, pieces: Pieces) -> list[DistributedDataParalle
     """This rank's model chunks, one for each of its virtual pipeline stages, wrapped."""
     config, environment = context.config, context.environment
     stages = stages_of_rank(config, environment.groups.rank("pp"))
-    return [parallelize(pieces.build_model(context, stage), config, environment) for stage in stages]
+    return [parallelize(build_chunk(context, pieces, stage), config, environment) for stage in stages]
+
+
+def build_chunk(context: Context, pieces: Pieces, stage: Stage) -> nn.Module:
+    """One model chunk, with --init-model-with-meta-device without memory."""
+    with torch.device("meta") if context.config.transformer.init_model_with_meta_device else contextlib.nullcontext():
+        return pieces.build_model(context, stage)
 
 
 def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]) -> MegatronOptimizer:

@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, Reductions, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.gradient_shards import GradientShards
+from megatron.core.distributed.materialization import materialize, materialize_rest
 from megatron.core.distributed.placements import shardings
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.replicas import replica_ranks
@@ -35,6 +36,9 @@ class DistributedDataParallel(nn.Module):
 
     Leave all micro-batches of a step but the last under `no_sync`. With `ddp_config.overlap_grad_reduce` sums begin
     while the last backward is under way; the result is the same to the bit.
+
+    A module that was built on the meta device gets memory on `device` (our own keyword; default: the current GPU, or
+    the CPU) and its initial values, unit by unit.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -52,7 +58,8 @@ class DistributedDataParallel(nn.Module):
         self.pg_collection = (pg_collection or default_collection()).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
         plans = plan_units(module, {grid: sharding.shards for grid, sharding in self.shardings.items()})
-        self.units = [Unit(plan, self.shardings, self._shard_group(plan)) for plan in plans]
+        self.units = [self._unit(plan, device or _default_device()) for plan in plans]
+        materialize_rest(module, device or _default_device(), config)
         reductions = {grid: self._reductions(grid) for grid in {plan.grid for plan in plans}}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
         by_step = [unit for unit in self.units if not unit.sharding.placement.shards_gradients]
@@ -77,9 +84,11 @@ class DistributedDataParallel(nn.Module):
         # A group is made when it is first read: not where there is nobody to talk to.
         return getattr(self.pg_collection, name) if self.pg_collection.size(name) > 1 else None
 
-    def _shard_group(self, plan: UnitPlan) -> Group:
+    def _unit(self, plan: UnitPlan, device: torch.device) -> Unit:
+        for slot in plan.slots:
+            materialize(slot.parameter, device, self.config)
         sharding = self.shardings[plan.grid]
-        return self._group(sharding.shard_group) if sharding.shards > 1 else None
+        return Unit(plan, self.shardings, self._group(sharding.shard_group) if sharding.shards > 1 else None)
 
     def _bucket_elements(self) -> int:
         """Large enough for the bandwidth of a ring of all ranks, small enough to begin early."""
@@ -273,3 +282,7 @@ class DistributedDataParallel(nn.Module):
             self.finish_param_sync()
         if not any(unit.shards_weights for unit in self.units):
             self._hooks.disable()
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

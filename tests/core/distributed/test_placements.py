@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.placements import PLACEMENTS, SAMPLES, backward, groups_of, joined, pieces, small_model, wrap
+from support.placements import PLACEMENTS, SAMPLES, Pieces, backward, groups_of, joined, pieces, small_model, wrap
 from support.pool import Pool
 from support.small_models import batch
 from torch import Tensor
 
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import ExternalOptimizer, OptimizerConfig
 from megatron.core.parameters import info_of
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 STEPS = 3
 SHARDED = [name for name in PLACEMENTS if name != "no_shard"]
@@ -181,3 +184,37 @@ def test_instances_must_fit() -> None:
         wrap(small_model(), groups_of(1), instances=2, **PLACEMENTS["optim"])
     with pytest.raises(UserError, match="num_distributed_optimizer_instances 2: nothing is sharded"):
         wrap(small_model(), groups_of(1), instances=2, **PLACEMENTS["no_shard"])
+
+
+def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[Pieces, int, int]:
+    """Weights of a GPT that was built with or without memory, and the most whole units that had memory at a time."""
+    groups = groups_of(2)
+    config = TransformerConfig(
+        num_layers=3, hidden_size=16, num_attention_heads=4, params_dtype=dtype, bf16=dtype is torch.bfloat16, seed=7
+    )
+    with torch.device("meta" if on_meta else "cpu"):
+        model = GPTModel(config, get_gpt_layer_local_spec(), 50, 12, pg_collection=groups)
+    ddp_config = DistributedDataParallelConfig(**PLACEMENTS[name])
+    device = torch.device("cpu")
+    ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups, device=device)
+    found = pieces(ddp.weight_chunks()), len(ddp.units), sum(unit.has_buffer for unit in ddp.units)
+    groups.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["no_shard", "optim_grads_params"])
+def test_a_model_that_was_built_without_memory_has_the_same_values(pool: Pool, name: str, dtype: torch.dtype) -> None:
+    answers = [pool.run(built, 2, dtype, name, on_meta) for on_meta in (False, True)]
+    plain, other = (joined([found for found, _, _ in answer]) for answer in answers)
+    assert plain.keys() == other.keys() and len(plain) > 20
+    for weight in plain:
+        assert torch.equal(plain[weight], other[weight]), weight
+    assert {(units, whole) for _, units, whole in answers[1]} == {(6, 0 if name == "optim_grads_params" else 6)}
+
+
+def test_values_that_only_a_module_knew_cannot_be_drawn_again() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"0\.weight was built on the meta device.*--init-model-with-meta-device"):
+        DistributedDataParallel(None, DistributedDataParallelConfig(), model, pg_collection=groups_of(1))

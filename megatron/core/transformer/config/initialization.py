@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.config_fields import not_a_flag
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,5 @@ class InitializationConfig:
     embedding_init_method_std: float | None = None
     """Standard deviation of initial embeddings; as --init-method-std when not given."""
 
-    init_model_with_meta_device: bool = flag(
-        False, no_effect="initial values are drawn for the part that a rank holds, without the whole tensor"
-    )
-    """Build the model without memory before it is sharded."""
+    init_model_with_meta_device: bool = False
+    """Build the model without memory; it gets that unit by unit as it is sharded: for models that no rank can hold."""
