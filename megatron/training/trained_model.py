@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
-from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.flag_table import Flag, flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import Surroundings
 from megatron.training.initialize import process_environment
@@ -86,7 +86,10 @@ def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
     words: list[str] = []
     for occurrence in split_words(command_line)[0]:
         flag = table.get(occurrence.spelling)
-        of_layout = flag is not None and (flag.group in _OF_MANY_PROCESSES or flag.field in _AND_BESIDE_THEM)
-        if not of_layout or flag.field in kept_formats:
+        if flag is None or flag.field in kept_formats or not _is_of_layout(flag):
             words += [occurrence.spelling, *occurrence.words]
     return words
+
+
+def _is_of_layout(flag: Flag) -> bool:
+    return flag.group in _OF_MANY_PROCESSES or flag.field in _AND_BESIDE_THEM
