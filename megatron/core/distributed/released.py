@@ -48,7 +48,7 @@ class ReleasedParameter(nn.Parameter):
             "below it lists it in its attribute `borrowed_parameters`"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({info_of(self).name}, shape={tuple(self.shape)})"
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.dist_checkpointing.ranks import Ranks
@@ -123,7 +124,9 @@ class ExternalOptimizer(MegatronOptimizer):
         if self.groups.size("mp") == 1:
             return own
         known: dict[str, Any] = {}
-        for of_rank in Ranks(self.groups.mp).gather(own):
+        group = self.groups.mp
+        assert isinstance(group, ProcessGroup)
+        for of_rank in Ranks(group).gather(own):
             known |= of_rank
         return known
 

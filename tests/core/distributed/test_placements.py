@@ -95,6 +95,7 @@ def error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     assert got.keys() == expected.keys()
     worst = 0.0
     for name, flat in got.items():
+        assert torch.isfinite(flat).all(), name  # the largest of several errors would pass over a NaN
         exact = expected[name].flatten()[: flat.numel()].double()
         worst = max(worst, ((flat - exact).norm() / exact.norm()).item())
     return worst
