@@ -1,5 +1,6 @@
 """The judge: what the ranks of a cell saw, against one process."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -23,8 +24,9 @@ class Verdict:
     """What is not equal to the bit although it should be, or is not there."""
 
     def note(self, kind: str, error: float, where: str) -> None:
-        """An error of one kind; the largest stays."""
-        if not error <= self.errors.get(kind, 0.0):  # a NaN stays too
+        """An error of one kind; the largest stays. One that is no number counts as infinite: NaN compares with none."""
+        error = math.inf if math.isnan(error) else error
+        if error > self.errors.get(kind, 0.0):
             self.errors[kind], self.where[kind] = error, where
 
     def beyond(self, tolerance: float) -> list[str]:

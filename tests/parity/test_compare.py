@@ -1,10 +1,11 @@
 """The judge sees what is not equal, not there, or too much."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
-from parity.compare import judge
+from parity.compare import Verdict, judge
 from parity.evidence import Evidence, Masks, Piece, Step
 
 from megatron.core.parameters import Box
@@ -100,10 +101,18 @@ def test_every_difference_is_seen() -> None:
         tokens: "tokens [2.0, 1.0] instead of [2.0, 0.0]",
         norm: "norm: error",
         ones: "norm of ones: error",
-        lost: "gradient: error nan",
+        lost: "gradient: error inf",
     }
     for change, text in expected.items():
         assert any(text in line for line in changed(change)), (change.__name__, changed(change))
+
+
+def test_what_is_no_number_stays_the_largest_error() -> None:
+    for errors in ([math.nan, 1e-3], [1e-3, math.nan], [math.inf, math.nan, 0.0]):
+        verdict = Verdict()
+        for error in errors:
+            verdict.note("gradient", error, "somewhere")
+        assert verdict.largest == math.inf and verdict.beyond(1e300)
 
 
 def test_what_should_be_zero_is_zero() -> None:
