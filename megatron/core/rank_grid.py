@@ -50,6 +50,10 @@ class Axes:
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
+    def stride(self, name: str) -> int:
+        """How far apart neighbours along an axis of one piece are."""
+        return math.prod(self.sizes[: self.names.index(name)])
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands along each axis."""
         place, pieces = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
@@ -137,7 +141,7 @@ class RankGrid:
             pieces = [(name, size // inner if name == "edp" else size) for name, size in pieces]
             pieces.insert(at, ("edp", inner))
         object.__setattr__(self, "experts", Axes(*zip(*pieces, strict=True)))
-        if self.dense.groups(["pp"]) != self.experts.groups(["pp"]):
+        if self.pipeline > 1 and self.dense.stride("pp") != self.experts.stride("pp"):
             raise UserError(
                 f"with order {self.order} the pipelines of the dense and the expert grid differ; they agree when "
                 f"expert tensor x expert ({expert_tensor} x {self.expert}) divides tensor x context "

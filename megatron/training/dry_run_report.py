@@ -1,5 +1,6 @@
 """What --dry-run prints."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -18,8 +19,10 @@ from megatron.training.print_config import config_lines
 def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
     """Print what is to be said about the flags, the settings with --print-config, and what the run would be.
 
-    Where the run could not be made, prints why to stderr and exits with code 2.
+    Only the first process does. Where the run could not be made, prints why to stderr and exits with code 2.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return
     try:
         run = dry_run(config, pieces)
     except UserError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -60,7 +61,7 @@ class PretrainConfig:
         """Seed of initial weights, dropout and data order."""
         return self.transformer.seed
 
-    @property
+    @cached_property
     def grid(self) -> RankGrid:
         """The grid of ranks."""
         transformer = self.transformer
