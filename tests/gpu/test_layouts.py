@@ -22,10 +22,11 @@ from support.pool import Pool
 
 PRESENT = torch.cuda.device_count()
 CELLS = [cell for cell in quick_cells() if 2 <= cell.layout.ranks <= 4]
-LR = 1e-3
-"""Small enough that steps do not amplify what is rounded."""
+LR = 3e-4
+"""Small enough that steps do not amplify what is rounded: Adam's first step is one of full size wherever a gradient is
+not zero, however small; so what is rounded in it moves the second gradient (by 1.1e-5 in one cell at 1e-3)."""
 FLOAT32 = Precision({"params_dtype": torch.float32}, {"lr": LR})
-BFLOAT16 = Precision({"bf16": True}, {"lr": LR, "bf16": True, "params_dtype": torch.bfloat16})
+BFLOAT16 = Precision({"bf16": True}, {"lr": 1e-3, "bf16": True, "params_dtype": torch.bfloat16})
 
 pytestmark = [
     pytest.mark.gpu,
