@@ -66,6 +66,7 @@ class _Exchanged(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, sink, output, lse = ctx.saved_tensors
         job: Job = ctx.job
+        gradient = gradient.contiguous()  # kernels of a GPU read it along the channels
         wide = at_least_float32(query.dtype)
         query_gradient = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         packing = _Packing(key, value)
