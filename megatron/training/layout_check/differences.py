@@ -1,0 +1,129 @@
+"""The judge: where what ranks saw departs from what one process saw, and which of all such places is the first."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.training.layout_check.witness import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
+
+_ORDER = (INITIAL, FORWARD, GRADIENT, NORM, WEIGHT)
+
+_NOTHING = 1e-7
+"""What is smaller everywhere is a zero with its rounding, of which no relative error can be told."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that is not the same under a layout."""
+
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    """Where it is not."""
+    error: float
+    """Largest difference over the largest value; infinite where something is missing or not finite."""
+    where: str
+    """The place of the largest difference."""
+
+
+def differences(reference: Evidence, ranks: Sequence[Evidence], tolerance: float) -> list[Difference]:
+    """All that differs by more than `tolerance`, in the order in which a run makes it: initial weights, the forward
+    pass from the embedding on, gradients from the loss back, their norm, weights at the end. Initial weights must be
+    equal to the bit."""
+    found = []
+    for kind, name in _in_order(reference, ranks):
+        far: dict[int, tuple[float, str]] = {}
+        allowed = 0.0 if kind == INITIAL else tolerance
+        for rank, seen in enumerate(ranks):
+            if (kind, name) in seen.found:
+                error, where = _error(kind, reference.found.get((kind, name)), seen.found[kind, name])
+                if not error <= allowed:
+                    far[rank] = error, where
+        missing = _missing(kind, reference.found.get((kind, name)), [seen.found.get((kind, name)) for seen in ranks])
+        if far:
+            worst = max(far, key=lambda rank: far[rank][0])
+            found.append(Difference(kind, name, tuple(far), *far[worst]))
+        elif missing is not None:
+            found.append(Difference(kind, name, tuple(range(len(ranks))), float("inf"), missing))
+    return found
+
+
+def _in_order(reference: Evidence, ranks: Sequence[Evidence]) -> Iterator[tuple[str, str]]:
+    keys = dict.fromkeys([*reference.found, *(key for seen in ranks for key in seen.found)])
+    model = {
+        name: place for place, (kind, name) in enumerate(keys) if kind == INITIAL
+    }  # parameters as the model has them
+    for kind in _ORDER:
+        of_kind = [key for key in keys if key[0] == kind]
+        yield from sorted(of_kind, key=lambda key: -model.get(key[1], -1)) if kind == GRADIENT else of_kind
+
+
+def _error(kind: str, expected: tuple[Tensor, Tensor] | None, seen: tuple[Tensor, Tensor]) -> tuple[float, str]:
+    """Largest difference over the largest expected value, and its place."""
+    places, values = seen
+    if not places.numel():
+        return 0.0, ""
+    if expected is None:
+        return float("inf"), "one process has no such thing"
+    rows = _rows_of(places, expected[0])
+    if rows is None:
+        return float("inf"), "at places that one process does not have"
+    wanted = expected[1][rows]
+    if wanted.shape != values.shape:
+        return float("inf"), f"shape {list(values.shape)} instead of {list(wanted.shape)}"
+    apart = (
+        (values.double() - wanted.double()).abs().flatten(1) if values.dim() > 1 else (values - wanted).abs()[:, None]
+    )
+    if not torch.isfinite(values).all():
+        return float("inf"), "not finite"
+    by_row = apart.amax(1)
+    worst = int(by_row.argmax())
+    scale = max(float(expected[1].abs().max()), _NOTHING)
+    what = {FORWARD: "token", NORM: "step"}.get(kind, "element")
+    return float(by_row[worst]) / scale, f"{what} {int(places[worst])} most"
+
+
+def _rows_of(places: Tensor, known: Tensor) -> Tensor | None:
+    """Where places stand in a list of known ones; None if some do not."""
+    order = known.argsort()
+    at = torch.searchsorted(known[order], places).clamp(max=known.numel() - 1)
+    rows = order[at]
+    return rows if torch.equal(known[rows], places) else None
+
+
+def _missing(
+    kind: str, expected: tuple[Tensor, Tensor] | None, seen: Sequence[tuple[Tensor, Tensor] | None]
+) -> str | None:
+    """What no rank has of something that one process has."""
+    if expected is None:
+        return None
+    there = [pair[0] for pair in seen if pair is not None]
+    found = torch.cat(there) if there else expected[0][:0]
+    absent = int((~torch.isin(expected[0], found)).sum())
+    return f"{absent} of {expected[0].numel()} places are on no rank" if absent else None
+
+
+def report(
+    found: Sequence[Difference], coordinates: Mapping[int, Mapping[str, int]], compared: int, tolerance: float
+) -> Iterator[str]:
+    """For people: that all is equal, or the first difference, which rank has it, and how far it spreads."""
+    if not found:
+        yield f"equal: {compared} things compared, none differs by more than {tolerance:.0e} of its largest value"
+        return
+    first = found[0]
+    yield (
+        f"DIFFERENT: the first is the {first.kind} of {first.name}"
+        if first.kind != FORWARD
+        else (f"DIFFERENT: the first is in the forward pass: {first.name}")
+    )
+    yield f"  by {first.error:.1e} of its largest value; {first.where}"
+    for rank in first.ranks:
+        axes = ", ".join(f"{axis} {place}" for axis, place in coordinates.get(rank, {}).items())
+        yield f"  on rank {rank} ({axes})"
+    for kind in _ORDER:
+        names = [difference.name for difference in found if difference.kind == kind]
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            yield f"  all in all, {kind}: {shown}"

@@ -1,0 +1,125 @@
+"""Runs made small: every dimension of the layout stays, sizes fit them, and both command lines are right."""
+
+import pytest
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import Surroundings
+from megatron.training.layout_check.shrinking import SmallRun, shrink, words_that_matter
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --seq-length 8192 "
+    "--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 128 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --bf16 --lr 1e-4 "
+    "--train-iters 1000 --data-path some_text_document --split 99,1,0 --tokenizer-type HuggingFaceTokenizer "
+    "--tokenizer-model there --save here --tensorboard-dir logs --attention-backend flash --lr-decay-style cosine "
+    "--group-query-attention --num-query-groups 8"
+)
+
+
+def config_of(flags: str, ranks: int) -> PretrainConfig:
+    return configure(words_that_matter(f"{LLAMA} {flags}".split()), surroundings=Surroundings(ranks, False))
+
+
+def small_of(flags: str, ranks: int, processes: int = 8) -> tuple[SmallRun, PretrainConfig, PretrainConfig]:
+    small = shrink(config_of(flags, ranks), processes, 3)
+    surroundings = Surroundings(small.sizes.ranks, False)
+    layout = configure(small.words, surroundings=surroundings)
+    plain = configure(small.plain_words, surroundings=Surroundings(1, False))
+    differing = {name for name, value in layout.model.transformer.__dict__.items() if value != _of(plain, name)}
+    assert differing <= LAYOUT_FIELDS, differing
+    assert layout.training.global_batch_size == plain.training.global_batch_size
+    assert layout.training.micro_batch_size == plain.training.micro_batch_size
+    return small, layout, plain
+
+
+def _of(config: PretrainConfig, name: str):
+    return getattr(config.model.transformer, name)
+
+
+LAYOUT_FIELDS = {
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"),
+    *("virtual_pipeline_model_parallel_size", "pipeline_schedule", "pipeline_model_parallel_layout", "cp_comm_type"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_dtype"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "overlap_p2p_comm"),
+    *("hierarchical_context_parallel_sizes", "recompute_granularity", "recompute_method", "recompute_num_layers"),
+    *("recompute_modules", "batch_p2p_comm", "deallocate_pipeline_outputs", "tp_comm_overlap"),
+    "microbatch_group_size_per_vp_stage",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "sizes"),
+    [
+        ("--tensor-model-parallel-size 8 --sequence-parallel", 64, (2, 1, 1, 4)),
+        ("--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4", 64, (2, 1, 2, 2)),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 4 --pipeline-model-parallel-size 8", 64, (2, 2, 2, 1)),
+        ("--tensor-model-parallel-size 16", 16, (8, 1, 1, 1)),  # more ranks than groups of keys and values
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 4", 8, (1, 1, 4, 2)),
+        ("--pipeline-model-parallel-size 4 --pipeline-schedule zb-v", 4, (1, 1, 4, 1)),
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E|t*16|t*16|L", 4, (1, 1, 4, 1)),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 5 --micro-batch-size 2",
+            4,
+            (1, 1, 4, 1),
+        ),
+        ("--pipeline-model-parallel-size 2 --account-for-loss-in-pipeline-split --num-layers 31", 4, (1, 1, 2, 2)),
+        ("--context-parallel-size 8 --cp-comm-type a2a", 16, (1, 4, 1, 2)),
+        (
+            "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
+            16,
+            (1, 4, 1, 2),
+        ),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 4", 32, (1, 1, 1, 8)),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", 32, (1, 1, 1, 8)),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 8", 8, (1, 1, 1, 8)),
+        (
+            "--window-size 127,0 --window-attn-skip-freq [0,1]*16 --no-rope-freq 4 --context-parallel-size 2",
+            4,
+            (1, 2, 1, 2),
+        ),
+    ],
+)
+def test_every_dimension_stays(flags, ranks, sizes):
+    small, layout, _ = small_of(flags, ranks)
+    grid = layout.grid
+    assert (grid.tensor, grid.context, grid.pipeline, grid.data) == sizes
+    assert small.sizes.ranks <= 8 and layout.transformer.num_layers <= 16 and layout.transformer.hidden_size == 32
+    assert layout.transformer.fp64 and layout.data.mock_data and layout.checkpoint.save is None
+    assert layout.transformer.gated_linear_unit and layout.model.untie_embeddings_and_output_weights
+
+
+def test_kinds_of_heads_and_patterns_stay():
+    _, layout, _ = small_of("--tensor-model-parallel-size 2", 4)
+    transformer = layout.transformer
+    assert 1 < transformer.num_query_groups < transformer.num_attention_heads
+    _, layout, _ = small_of("--tensor-model-parallel-size 16", 16)
+    assert layout.transformer.num_query_groups < 8  # each group on two ranks
+    _, layout, _ = small_of("--window-size 127,0 --window-attn-skip-freq [0,0,0,1]*8 --context-parallel-size 2", 2)
+    assert layout.transformer.window_size == (5, 0) and layout.transformer.window_attn_skip_freq == [0, 0]
+    _, layout, _ = small_of("--no-rope-freq 4 --pipeline-model-parallel-size 4", 4)
+    assert layout.transformer.no_rope_freq == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_what_does_not_fit_is_told():
+    flags = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2"
+    small, _, _ = small_of(flags, 16)
+    assert small.notes == [
+        "layout: tensor 2 x context 2 x pipeline 2 x data 1 instead of tensor 2 x context 2 x pipeline 2 x data 2",
+        "data parallelism is left out: 16 processes would be needed, 8 are allowed (--processes 16 takes it in)",
+    ]
+    small, layout, _ = small_of(f"{flags} --cp-comm-type a2a", 8, processes=4)
+    assert layout.grid.context == 1 and any("does not fit" in note and "--cp-comm-type" in note for note in small.notes)
+    _, layout, _ = small_of(f"{flags} --sequence-parallel", 8, processes=2)
+    assert layout.grid.tensor == 2 and layout.transformer.sequence_parallel
+
+
+def test_one_rank_has_nothing_to_compare():
+    with pytest.raises(UserError, match="there is one rank"):
+        shrink(config_of("", 1), 8, 3)
+
+
+def test_what_is_unknown_is_told():
+    with pytest.raises(UserError, match="--tensor-parallel: unknown flag"):
+        config_of("--tensor-parallel 2", 2)
