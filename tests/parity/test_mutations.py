@@ -33,10 +33,11 @@ def plant(mutation: Mutation, folder: Path) -> None:
 def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
     """What the changed product computes."""
     plant(mutation, folder)
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    paths = f"{folder}:{ROOT / 'tests'}"
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "parity.mutated", mutation.caught_by]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=200)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, f"{mutation.name} breaks the program, which everybody sees:\n{done.stderr[-4000:]}"
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert Path(seen["product"]).is_relative_to(folder)
     return seen
