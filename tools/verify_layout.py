@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.exceptions import UserError
@@ -101,10 +101,10 @@ def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list
     """What each rank of a run sees. Raises UserError with the end of a rank's output where one fails."""
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"words": list(words), "steps": steps}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Where the ranks meet is kept here, as torchrun does, at a port that is free and stays ours.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {**os.environ, **meeting, "WORLD_SIZE": str(world_size)}
     if torch.cuda.device_count() < world_size:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--as-rank", str(folder)]
