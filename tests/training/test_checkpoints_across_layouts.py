@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.runs import GPT, TINY, Outcome, logger_of, state_at_end, state_at_start, stream, train, train_on_ranks
+from support.runs import (
+    GPT,
+    TINY,
+    Outcome,
+    logger_of,
+    state_at_end,
+    state_at_start,
+    stream,
+    train,
+    train_all_on_ranks,
+    train_on_ranks,
+)
 from torch import Tensor
 
 from megatron.core.parameters import info_of
@@ -88,6 +99,19 @@ def weights_for_use(folder: Path) -> dict[str, Tensor]:
         f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].view(info_of(p).global_shape)
         for p in trained.model.parameters()
     }
+
+
+def test_evaluation_alone_in_any_layout(corpus, tmp_path):
+    """--skip-train reads weights and no optimizer state, and says what the run that trained them said."""
+    flags = f"--fp64 --data-path {corpus} --train-iters 1 --eval-iters 2 --save {tmp_path} --load {tmp_path}"
+    trained = train(flags, base=BASE)
+    runs = [f"{flags} --skip-train {layout}" for layout in LAYOUTS_OF_TWO.values()]
+    by_rank = train_all_on_ranks(runs, 2, base=BASE)
+    for number, name in enumerate(LAYOUTS_OF_TWO):
+        found = logger_of([outcomes[number] for outcomes in by_rank])
+        assert found.steps == [] and [record.split for record in found.validations] == ["validation", "test"], name
+        for record, expected in zip(found.validations, trained.validations, strict=True):
+            assert record.losses == pytest.approx(expected.losses, abs=1e-11), name
 
 
 def test_a_key_that_another_layout_lacks_is_an_error(corpus, tmp_path):

@@ -65,6 +65,7 @@ LAYOUTS_OF_FOUR = {
     "TP x ZeRO-3": f"{TP2} {FSDP} optim_grads_params",
     "PP x ZeRO-3": f"{PP2} {FSDP} optim_grads_params",
     "VPP x DP, stages first": f"{VPP} --use-tp-pp-dp-mapping",
+    "a rank without anything": "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ett||tt|L",
     "hybrid": f"{SHARDED} --num-distributed-optimizer-instances 2",
 }
 
@@ -191,9 +192,7 @@ def elements(tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, int]:
 def test_one_process_prints_the_lines_of_one_process(corpus, tmp_path, layout, world_size, logger):
     """Started as torchrun does it: iterations, evaluations and the exit are printed once, with the same numbers."""
     flags = f"--data-path {corpus} --train-iters 3 --eval-interval 2 --eval-iters 1 --log-interval 1 --exit-interval 3"
-    flags += (
-        f" --fp64 --metrics-path {tmp_path}/all.jsonl --log-throughput --log-params-norm --log-num-zeros-in-grad"
-    )
+    flags += f" --fp64 --metrics-path {tmp_path}/all.jsonl --log-throughput --log-params-norm --log-num-zeros-in-grad"
     program = launch(f"{flags} {layout}", world_size, tmp_path / "ranks", base=BASE)
     assert program.exit_codes(120) == [0] * world_size, "".join(map(program.output, range(world_size)))
     alone = launch(flags.replace("all.jsonl", "alone.jsonl"), 0, tmp_path / "alone", base=BASE)
