@@ -9,5 +9,5 @@ from support.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    with Pool(WORLD, seconds=60.0) as pool:
+    with Pool(WORLD, seconds=100.0) as pool:
         yield pool

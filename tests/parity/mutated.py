@@ -35,7 +35,7 @@ def mean_losses(ranks: list[Evidence]) -> list[float]:
 def examine(cell: Cell) -> dict[str, Any]:
     """One process and the cell's ranks, under the product as it stands on the path."""
     torch.set_num_threads(1)
-    with Pool(cell.layout.ranks, seconds=60.0, context=multiprocessing.get_context("fork")) as pool:
+    with Pool(cell.layout.ranks, seconds=150.0, context=multiprocessing.get_context("fork")) as pool:
         ranks = pool.run(train, cell.layout.ranks, cell, STEPS)
     alone = Cell(cell.model, Layout(), cell.loss)
     expected = reference(cell.model, cell.per_token, STEPS)

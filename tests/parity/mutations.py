@@ -24,11 +24,11 @@ class Mutation:
 
 _TENSOR = [
     Mutation(
-        "norm-not-summed",
-        "the gradient of a norm under sequence parallelism is left a sum over its own tokens",
-        "core/transformer/torch_norm.py",
-        'frozenset({"tp"} if config.sequence_parallel else ())',
-        "frozenset()",
+        "final-norm-not-summed",
+        "the gradient of the last norm under sequence parallelism is left a sum over a rank's own tokens",
+        "core/distributed/finalize_model_grads.py",
+        "if axis in info.partial_gradient_axes]",
+        'if axis in info.partial_gradient_axes and "final_layernorm" not in info.name]',
         "llama-gqa/sp2/per-token",
         quick=True,
     ),

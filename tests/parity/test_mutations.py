@@ -36,7 +36,7 @@ def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
     paths = f"{folder}:{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "parity.mutated", mutation.caught_by]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=280)
     assert done.returncode == 0, f"{mutation.name} breaks the program, which everybody sees:\n{done.stderr[-4000:]}"
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert Path(seen["product"]).is_relative_to(folder)
