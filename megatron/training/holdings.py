@@ -139,8 +139,8 @@ def _passing(part: Part, config: PretrainConfig) -> int:
 
 
 def _passing_weights(part: Part, overlap: bool) -> int:
-    """A unit's weights are let go when those of its neighbour are there; with overlap the next are gathered as well.
-    Those of the last unit stay after forward, for the backward that often follows, until the chunk is used again."""
+    """One unit's weights are there at a time; with overlap the next are gathered as well. Those of the last unit stay
+    after forward, for the backward that often follows, until the chunk is used again."""
     chunks = [
         [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
         for plans in part.plans
@@ -149,20 +149,19 @@ def _passing_weights(part: Part, overlap: bool) -> int:
     for chunk, sizes in enumerate(chunks):
         again = sizes[:1] if _head_is_tied(part, chunk) else []  # the head uses the embedding's
         others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
-        used = max(_largest_run(sizes + again, 3 if overlap else 2), sum(sizes[-1:] + sizes[:1]))
-        most = max(most, used + others)
+        most = max(most, _largest_run(sizes + again, 2 if overlap else 1) + others)
     return most
 
 
 def _passing_gradients(part: Part, overlap: bool) -> int:
-    """A unit's gradients are reduced when its neighbour's come; with overlap the sum before that is still under way,
-    and the last of every other chunk. Those of an embedding that the head shares are open until backward is there."""
+    """One unit's gradients come at a time; with overlap the sum of the unit before is still under way, and the last of
+    every other chunk. Those of an embedding that the head shares are open until backward is there."""
     opened = [_opened(part, chunk) for chunk in range(len(part.plans))]
     most = 0
     for chunk, sizes in enumerate(opened):
         tied = int(_head_is_tied(part, chunk))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
-        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 3 if overlap else 2) + others)
+        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1) + others)
     return most
 
 

@@ -124,14 +124,26 @@ class GradientShards:
     def _bind(self, unit: Unit, passing: PassingGradients) -> None:
         number = len(self.passing)
 
+        def opened() -> None:
+            self._open(number)
+
         def landed(parameter: nn.Parameter) -> None:
             self._landed(number, parameter)
 
         self.passing.append(passing)
-        unit.bind_gradients(passing.whole, passing.owned, landed, passing.open)
+        unit.bind_gradients(passing.whole, passing.owned, landed, opened)
         passing.forget()  # views can be made only of what has memory
 
     # Contributions ---------------------------------------------------------------------------------------------------
+
+    def _open(self, number: int) -> None:
+        passing = self.passing[number]
+        if self._next == 0:
+            self._finish_under_way()  # of the micro-batch before, which had a forward's time
+        if not self._held and self._late not in passing.expected:
+            # Before memory is taken: what is complete, as far as one can tell, is to make room.
+            self._start_while(lambda other: other.seen > 0, number)
+        passing.open()
 
     def _landed(self, number: int, parameter: nn.Parameter) -> None:
         if self._finished:
@@ -143,12 +155,8 @@ class GradientShards:
         passing.landed += 1
         passing.seen += 1
         self._backward_end.expect()
-        if self._held:
-            return
-        if self._late in passing.expected:
+        if not self._held and self._late in passing.expected:
             self._start_while(lambda other: other.seen >= other.expected[self._late], len(self.passing))
-        else:
-            self._start_while(lambda other: other.seen > 0, number)
 
     def _start_while(self, complete: Callable[[PassingGradients], bool], stop: int) -> None:
         while self._next < stop and complete(self.passing[self._next]):
@@ -157,12 +165,16 @@ class GradientShards:
 
     def _start(self, passing: PassingGradients) -> None:
         # One reduction at a time has memory beside the unit that backward is at.
-        if self._under_way is not None:
-            self._under_way.finish()
+        self._finish_under_way()
         passing.start()
         self._under_way = passing
         if not self.overlap:
             passing.finish()
+
+    def _finish_under_way(self) -> None:
+        if self._under_way is not None:
+            self._under_way.finish()
+            self._under_way = None
 
     def _backward_ended(self) -> None:
         if not self._held:
@@ -221,9 +233,7 @@ class GradientShards:
         if self._finished:
             return
         self.flush_landed()
-        if self._under_way is not None:
-            self._under_way.finish()
-            self._under_way = None
+        self._finish_under_way()
         sums = [
             owned.reductions.replicas.start_whole(owned.flat, owned.wire_dtype)
             for owned in self.owned

@@ -130,8 +130,9 @@ class WeightHooks:
         """Have a user's units whole, and begin to gather those of the one that comes next."""
         for unit in self.users[number].units:
             self._uses[unit] += 1
-            unit.start_gather()
         self._end_lingering()
+        for unit in self.users[number].units:
+            unit.start_gather()
         if self.prefetch:
             self._gather_ahead(number)
         for unit in self.users[number].units:
@@ -162,31 +163,40 @@ class WeightHooks:
     # Around a user's backward ----------------------------------------------------------------------------------------
 
     def _before_backward(self, number: int, outputs: Sequence[Tensor]) -> None:
+        readers: list[int] = []
+
         def begin(gradient: Tensor) -> None:
             self._backward_end.expect()
             self._backward_runs = True
+            for reader in readers:
+                self._end_backward(reader)
             if number not in self._in_backward:
                 self._in_backward[number] = None
                 self._take(number)
 
         if outputs:
             register_multi_grad_hook(outputs, begin, mode="any")
+        if len(outputs) == 1:
+            outputs[0].readers = readers  # type: ignore[attr-defined]
 
     def _after_backward(self, number: int, inputs: Sequence[Tensor]) -> None:
-        def end(gradients: Sequence[Tensor | None]) -> None:
-            if number in self._in_backward:
-                del self._in_backward[number]
-                self._give_back(number)
+        readers = getattr(inputs[0], "readers", None) if len(inputs) == 1 else None
+        if readers is not None:
+            # Another user's output: this one is done when that one begins, and is to make room for it before.
+            readers.append(number)
+        elif inputs:
+            register_multi_grad_hook(inputs, lambda gradients: self._end_backward(number), mode="all")
 
-        if inputs:
-            register_multi_grad_hook(inputs, end, mode="all")
+    def _end_backward(self, number: int) -> None:
+        if number in self._in_backward:
+            del self._in_backward[number]
+            self._give_back(number)
 
     def _backward_ended(self) -> None:
         """Release what nobody did: of users whose input needs no gradient, and what was gathered in vain."""
         self._backward_runs = False
         for number in list(self._in_backward):
-            del self._in_backward[number]
-            self._give_back(number)
+            self._end_backward(number)
         self.release_unused()
 
     def release_unused(self) -> None:

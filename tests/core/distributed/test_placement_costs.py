@@ -38,8 +38,8 @@ class Head(nn.Module):
 
     borrowed_parameters: tuple[nn.Parameter, ...] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.borrowed_parameters[0])
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight)
 
 
 class Stack(nn.Module):
@@ -61,7 +61,7 @@ class Stack(nn.Module):
         x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x).float().square().mean()
+        return self.head(x, weight=self.embedding.weight).float().square().mean()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,10 @@ def costs(name: str, dtype: torch.dtype) -> tuple[Held, list[Held], list[Traffic
     alive: list[Held] = []
     for parameter in model.parameters():
         sink: Any = parameter.gradient_sink
+        sink.opened = _then(sink.opened, lambda: alive.append(held(ddp)))
         sink.landed = _then(sink.landed, lambda: alive.append(held(ddp)))
+    for module in model.modules():  # at the turn from one module's backward to the next one's
+        module.register_forward_hook(_watch_gradient(lambda: alive.append(held(ddp))))
     with recorded() as traffic:
         for step in range(2):
             if step == 1:
@@ -120,11 +123,18 @@ def costs(name: str, dtype: torch.dtype) -> tuple[Held, list[Held], list[Traffic
 
 
 def _then(first: Any, second: Any) -> Any:
-    def both(parameter: nn.Parameter) -> None:
-        first(parameter)
+    def both(*arguments: Any) -> None:
+        first(*arguments)
         second()
 
     return both
+
+
+def _watch_gradient(look: Any) -> Any:
+    def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: look())
+
+    return watch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,7 +233,6 @@ def read_outside(borrows: bool) -> str:
     with ddp.whole_weights():
         assert torch.isfinite(weight).all() and weight.abs().sum() > 0
     if not borrows:
-        model.head.borrowed_parameters = (weight,)
         with pytest.raises(RuntimeError, match=r"embedding\.weight is read"):
             ddp(torch.zeros(1, 4, dtype=torch.int64))
     groups.close()
