@@ -118,7 +118,7 @@ class Pending:
         """Inputs, which must live until the end."""
 
     def is_done(self) -> bool:
-        """It is known to have ended: `wait` would wait for nothing. Some backends know only once they were waited for."""
+        """It is known to have ended: `wait` would wait for nothing. Some backends know only once waited for."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:

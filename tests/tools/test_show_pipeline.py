@@ -56,7 +56,8 @@ def test_a_picture_as_svg(
     boxes = [e for e in root.iter(f"{name}rect") if e.find(f"{name}title") is not None]
     assert len(boxes) == 3 * 4 * len(kinds)
     for box in boxes:
-        assert 0 <= float(box.attrib["x"]) and float(box.attrib["x"]) + float(box.attrib["width"]) <= 1200
+        left, width = float(box.attrib["x"]), float(box.attrib["width"])
+        assert 0 <= left <= left + width <= 1200
 
 
 def test_lists_of_actions(capsys: pytest.CaptureFixture[str]) -> None:
