@@ -5,6 +5,7 @@
 prints a JSON object: what one process sees, what the ranks of the cell see, and how the two differ.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -18,6 +19,9 @@ from parity.layouts import Layout
 from parity.program import train
 from parity.reference import reference
 from support.pool import Pool
+
+from megatron.core import backends
+from megatron.core.ops.dropout import keep_rows
 
 STEPS = 6
 
@@ -35,6 +39,8 @@ def mean_losses(ranks: list[Evidence]) -> list[float]:
 def examine(cell: Cell) -> dict[str, Any]:
     """One process and the cell's ranks, under the product as it stands on the path."""
     torch.set_num_threads(1)
+    # Compiled masks would be compiled anew for every copy of the product; their definition gives the same bits.
+    backends.LOCAL = dataclasses.replace(backends.LOCAL, keep_rows=keep_rows)
     with Pool(cell.layout.ranks, seconds=150.0, context=multiprocessing.get_context("fork")) as pool:
         ranks = pool.run(train, cell.layout.ranks, cell, STEPS)
     alone = Cell(cell.model, Layout(), cell.loss)
