@@ -1,0 +1,166 @@
+"""What a layout keeps and sends, measured:   torchrun --nproc_per_node 4 tools/measure_layout.py FLAGS OF A RUN
+
+Sets the run up as pretrain_gpt.py would, trains two steps and prints of the second: bytes that ranks keep from step to
+step (weights, gradients, optimizer), bytes that the forward pass of one micro-batch keeps for backward, and every
+communication of the fullest rank by group, operation and type, with its calls, the bytes of its tensors and the bytes
+that the rank sends where the algorithm is a ring. Data is made up unless it is given.
+"""
+
+import gc
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pretrain_gpt
+from megatron.core.collectives import Traffic, recorded
+from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.arguments import configure, exit_with_problems
+from megatron.training.config.settings import Surroundings
+from megatron.training.hooks.signals import SignalWatch
+from megatron.training.initialize import process_environment
+from megatron.training.pieces import ForwardStep, Pieces
+from megatron.training.run import Run
+from megatron.training.setup import set_up
+from megatron.training.training import train_step
+
+PIECES = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+MADE_UP = [
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--train-iters",
+    "2",
+    "--eval-iters",
+    "0",
+    "--lr",
+    "1e-4",
+]
+_GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_opt", "mp", "tp_cp", "tp_dp_cp")
+"""Names by which a set of ranks is called; the first that fits."""
+
+
+def main(words: Sequence[str], surroundings: Surroundings | None = None) -> None:
+    try:
+        words = [*MADE_UP, "--num-workers", "0", "--log-interval", "1000", *words]
+        config = configure(words, surroundings=surroundings)
+        with SignalWatch([]) as signals, process_environment(config) as environment:
+            run = set_up(config, PIECES, environment, signals, time.monotonic())
+            kept: list[int] = []
+            run.forward_step = _measured(run.forward_step, kept)
+            run.log.start(0)
+            run.advance(train_step(run))
+            kept.clear()
+            with recorded() as traffic:
+                result = train_step(run)
+            run.advance(result)
+            everyone = Ranks().gather({"memory": memory_of(run, kept), "traffic": rows_of(traffic, environment.groups)})
+            run.close()
+            if environment.is_first:
+                print(*lines(everyone), sep="\n", flush=True)
+    except UserError as error:
+        exit_with_problems(error)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Within, notes the memory of every result; `nbytes` is what of it is still in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._older: dict[int, StorageWeakRef] = {}
+        """Memory that was there before: weights, data. The references keep the addresses from being used again."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._made:
+                self._older[tensor.untyped_storage()._cdata] = StorageWeakRef(tensor.untyped_storage())
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._older:
+                storage = tensor.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        gc.collect()
+        time.sleep(0.1)  # for threads that have just sent something
+        return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
+
+
+def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
+    """The forward step, which notes what its first call of a training step leaves in memory."""
+
+    def forward_step(data: Any, model: nn.Module) -> Any:
+        if kept:
+            return step(data, model)
+        with LiveStorages() as live:
+            output = step(data, model)
+        kept.append(live.nbytes)
+        return output
+
+    return forward_step
+
+
+def memory_of(run: Run, kept: Sequence[int]) -> dict[str, int]:
+    """Bytes of this rank's buffers between steps, and of a micro-batch's activations."""
+    units = [unit for chunk in run.model for unit in chunk.units]
+    weights = sum(unit.owned_weights.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
+    storages = {unit.grad_buffer.untyped_storage().data_ptr(): unit.grad_buffer.untyped_storage() for unit in units}
+    storages |= {u.owned_gradients.untyped_storage().data_ptr(): u.owned_gradients.untyped_storage() for u in units}
+    return {
+        "weights": weights,
+        "gradients": sum(storage.nbytes() for storage in storages.values()),
+        "optimizer": sum(chunk.flat.nbytes for chunk in run.optimizer.state_chunks()),
+        "activations": sum(kept),
+    }
+
+
+def rows_of(traffic: Sequence[Traffic], groups: ProcessGroupCollection) -> list[list[Any]]:
+    """Group, operation, type; calls, bytes, bytes sent."""
+    calls: Counter[tuple[str, str, str]] = Counter()
+    nbytes, sent = Counter(calls), Counter(calls)
+    for entry in traffic:
+        key = _name(entry, groups), entry.operation, str(entry.dtype).removeprefix("torch.")
+        calls[key] += 1
+        nbytes[key] += entry.nbytes
+        sent[key] += round(entry.sent_bytes)
+    return [[*key, calls[key], nbytes[key], sent[key]] for key in sorted(calls)]
+
+
+def _name(entry: Traffic, groups: ProcessGroupCollection) -> str:
+    if entry.operation in ("send", "receive"):
+        return "cp" if set(entry.ranks) <= set(groups.ranks("cp")) else "pp"
+    fitting = (name for name in _GROUPS if set(groups.ranks(name)) == set(entry.ranks) and groups.size(name) > 1)
+    return next(fitting, f"{len(entry.ranks)} ranks")
+
+
+def lines(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """For people."""
+    yield f"{'bytes a rank':14} {'least':>14} {'most':>14}"
+    for name in ("weights", "gradients", "optimizer", "activations"):
+        values = [rank["memory"][name] for rank in everyone]
+        note = "  (of one micro-batch's forward pass)" if name == "activations" else ""
+        yield f"{name:14} {min(values):14,} {max(values):14,}{note}"
+    sent = [sum(row[-1] for row in rank["traffic"]) for rank in everyone]
+    fullest = max(range(len(sent)), key=lambda rank: sent[rank])
+    yield f"traffic of a step on rank {fullest}, which sends most: {sent[fullest]:,} bytes"
+    for group, operation, dtype, calls, nbytes, out in everyone[fullest]["traffic"]:
+        yield f"  {group:8} {operation:15} {dtype:9} {calls:5} calls {nbytes:14,} bytes {out:14,} sent"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
