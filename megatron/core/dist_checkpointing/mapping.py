@@ -88,6 +88,22 @@ class ShardedTensor:
             **fields,
         )
 
+    @classmethod
+    def from_chunk(cls, chunk: Chunk) -> "ShardedTensor":
+        """What a chunk is, over the same memory."""
+        flat, box = chunk.flat_range, chunk.box
+        return cls(
+            chunk.name,
+            chunk.tensor.view(box.shape) if flat is None else chunk.flat,
+            chunk.tensor.dtype,
+            box.shape,
+            chunk.global_shape,
+            box.start,
+            None,
+            flattened_range=None if flat is None else slice(*flat),
+            holders=chunk.holders,
+        )
+
     def validate_metadata_integrity(self) -> None:
         """Raises UserError where the fields contradict each other."""
         for problem in self._problems():

@@ -1,6 +1,7 @@
 """MegatronOptimizer: what a training loop asks of an optimizer, whichever it is."""
 
 import abc
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from megatron.core.collectives import all_reduce
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,18 +90,18 @@ class MegatronOptimizer(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the whole state of this rank."""
-        chunks = {chunk.name: chunk.tensor.clone() for chunk in self.state_chunks()}
-        return {"common": self.common_state(), "state": chunks}
+        tensors = {name: chunk.tensor.clone() for name, chunk in self._named_chunks().items()}
+        return {"common": self.common_state(), "state": tensors}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`, in the same layout. Raises UserError for a missing or unknown tensor."""
-        chunks = list(self.state_chunks())
-        odd = sorted({chunk.name for chunk in chunks} ^ state_dict["state"].keys())
+        chunks = self._named_chunks()
+        odd = sorted(chunks.keys() ^ state_dict["state"].keys())
         if odd:
             raise UserError(f"optimizer state does not fit this model: {odd[0]} and {len(odd) - 1} more differ")
-        for chunk in chunks:
-            chunk.tensor.copy_(state_dict["state"][chunk.name])
+        for name, chunk in chunks.items():
+            chunk.tensor.copy_(state_dict["state"][name].view_as(chunk.tensor))
         self.load_common_state(state_dict["common"])
 
     def sharded_state_dict(
@@ -107,9 +109,24 @@ class MegatronOptimizer(abc.ABC):
         model_sharded_state_dict: dict[str, Any] | None = None,
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Chunk]:
-        """The chunks by name."""
-        return {chunk.name: chunk for chunk in self.state_chunks()}
+    ) -> dict[str, Any]:
+        """The state dict, over live memory and with each tensor's place, for `dist_checkpointing.save` and `load`.
+
+        What a load gives back fits `load_state_dict` under any layout. The arguments change nothing: the state of each
+        parameter knows its place.
+        """
+        tensors = {name: ShardedTensor.from_chunk(chunk) for name, chunk in self._named_chunks().items()}
+        return {"common": self.common_state(), "state": tensors}
+
+    def _named_chunks(self) -> dict[str, Chunk]:
+        """The chunks by name; further parts of one tensor on this rank, such as another box of it, get a number."""
+        found: dict[str, Chunk] = {}
+        counts: Counter[str] = Counter()
+        for chunk in self.state_chunks():
+            counts[chunk.name] += 1
+            number = counts[chunk.name]
+            found[chunk.name if number == 1 else f"{chunk.name} ({number})"] = chunk
+        return found
 
 
 def true_on_all_ranks(flag: Tensor, groups: ProcessGroupCollection) -> Tensor:

@@ -8,10 +8,13 @@ from support.processes import run_on_ranks
 from torch import Tensor
 
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import LocalNonpersistentObject
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.parameters import Constant, canonical_index, info_of
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.parameters import Constant, ParameterInfo, canonical_index, info_of
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,3 +122,60 @@ def test_lone_layers_and_half_precision(tmp_path):
     assert torch.equal(twin.weight, linear.weight) and twin.weight.dtype is torch.bfloat16
     model = Float16Module(config, build())
     assert list(model.sharded_state_dict()) == list(model.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# With an optimizer
+
+
+def trained(**settings) -> tuple[GPTModel, MegatronOptimizer]:
+    """A model whose optimizer's state is a function of places alone: gradients are."""
+    model = build(**settings)
+    wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(**SHARDED), model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=0.0), [wrapped])
+    for _ in range(2):
+        for chunk in wrapped.gradient_chunks():
+            info = ParameterInfo(chunk.global_shape, chunk.box, Constant(0.0))
+            index = canonical_index(info, chunk.range[0], chunk.tensor.numel())
+            chunk.flat.copy_(torch.cos(index.float()))
+        assert optimizer.step()[0]
+    return model, optimizer
+
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def state_of(optimizer: MegatronOptimizer) -> dict[str, Tensor]:
+    """By name and place."""
+    return {str(chunk): chunk.flat.clone() for chunk in optimizer.state_chunks()}
+
+
+def _optimizer_into(folder: Path, other: str, sizes: dict) -> None:
+    """Saved here, and loaded from what others saved."""
+    parallel_state.initialize_model_parallel(**sizes)
+    model, optimizer = trained(groups=1, **sizes)
+    states = {"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    dist_checkpointing.save(states, str(folder / str(sizes)))
+    right = state_of(optimizer)
+    for _, tensor in states["optimizer"]["state"].items():
+        tensor.data.zero_()
+    loaded = dist_checkpointing.load({**states, "extra": LocalNonpersistentObject(1)}, other, strict="raise_all")
+    optimizer.load_state_dict(loaded["optimizer"])
+    found = state_of(optimizer)
+    assert found.keys() == right.keys() and loaded["optimizer"]["common"]["update_count"] == 2
+    assert [name for name in right if not torch.equal(found[name], right[name])] == []
+    assert all(value.abs().sum() > 0 for value in right.values())
+    parallel_state.destroy_model_parallel()
+
+
+def _optimizers(folder: Path, other: str) -> None:
+    for sizes in LAYOUTS.values():
+        _optimizer_into(folder, other, sizes)
+
+
+def test_an_optimizers_state_goes_along(tmp_path):
+    """Ranges of a sharded optimizer, and two boxes of one tensor on a rank (queries, and the one group's key)."""
+    one = str(tmp_path / "one")
+    model, optimizer = trained(groups=1)
+    dist_checkpointing.save({"model": model.sharded_state_dict(), "optimizer": optimizer.sharded_state_dict()}, one)
+    run_on_ranks(_optimizers, 2, tmp_path, one)
