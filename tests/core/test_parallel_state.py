@@ -220,9 +220,11 @@ def test_masked_groups_repeat_over_a_larger_world() -> None:
 
 
 SCRIPT = """
+import os
 from megatron.core import parallel_state
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
-print("rank", parallel_state.get_data_parallel_rank(), "of", parallel_state.get_data_parallel_world_size())
+place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+os.write(1, b"rank %d of %d\\n" % place)  # in one piece, which the other rank's cannot run into
 """
 
 

@@ -166,6 +166,7 @@ def publish():
         global_vars.publish(SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None))
         return run
 
+    global_vars.forget()  # whatever an earlier test in this process has left
     yield make
     global_vars.forget()
 

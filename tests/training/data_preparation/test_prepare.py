@@ -289,7 +289,8 @@ def test_killed_in_the_middle(tmp_path, number):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "1 2 3"}\n' * 20_000)
     code = f"""
-import runpy, sys, time
+import runpy, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it with SIGINT ignored
 sys.path.insert(0, {str(ROOT)!r})
 from megatron.training.tokenizer.null import NullTokenizer
 NullTokenizer.encode_texts = lambda self, texts, old=NullTokenizer.encode_texts: (time.sleep(0.3), old(self, texts))[1]
