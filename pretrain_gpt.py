@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel import sequence_part
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.training import pretrain
@@ -25,11 +25,17 @@ from megatron.training.pieces import Context, ForwardStep, Pieces, SampleCounts,
 
 
 def build_model(context: Context, stage: Stage) -> GPTModel:
-    model = context.config.model
+    model, groups = context.config.model, context.environment.groups
+    place: dict[str, Any] = {
+        "use_transformer_engine": False,
+        "vp_stage": stage.virtual,
+        "pp_rank": groups.rank("pp"),
+    }
+    layers = get_gpt_decoder_block_spec(model.transformer, **place)
     return GPTModel(
         config=model.transformer,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=model.transformer.qk_layernorm),
-        vocab_size=context.tokenizer.vocab_size,
+        transformer_layer_spec=layers,
+        vocab_size=context.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=stage.pre_process,
         post_process=stage.post_process,
@@ -40,8 +46,9 @@ def build_model(context: Context, stage: Stage) -> GPTModel:
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(model.transformer, layers, **place),
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
-        pg_collection=context.environment.groups,
+        pg_collection=groups,
         vp_stage=stage.virtual,
     )
 
@@ -65,7 +72,8 @@ def build_forward_step(context: Context) -> ForwardStep:
         sample_length = batch.tokens.shape[1]
         batch = (batch if batch.cu_seqlens is None else batch.laid_end_to_end()).part(part)
         tokens = describe_tokens(batch, data, part, sample_length)
-        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels, tokens=tokens)
+        inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
+        losses = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask, tokens=tokens)
         return losses, partial(loss_func, batch.loss_mask)
 
     return forward_step

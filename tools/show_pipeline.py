@@ -81,7 +81,15 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than the {size} ranks; {size} works"
         )
     pipeline = Pipeline(size, 2 if name == "zb-v" else chunks or 1, v_shaped=name == "zb-v")
-    return Schedule(schedule_name(name, pipeline), pipeline, args.num_microbatches, args.forward_only, group)
+    pairs = args.overlap_moe_expert_parallel_comm and not args.forward_only
+    if pairs and pipeline.num_stages > 1 and (pipeline.chunks == 1 or pipeline.v_shaped):
+        raise UserError(
+            "--overlap-moe-expert-parallel-comm pairs forwards with backwards of one rank or of an interleaved "
+            "pipeline; give --num-virtual-stages-per-pipeline-rank of 2 or more"
+        )
+    return Schedule(
+        schedule_name(name, pipeline), pipeline, args.num_microbatches, args.forward_only, group, pairs=pairs
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -99,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="micro-batches that a chunk runs in a row (interleaved); default: as many as ranks",
+    )
+    parser.add_argument(
+        "--overlap-moe-expert-parallel-comm",
+        action="store_true",
+        help="a forward and the backward of another micro-batch take turns; drawn are whole pairs, as long as both",
     )
     parser.add_argument("--forward-only", action="store_true", help="as in evaluation")
     parser.add_argument("--forward-time", type=float, default=1.0, metavar="T")

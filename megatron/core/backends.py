@@ -30,10 +30,13 @@ from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
+from megatron.core.ops.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear
 from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.permute import Copies, copies_by_group, permute, unpermute
 from megatron.core.ops.rope import apply_rope
+from megatron.core.ops.weighted_activation import weighted_activation
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -52,6 +55,12 @@ class Backend:
     merge_block: Callable[..., None] = merge_block
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss
+    grouped_linear: Callable[..., Tensor] = grouped_linear
+    grouped_bias: Callable[..., Tensor] = grouped_bias
+    copies_by_group: Callable[..., tuple[Copies, Tensor]] = copies_by_group
+    permute: Callable[..., Tensor] = permute
+    unpermute: Callable[..., Tensor] = unpermute
+    weighted_activation: Callable[..., Tensor] = weighted_activation
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
     """For what a config asks, in order of preference; a layer takes the first that does not refuse."""
     attention_blocks: Mapping[AttnBackend, tuple[BlockKernel, ...]] = field(default_factory=lambda: BLOCK_CANDIDATES)
@@ -91,6 +100,9 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.attention_merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
+        from megatron.core.ops.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+        from megatron.core.ops.weighted_activation_triton import weighted_activation_triton
     except ImportError:
         return None
     return dataclasses.replace(
@@ -101,6 +113,12 @@ def triton_backend() -> Backend | None:
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),
         cross_entropy=ByDevice(cpu=cross_entropy, cuda=cross_entropy_triton),
         head_loss=ByDevice(cpu=head_loss, cuda=functools.partial(head_loss, loss=cross_entropy_triton)),
+        grouped_linear=ByDevice(cpu=grouped_linear, cuda=grouped_linear_cuda),
+        grouped_bias=ByDevice(cpu=grouped_bias, cuda=grouped_bias_cuda),
+        copies_by_group=ByDevice(cpu=copies_by_group, cuda=copies_by_group_triton),
+        permute=ByDevice(cpu=permute, cuda=permute_triton),
+        unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
+        weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),
     )
 
 
@@ -126,10 +144,12 @@ class KernelChoice(Generic[Kernel]):
     kernel: Kernel
     refusals: tuple[str, ...]
     """Why kernels that would have been preferred cannot."""
+    remark: str = ""
+    """What it does with the layer's tensors first."""
 
     def describe(self) -> str:
         """The kernel's name, and why it is no better one."""
-        return self.kernel.name + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
+        return self.kernel.name + self.remark + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
 
 
 @dataclass(frozen=True)
@@ -194,6 +214,14 @@ def _choose_kernel(
         if kernel.serves(situation):
             refusal = kernel.refusal(variant, situation)
             if refusal is None:
-                return KernelChoice(kernel, tuple(refusals))
+                return KernelChoice(kernel, tuple(refusals), _remark(kernel, variant))
             refusals.append(f"{kernel.name}: {refusal}")
     raise AssertionError("the last candidate takes everything")
+
+
+def _remark(kernel: AttentionKernel | BlockKernel, variant: AttentionVariant) -> str:
+    if variant.widths is None or kernel.fills == "never":
+        return ""
+    narrower = "keys" if variant.widths[0] < variant.widths[1] else "values"
+    when = "" if kernel.fills == "always" else f" {kernel.fills}"
+    return f" ({narrower} of {min(variant.widths)} channels filled up to {max(variant.widths)}{when})"

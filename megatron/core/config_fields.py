@@ -54,6 +54,8 @@ class FlagDeclaration:
     only_with: str | None = None
     """Field without which this one is never looked at, as "field" (not at its default) or "field=value"; a line says so
     when this one is given without it."""
+    or_with: str | None = None
+    """A switch with which the field is looked at too, whatever `only_with` says."""
     words: Mapping[str, Any] | None = None
     """The words of the command line and the values they stand for, where the annotation is neither Literal nor Enum."""
 

@@ -11,7 +11,10 @@ def layer_pattern(text: str) -> int | list[int]:
     Raises ValueError for anything else. Nothing is evaluated as Python.
     """
     if "[" not in text:
-        return int(text)
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError("neither a number nor a list expression such as ([0]*3+[1]*58)") from None
     tokens = _tokens(text)
     result = _sum(tokens, text)
     if tokens or isinstance(result, int):

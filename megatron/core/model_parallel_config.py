@@ -55,7 +55,7 @@ class ModelParallelConfig:
     hybrid_context_parallel: bool = not_yet(False)
     """Give each packed sequence as many context parallel ranks as its length needs."""
 
-    expert_model_parallel_size: int = not_yet(1)
+    expert_model_parallel_size: int = 1
     """Ranks that the experts of a layer are spread over."""
 
     expert_tensor_parallel_size: int | None = flag(None, only_with="num_moe_experts")
@@ -201,12 +201,17 @@ class ModelParallelConfig:
     """Library that sets up the overlapped tensor parallel communication."""
 
     overlap_moe_expert_parallel_comm: bool = flag(False, only_with="num_moe_experts")
-    """Hide the all-to-all of experts behind another micro-batch's products."""
+    """Hide the exchange of tokens between experts: a micro-batch's forward and the backward of the one before take
+    turns, and one computes while the other's tokens are under way. A rank then holds the activations of one micro-batch
+    (with virtual pipeline stages: of one chunk) more. The numbers are the same. A pipeline needs virtual stages."""
 
-    delay_wgrad_compute: bool = not_yet(False)
-    """Compute weight gradients apart from input gradients, later."""
+    delay_wgrad_compute: bool = flag(False, only_with="overlap_moe_expert_parallel_comm")
+    """With --overlap-moe-expert-parallel-comm: products that give weight gradients wait until their backward has an
+    exchange under way, which they hide before the other micro-batch does."""
 
-    ep_overlap_early_attn_memory_release: bool = flag(False, only_with="overlap_moe_expert_parallel_comm")
+    ep_overlap_early_attn_memory_release: bool = flag(
+        False, no_effect="backward gives each activation's memory back as soon as it is done with it"
+    )
     """With --overlap-moe-expert-parallel-comm: free attention's activations early."""
 
     # Pipeline --------------------------------------------------------------------------------------------------------
@@ -262,7 +267,8 @@ class ModelParallelConfig:
     """Micro-batches that a model chunk runs in a row; as --pipeline-model-parallel-size when not given."""
 
     mtp_standalone: bool = flag(False, only_with="mtp_num_layers")
-    """The multi-token prediction layers have a pipeline stage of their own."""
+    """The multi-token prediction layers have a pipeline stage of their own: known from
+    --pipeline-model-parallel-layout, without which it is refused."""
 
     # Offloading of activations ---------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ names them with `name_parameters` once it is built, and draws their initial valu
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -64,12 +64,18 @@ class Normal:
 class XavierUniform:
     """U(-a, a) with a = sqrt(6 / (fan in + fan out)) of the whole [out, in] tensor (Glorot and Bengio 2010)."""
 
+    stacked: int = 0
+    """How many dimensions, the first ones, number tensors that are drawn each by itself, such as experts'."""
+
     def __call__(self, tensor: Tensor) -> Tensor:
-        return nn.init.xavier_uniform_(tensor) if tensor.dim() > 1 else tensor
+        for part in tensor.flatten(0, self.stacked - 1) if self.stacked else (tensor,):
+            if part.dim() > 1:
+                nn.init.xavier_uniform_(part)
+        return tensor
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
         fan_in = global_shape[-1]
-        bound = math.sqrt(6.0 / (fan_in + math.prod(global_shape[:-1])))
+        bound = math.sqrt(6.0 / (fan_in + math.prod(global_shape[self.stacked : -1])))
         return (uniform(index, key) * 2.0 - 1.0) * bound
 
 
@@ -84,6 +90,25 @@ class Constant:
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
         return torch.full_like(index, self.value, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class EachOf:
+    """An initialiser of one tensor, for a stack of them along the first dimension."""
+
+    init: Initializer
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        for part in tensor:
+            self.init(part.view(-1, part.shape[-1]))
+        return tensor
+
+
+def each_of(init: Initializer) -> Initializer:
+    """An initialiser of a stack of tensors [n, ..., in], each drawn by `init` as a matrix [out, in]."""
+    if isinstance(init, Normal | Constant):
+        return init
+    return dataclasses.replace(init, stacked=1) if isinstance(init, XavierUniform) else EachOf(init)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +135,8 @@ class ParameterInfo:
     """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
     part_of: str = ""
     """The canonical name where it is not the parameter's own path: the whole name (the copy of a tied embedding on the
-    last pipeline stage), or, with a leading dot, a sibling's (".weight": another box of the weight beside it)."""
+    last pipeline stage), or, with leading dots, a relative one, as of Python's imports: one dot begins in the module
+    that holds the parameter (".weight": another box of the weight beside it), each further one in the module around."""
     padding: int = 0
     """Elements at the end of the stored tensor that belong to no canonical index."""
     grid: Literal["dense", "expert"] = "dense"
@@ -122,6 +148,8 @@ class ParameterInfo:
     """Grid axes over which `box` differs. Over all other axes of its grid the parameter is a replica."""
     tied: bool = False
     """Also held, as the same canonical tensor, by another pipeline stage (embedding and head)."""
+    tied_over: Literal["embd", "pos_embd"] = "embd"
+    """Of a tied parameter: the group of the ranks of a pipeline that hold a copy."""
     embedding_or_output: bool = False
     """Takes the learning rate of --decoupled-lr."""
 
@@ -221,9 +249,11 @@ def name_parameters(module: nn.Module) -> None:
 
 def canonical_name(path: str, info: ParameterInfo) -> str:
     """The canonical name of a parameter that stands at `path` in its model."""
-    if info.part_of.startswith("."):
-        return path.rpartition(".")[0] + info.part_of
-    return info.part_of or path
+    relative = info.part_of.lstrip(".")
+    if relative == info.part_of:
+        return info.part_of or path
+    outer = path.split(".")[: -(len(info.part_of) - len(relative))]
+    return ".".join([*outer, relative])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,6 +337,12 @@ class GradientSink(Protocol):
 
     def add_product(self, output_gradient: Tensor, inputs: "Tensor | InputsToGather") -> None:
         """Accumulate output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear."""
+
+    def add_grouped_product(
+        self, output_gradient: Tensor, inputs: Tensor, accumulate: Callable[[Tensor, Tensor, Tensor], None]
+    ) -> None:
+        """Accumulate by accumulate(gradient, output_gradient, inputs): the stacked weights of experts, of which each
+        has some rows of both."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulate a gradient shaped as the stored parameter."""

@@ -91,3 +91,12 @@ def position_ids(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
         return index[None]
     document = torch.bucketize(index, tokens.cu_seqlens[1:], right=True)
     return (index - tokens.cu_seqlens[document])[None]
+
+
+def row_lengths(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
+    """How many tokens the row or packed document has that a token stands in, the parts of other ranks included: int64
+    [1, s], or [1, 1] where all are alike."""
+    if tokens.cu_seqlens is None:
+        return torch.full((1, 1), tokens.first_position + tokens.row_length, device=device)
+    document = torch.bucketize(row_index(tokens, device), tokens.cu_seqlens[1:], right=True)
+    return tokens.cu_seqlens.diff().to(torch.int64)[document][None]

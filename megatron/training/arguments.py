@@ -4,11 +4,13 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training.config.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import (
@@ -49,14 +51,22 @@ def configure(
 ) -> PretrainConfig:
     """`config_of_command_line` for any words; raises ConfigurationError with all mistakes."""
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
+    take_checkpoint_args(line)
     return resolve(line, args_defaults, surroundings)
+
+
+_AFTER_THE_FIRST_RANK = 5.0
+"""Seconds in which the first rank, which reads the same command line, comes to its end."""
 
 
 def exit_with_problems(error: UserError) -> NoReturn:
     """Print each problem, once for all ranks, and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
         for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"error: {problem}", file=sys.stderr, flush=True)
+    else:
+        # Who starts the ranks ends them all when one has ended, which must not be before the first has printed.
+        time.sleep(_AFTER_THE_FIRST_RANK)
     raise SystemExit(2)
 
 
@@ -92,6 +102,7 @@ def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unkn
     (unless `ignore_unknown_args`) or a value cannot be read.
     """
     line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
+    take_checkpoint_args(line)
     if line.problems:
         exit_with_problems(ConfigurationError(line.problems))
     arguments = Arguments(line)

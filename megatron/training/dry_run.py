@@ -61,7 +61,7 @@ def dry_run(config: PretrainConfig, pieces: Pieces) -> DryRun:
     shape = ModelShape.from_config(config.transformer, padded_vocab_size=padded, seq_length=length)
     return DryRun(
         parameters=parameters_of_model(holding.part for holding in ranks),
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=config.tokenizer.model_vocab_size(tokenizer.vocab_size),
         padded_vocab_size=padded,
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,

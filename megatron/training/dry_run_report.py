@@ -48,8 +48,9 @@ def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
 
 def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     transformer, training, grid = config.transformer, config.training, config.grid
+    further = f" and {transformer.mtp_num_layers} that predict further ahead" if transformer.mtp_num_layers else ""
     yield (
-        f"model       {transformer.num_layers} layers, hidden size {transformer.hidden_size}, "
+        f"model       {transformer.num_layers} layers{further}, hidden size {transformer.hidden_size}, "
         f"{transformer.num_attention_heads} heads, {config.data.seq_length} tokens a sample"
     )
     yield f"parameters  {run.parameters:,}; vocabulary {run.vocab_size:,}, stored as {run.padded_vocab_size:,}"
@@ -130,6 +131,10 @@ def stage_text(stage: StagePart) -> str:
         held.append(f"layers {stage.layers.start} to {stage.layers[-1]}")
     elif stage.layers:
         held.append(f"layer {stage.layers.start}")
+    if stage.prediction_layers:
+        copy = [] if stage.embedding else ["a copy of the embedding"]
+        count = stage.prediction_layers
+        held += [*copy, f"{count} layer{'s' * (count > 1)} that predict{'s' * (count == 1)} further ahead"]
     return ", ".join([*held, *(["head and loss"] if stage.loss else [])]) or "nothing"
 
 
@@ -153,35 +158,56 @@ def _map_lines(config: PretrainConfig, ranks: Sequence[Holding]) -> Iterator[str
         pipeline_rank, chunk = stages.place(part.stage)
         yield f"  stage {part.stage} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(part)}"
     yield from _ranks_of_parts(grid)
-    yield from _split_lines(ranks)
+    yield from _split_lines(grid, ranks)
     yield from _copy_lines(ranks)
     yield from _sharding_lines(grid, ranks)
 
 
 def _ranks_of_parts(grid: RankGrid) -> Iterator[str]:
-    """A row for each pipeline rank, a column for each tensor parallel rank: the ranks that hold the same part."""
-    cells: dict[tuple[int, int], list[int]] = {}
+    """A row for each pipeline rank, a column for each tensor parallel rank: the ranks that hold the same part. Then the
+    same of experts, if they are shared out otherwise."""
+    yield from _table(_cells(grid, ("tp",)))
+    if grid.axis_size("ep") > 1 or grid.axis_size("etp") != grid.tensor:
+        title, *rows = _cells(grid, ("ep", "etp"))
+        yield from _table([["of experts", *title[1:]], *rows])
+
+
+def _cells(grid: RankGrid, axes: tuple[str, ...]) -> list[list[str]]:
+    cells: dict[tuple[int, ...], list[int]] = {}
     for rank in range(grid.world_size):
         place = grid.coordinates(rank)
-        cells.setdefault((place["pp"], place["tp"]), []).append(rank)
-    rows = [["ranks", *(f"tp {tensor}" for tensor in range(grid.tensor))]]
+        cells.setdefault((place["pp"], *(place[axis] for axis in axes)), []).append(rank)
+    columns = sorted({key[1:] for key in cells})
+    titles = [" ".join(f"{axis} {n}" for axis, n in zip(axes, column, strict=True)) for column in columns]
+    rows = [["ranks", *titles]]
     for stage in range(grid.pipeline):
-        rows.append([f"pp {stage}", *(ranks_text(cells[stage, tensor]) for tensor in range(grid.tensor))])
-    yield from _table(rows)
+        rows.append([f"pp {stage}", *(ranks_text(cells[stage, *column]) for column in columns)])
+    return rows
 
 
-def _split_lines(ranks: Sequence[Holding]) -> Iterator[str]:
-    """Which parameters tensor parallel ranks share out, and which each has whole; layers are alike and said once."""
-    split: dict[str, str] = {}
-    whole: dict[str, str] = {}
+_SHARES = {
+    ("tp",): "tensor parallel ranks have a part each of",
+    ("ep",): "expert parallel ranks have experts each of",
+    ("etp",): "expert tensor parallel ranks have channels each of the experts of",
+    ("ep", "etp"): "expert parallel ranks have experts each, and expert tensor parallel ones channels of these, of",
+    (): "and all of",
+}
+
+
+def _split_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
+    """Which parameters are shared out among which ranks of a stage, and which each has whole; layers are alike and said
+    once."""
+    found: dict[tuple[str, ...], dict[str, str]] = {axes: {} for axes in _SHARES}
     for info in _all_infos(ranks).values():
         name = re.sub(r"\.\d+\.", ".*.", info.name)
-        (split if info.sharded_axes & {"tp", "etp"} else whole)[name] = " x ".join(map(str, info.global_shape))
-    if not split:
+        axes = tuple(axis for axis in sorted(info.sharded_axes) if grid.axis_size(axis) > 1)
+        found[axes][name] = " x ".join(map(str, info.global_shape))
+    if not any(names for axes, names in found.items() if axes):
         return
-    for title, found in (("tensor parallel ranks have a part each of", split), ("and all of", whole)):
-        yield f"  {title}:"
-        yield from (f"    {name}  {shape}" for name, shape in found.items())
+    for axes, names in found.items():
+        if names:
+            yield f"  {_SHARES[axes]}:"
+            yield from (f"    {name}  {shape}" for name, shape in names.items())
 
 
 def _copy_lines(ranks: Sequence[Holding]) -> Iterator[str]:

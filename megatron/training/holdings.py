@@ -139,8 +139,9 @@ def _passing(part: Part, config: PretrainConfig) -> int:
 
 
 def _passing_weights(part: Part, overlap: bool) -> int:
-    """One unit's weights are there at a time; with overlap the next are gathered as well. Those of the last unit stay
-    after forward, for the backward that often follows, until the chunk is used again."""
+    """One unit's weights are there at a time, those of a layer also while its experts' are; with overlap the next are
+    gathered as well. Those of the last unit stay after forward, for the backward that often follows, until the chunk is
+    used again."""
     chunks = [
         [p.numel * p.dtype.itemsize * part.shardings[p.grid].placement.shards_weights for p in plans]
         for plans in part.plans
@@ -149,7 +150,8 @@ def _passing_weights(part: Part, overlap: bool) -> int:
     for chunk, sizes in enumerate(chunks):
         again = sizes[:1] if _head_is_tied(part, chunk) else []  # the head uses the embedding's
         others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
-        most = max(most, _largest_run(sizes + again, 2 if overlap else 1) + others)
+        around = _around(part.plans[chunk], sizes)
+        most = max(most, _largest_run(sizes + again, 2 if overlap else 1, around) + others)
     return most
 
 
@@ -161,7 +163,8 @@ def _passing_gradients(part: Part, overlap: bool) -> int:
     for chunk, sizes in enumerate(opened):
         tied = int(_head_is_tied(part, chunk))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
-        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1) + others)
+        around = _around(part.plans[chunk], sizes)[tied:]
+        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
     return most
 
 
@@ -174,12 +177,26 @@ def _opened(part: Part, chunk: int) -> list[int]:
 def _head_is_tied(part: Part, chunk: int) -> bool:
     """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
     stage, names = part.stages[chunk], [plan.name for plan in part.plans[chunk]]
-    return stage.embedding and stage.loss and "output_layer" not in names
+    return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
 
 
-def _largest_run(sizes: Sequence[int], length: int) -> int:
-    """The largest sum of so many neighbours."""
-    return max((sum(sizes[first : first + length]) for first in range(len(sizes))), default=0)
+def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
+    """Bytes of the unit in whose module each unit's module is used: of a layer, for its experts'."""
+    return [
+        sum(sizes[other] for other in range(place) if plans[other].name == plan.name)
+        for place, plan in enumerate(plans)
+    ]
+
+
+def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> int:
+    """The largest sum of so many neighbours, and of what is around the first."""
+    return max(
+        (
+            sum(sizes[first : first + length]) + (around[first] if first < len(around) else 0)
+            for first in range(len(sizes))
+        ),
+        default=0,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

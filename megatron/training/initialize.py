@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of
+from megatron.core.pipeline_parallel.stages import Pipeline, embedding_ranks, pipeline_of
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     default_collection,
@@ -89,16 +89,20 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
 
 def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
     """The groups of one rank of the run. Which ranks of a pipeline hold the word embedding or the head, and so share
-    `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again."""
-    pipeline = pipeline_of(config.transformer)
-    holders = sorted({pipeline.embedding_rank, pipeline.loss_rank})
+    `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again. Layers
+    that predict further ahead have a copy of both embeddings."""
+    transformer = config.transformer
+    # Without such layers the group has the head's rank too where the weights are apart: so it is published.
+    shared = not (transformer.mtp_num_layers and config.model.untie_embeddings_and_output_weights)
+    holders = embedding_ranks(transformer, shared_with_head=shared)
+    position_holders = embedding_ranks(transformer, shared_with_head=False)
     sizes = config.transformer.hierarchical_context_parallel_sizes
     return ProcessGroupCollection.from_grid(
         config.grid,
         rank,
         hierarchical_context_sizes=sizes if config.grid.context > 1 else None,
         embedding_ranks=lambda ranks: [ranks[place] for place in holders],
-        position_embedding_ranks=lambda ranks: [ranks[pipeline.embedding_rank]],
+        position_embedding_ranks=lambda ranks: [ranks[place] for place in position_holders],
         timeout=timeout,
     )
 

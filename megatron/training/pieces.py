@@ -32,6 +32,11 @@ class Context:
     tokenizer: "Tokenizer"
     state: TrainState
 
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the model's vocabulary, without what pads it: the tokenizer's, or more if --vocab-size says so."""
+        return self.config.tokenizer.model_vocab_size(self.tokenizer.vocab_size)
+
 
 @dataclass(frozen=True)
 class SampleCounts:

@@ -45,6 +45,18 @@ ARCHITECTURE = (
     "window_attn_skip_freq",
     "untie_embeddings_and_output_weights",
     "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rope_type",
+    "rotary_scaling_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
     "num_moe_experts",
     "moe_layer_freq",
     "moe_ffn_hidden_size",
@@ -57,6 +69,48 @@ ARCHITECTURE = (
     "mtp_num_layers",
 )
 """Fields that decide what function the weights are of: with another value, the same weights are another model."""
+
+KNOBS = (
+    "attn_logit_softcapping",
+    "attention_chunk_size",
+    "attention_chunk_skip_freq",
+    "clip_qkv",
+    "qk_norm_scope",
+    "alibi",
+    "alibi_factor",
+    "nope_temperature_scale",
+    "nope_temperature_floor",
+    "norm_placement",
+    "norm_affine",
+    "norm_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logit_scale",
+    "final_logit_softcapping",
+    "rope_scaling_type",
+    "rope_scaling_original_length",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_beta_fast",
+    "rope_scaling_beta_slow",
+    "rope_scaling_truncate",
+    "rope_scaling_short_factor",
+    "rope_scaling_long_factor",
+    "rope_scaling_attention_factor",
+    "rotary_base_local",
+    "moe_expert_mlp_bias",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+    "moe_apply_probs_on_input",
+    "moe_router_norm_topk_prob",
+    "moe_router_bias",
+    "moe_router_group_score_topk",
+)
+"""More of these, which few models turn: described where they are not at their defaults, so that a checkpoint from
+before there was such a knob is one that leaves it alone."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
@@ -73,13 +127,15 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     """The architecture by field name, as JSON values, without what this model has no use for (as `rotary_base` when
     positions are learned)."""
     values = config.flat()
-    return {name: _json_value(values[name]) for name in ARCHITECTURE if _matters(name, values)}
+    turned = [name for name in KNOBS if values[name] != flag_table()[name].default]
+    return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
 
 
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
     flag = flag_table().get(field)
     parent = parent_of(flag) if flag is not None else None
-    if parent is None:
+    other_way = flag.declaration.or_with if flag is not None else None
+    if parent is None or (other_way is not None and values[other_way]):
         return True
     other, wanted = parent
     value = values[other.field]
@@ -102,11 +158,12 @@ def command_line_of(config: PretrainConfig, fields: Container[str] | None = None
     for field, flag in flag_table().items():
         wanted = field in values if fields is None else field in fields
         if wanted and config.provenance.get(field) in ("flag", "script"):
-            words += _words(flag, values[field])
+            words += words_of(flag, values[field])
     return words
 
 
-def _words(flag: Flag, value: Any) -> Iterator[str]:
+def words_of(flag: Flag, value: Any) -> Iterator[str]:
+    """The words that give a flag this value; none for a value that no word gives."""
     if flag.switch is not None:
         spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
         yield from spellings[:1]
@@ -133,7 +190,7 @@ def architecture_differences(config: PretrainConfig, described: Mapping[str, Any
     ours, theirs = architecture_of(config), described.get("architecture", {})
     return [
         f"{spelling_of(name)} is {_shown(ours.get(name))} in this run and {_shown(theirs.get(name))} in the checkpoint"
-        for name in ARCHITECTURE
+        for name in (*ARCHITECTURE, *KNOBS)
         if theirs and ours.get(name) != theirs.get(name)
     ]
 

@@ -16,6 +16,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedul
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.stage_checks import interleaves
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.stage_costs import settle_layout
@@ -55,7 +56,7 @@ def set_up(
     padded, found = settle(config, tokenizer)
     if environment.is_first:
         shown = config_lines(config) if config.training.print_config else ()
-        print(*config.notes, *shown, *found, padding_line(tokenizer.vocab_size, padded), sep="\n", flush=True)
+        print(*config.notes, *shown, *found, padding_line(context.vocab_size, padded), sep="\n", flush=True)
     global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
@@ -69,7 +70,7 @@ def set_up(
     checkpoints.load(state, model, optimizer, scheduler)
     datasets = pieces.build_datasets(context, sample_counts(config))
     forward_step = pieces.build_forward_step(context)
-    log = build_log(config, environment, state, padded)
+    log = build_log(config, environment, state, padded, model)
     exit_agreement = ExitAgreement(
         agreement_group(),
         rank=environment.rank,
@@ -107,8 +108,9 @@ def settle(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]
     """What follows from the vocabulary: the number of stored rows; the stages of the layout `auto`, put into the
     config. And what is to be said about it."""
     transformer, length = config.transformer, config.data.seq_length
+    vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
     padded = padded_vocab_size(
-        tokenizer.vocab_size, config.model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
+        vocab_size, config.model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
     )
     asked = transformer.pipeline_model_parallel_layout
     assert length is not None
@@ -132,6 +134,12 @@ def lines_on_kernels(model: Sequence[nn.Module], environment: Environment, confi
 def notes_on_run(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:
     """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
     evaluation = config.evaluation
+    groups = environment.groups
+    if interleaves(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
+        yield (
+            "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
+            "micro-batches take turns all the same, and one more is held"
+        )
     if config.transformer.fp16 and environment.device.type == "cpu":
         yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
     if evaluation.skip_train and splits.valid is None and splits.test is None:
@@ -229,6 +237,7 @@ def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
             directory=flags.tensorboard_dir or config.checkpoint.save,
             record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
             with_stack=flags.pytorch_profiler_collect_callstack,
+            all_threads=interleaves(config.transformer),  # backwards have a thread of their own
         )
         hooks += [profiler] if profiler is not None else []
     return hooks

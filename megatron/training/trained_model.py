@@ -1,8 +1,9 @@
 """A model as a checkpoint holds it, for use without its run: generation, measurements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -66,8 +67,7 @@ def load_trained_model(
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     described = checkpoint.manifest.config
-    words = _for_one_process(described.get("command_line", []), half=torch.cuda.is_available())
-    config = configure([*words, *changes], surroundings=Surroundings(1, torch.cuda.is_available()))
+    config = config_for_one_process(described, changes, has_cuda=torch.cuda.is_available())
     check_architecture(config, described)
     tokenizer = build_tokenizer(config.tokenizer)
     with process_environment(config) as environment:
@@ -77,6 +77,13 @@ def load_trained_model(
         loaded = load(Path(root), chunks, step=step, tolerance=state_of_training, say=lambda sentence: None)
     assert loaded is not None
     return TrainedModel(model.eval(), tokenizer, config, loaded.manifest.iteration, environment.device)
+
+
+def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str], *, has_cuda: bool) -> PretrainConfig:
+    """The settings of the run that a checkpoint describes, for its model in one process, with `changes` (words) after
+    its flags. What only training needs may be missing. Raises UserError if they make no model."""
+    words = _for_one_process(described.get("command_line", []), half=has_cuda)
+    return configure([*words, *changes, "--dry-run"], surroundings=Surroundings(1, has_cuda))
 
 
 def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:

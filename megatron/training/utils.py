@@ -118,10 +118,8 @@ def get_batch_on_this_tp_rank(
 
     Tensor parallel ranks get what the first of them reads; the iterators of the others move on as well, where they have
     any. `attention_mask` is None where the data carries none, for a causal one; boundaries of documents
-    (--reset-attention-mask) become a mask.
+    (--reset-attention-mask) become a mask. `mtp_on_this_rank` changes nothing: every rank gets all fields.
     """
-    if mtp_on_this_rank:
-        raise UserError("get_batch_on_this_tp_rank(mtp_on_this_rank=True): not yet")
     groups = default_collection()
     batch = None if data_iterator is None else next(data_iterator)
     found = dict.fromkeys(_FIELDS) if batch is None else _fields(batch)

@@ -38,6 +38,11 @@ def test_everything_else_is_a_value_error(text: str) -> None:
         layer_pattern(text)
 
 
+def test_a_word_that_is_no_pattern_is_told_what_is() -> None:
+    with pytest.raises(ValueError, match=r"neither a number nor a list expression such as \(\[0\]\*3"):
+        layer_pattern("every-second")
+
+
 @given(st.text(alphabet="0123456789[]()+*, ", max_size=30))
 def test_no_text_gives_anything_but_a_value_or_a_value_error(text: str) -> None:
     try:

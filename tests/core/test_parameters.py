@@ -12,6 +12,7 @@ from megatron.core.parameters import (
     ParameterInfo,
     XavierUniform,
     canonical_index,
+    canonical_name,
     canonical_names,
     declare,
     draw_range,
@@ -112,3 +113,17 @@ def test_an_undeclared_parameter_is_whole_and_keeps_its_value() -> None:
     initialize_parameters(linear, 1)
     assert torch.equal(linear.weight, before)
     assert info_of(linear.weight).box == Box.whole((3, 3)) and info_of(linear.weight).name == "weight"
+
+
+@pytest.mark.parametrize(
+    ("part_of", "name"),
+    [
+        ("", "decoder.experts.local_experts.3.linear_fc1.weight"),
+        ("embedding.weight", "embedding.weight"),
+        (".other", "decoder.experts.local_experts.3.linear_fc1.other"),
+        ("....linear_fc1.weight", "decoder.experts.linear_fc1.weight"),
+    ],
+)
+def test_a_parameter_may_be_a_part_of_one_that_is_named_elsewhere(part_of: str, name: str) -> None:
+    info = ParameterInfo((1,), Box.whole((1,)), Constant(0.0), part_of=part_of)
+    assert canonical_name("decoder.experts.local_experts.3.linear_fc1.weight", info) == name

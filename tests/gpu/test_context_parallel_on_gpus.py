@@ -50,6 +50,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sink": {"sink": True},
     "one group": {"groups": 1},
     "narrow heads": {"width": 36},
+    "narrow values": {"width": 192, "value_width": 128, "groups": 4},
+    "narrow values, packed, window": {"width": 24, "value_width": 16, "edges": EDGES, "window": (200, 0)},
 }
 
 
@@ -57,8 +59,9 @@ def problem(feature: dict[str, Any], dtype: torch.dtype, device: str = "cuda") -
     """Query, key, value, sink; the gradient of the output."""
     b, a, g = 1 if "edges" in feature else 2, 4, feature.get("groups", 2)
     width = feature.get("width", 64)
+    values = feature.get("value_width", width)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(ROW, b, a, width), (ROW, b, g, width), (ROW, b, g, width), (a,), (ROW, b, a, width)]
+    shapes = [(ROW, b, a, width), (ROW, b, g, width), (ROW, b, g, values), (a,), (ROW, b, a, values)]
     *inputs, gradient = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     return [tensor.requires_grad_() for tensor in inputs], gradient
 
@@ -152,7 +155,8 @@ def on_one_gpu(feature: dict[str, Any], kernel: BlockKernel, dtype: torch.dtype)
             sink_gradient += found[3]
     joined = [in_natural_order(torch.cat(piece), RANKS) for piece in pieces]
     others = in_natural_order(torch.cat(totals), RANKS)
-    keys = others[:, : width // 2].unflatten(1, key.shape[1:]), others[:, width // 2 :].unflatten(1, value.shape[1:])
+    edge = key[0].numel()
+    keys = others[:, :edge].unflatten(1, key.shape[1:]), others[:, edge:].unflatten(1, value.shape[1:])
     joined = [*joined[:2], joined[2] + keys[0], joined[3] + keys[1]]
     return [*joined, sink_gradient] if "sink" in feature else joined
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from parity.cells import Cell, quick_cells
+from parity.cells import Cell, cell_of, quick_cells
 from parity.compare import judge
 from parity.evidence import Evidence
 from parity.layouts import Layout, layout
-from parity.models import MODELS
+from parity.model_list import MODELS
 from parity.mutated import mean_losses
 from parity.program import Precision, train
 from parity.reference import reference
@@ -78,11 +78,32 @@ IN_BFLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize("choices", IN_BFLOAT16, ids="+".join)
-@pytest.mark.parametrize("model", [MODELS[0], MODELS[1], MODELS[4]], ids=lambda model: model.name)
-def test_losses_of_twenty_steps_in_bfloat16(gpus: Pool, model, choices) -> None:
-    cell = Cell(model, layout(*choices))
-    alone = mean_losses(trained(gpus, Cell(model, Layout()), 20, BFLOAT16, lean=True))
+OF_NEWER_KINDS = [
+    "moe-aux/dp2+ep2/per-token",
+    "moe-aux/sp2+dp2+ep2/per-token",
+    "moe-capacity/sp2+pp2+ep2-etp1/per-token",
+    "moe-aux/pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late/per-token",
+    "mla-yarn/sp2+cp2-p2p/per-token",
+    "mla-packed/tp2+cp2-a2a/per-token",
+    "mtp-packed/sp2+pp2/per-token",
+    "mtp-learned/cp2-p2p/per-token",
+]
+"""Experts, latent attention and tokens predicted further on. Not the models whose tokens choose among groups of experts
+with a bias: in bfloat16 what is rounded changes some choices of a model this small."""
+
+BFLOAT16_CELLS = [Cell(MODELS[n], layout(*choices)) for n in (0, 1, 4) for choices in IN_BFLOAT16]
+BFLOAT16_CELLS += map(cell_of, OF_NEWER_KINDS)
+
+
+_LOSSES: dict[str, list[float]] = {}
+"""Of one GPU, by model."""
+
+
+@pytest.mark.parametrize("cell", BFLOAT16_CELLS, ids=lambda cell: cell.name)
+def test_losses_of_twenty_steps_in_bfloat16(gpus: Pool, cell: Cell) -> None:
+    model = cell.model
+    alone = _LOSSES.get(model.name) or mean_losses(trained(gpus, Cell(model, Layout()), 20, BFLOAT16, lean=True))
+    _LOSSES[model.name] = alone
     split = mean_losses(trained(gpus, cell, 20, BFLOAT16, lean=True))
     assert len(alone) == len(split) == 20 - (model.masked_step is not None)
     assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 0.01

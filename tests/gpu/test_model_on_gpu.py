@@ -55,6 +55,23 @@ def test_attention(kernel, sizes: tuple[int, ...]) -> None:
     agree(kernel.compute, qkv(*sizes, torch.bfloat16), variant, AttentionCall())
 
 
+@pytest.mark.parametrize("widths", [(192, 128), (24, 16), (64, 96)])
+@pytest.mark.parametrize("kernel", [SDPA_CUDA, SDPA_CUDNN, SDPA_FLASH, VARLEN, UNFUSED], ids=lambda kernel: kernel.name)
+def test_values_of_another_width(kernel, widths: tuple[int, int]) -> None:
+    query, key, value = qkv(256, 1, 4, 4, max(widths), torch.bfloat16)
+    query, key, value = (
+        heads.detach()[..., :width].requires_grad_()  # views, as latent attention has them
+        for heads, width in zip((query, key, value), (widths[0], widths[0], widths[1]), strict=True)
+    )
+    edges = torch.tensor([0, 100, 256], dtype=torch.int32, device="cuda") if kernel is VARLEN else None
+    variant, call = AttentionVariant(widths[0] ** -0.5, causal=True), AttentionCall(cu_seqlens=edges, max_seqlen=156)
+    if kernel is SDPA_CUDNN and first_usable_kernel(widths[0], 4, 4, torch.bfloat16, widths[1]) != "cuDNN":
+        with pytest.raises(RuntimeError):  # what was asked for by name has no other way out
+            kernel.compute(query, key, value, variant, call)
+    else:
+        agree(kernel.compute, [query, key, value], variant, call)
+
+
 @pytest.mark.parametrize("window", [None, (50, 0)])
 @pytest.mark.parametrize("kernel", [VARLEN, UNFUSED], ids=lambda kernel: kernel.name)
 def test_attention_to_packed_documents(kernel, window: tuple[int, int] | None) -> None:

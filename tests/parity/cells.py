@@ -1,7 +1,9 @@
 """Which models are tried in which layouts: generated, so that none is forgotten.
 
-Every pair of values along two dimensions is met by some cell, the models being a dimension too; every larger or special
-value is met alone; every model meets every value in the slow half.
+Models of one family meet the same values. In the first, every pair of values along two dimensions is met by some cell,
+the models being a dimension too; in the others, which change single parts of a layer, every model meets every value,
+and so does every split of experts. Every larger or special value is met alone; every model meets every value in the
+slow half.
 """
 
 import itertools
@@ -9,8 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from parity.layouts import DIMENSIONS, FURTHER, PIPELINE_BEFORE_DATA, Choice, Layout, dimension_of, layout
-from parity.models import MODELS, Model
+from parity.families import FAMILIES, Family
+from parity.layouts import DIMENSIONS, PIPELINE_BEFORE_DATA, Choice, Layout, dimension_of, layout
+from parity.model_list import MODELS
+from parity.models import Model
 from parity.mutations import MUTATIONS
 
 WORLD = 8
@@ -44,10 +48,10 @@ class Cell:
         own = {dimension: getattr(self.layout, dimension).name for dimension in DIMENSIONS}
         return {**own, "model": self.model.name, "loss": self.loss}
 
-    @property
-    def pairs(self) -> list[Pair]:
-        """Every two of its values."""
-        return list(itertools.combinations(sorted(self.values.items()), 2))
+    def pairs(self, family: Family) -> list[Pair]:
+        """Every two of its values that the family wants to meet."""
+        every = itertools.combinations(sorted(self.values.items()), 2)
+        return [(one, other) for one, other in every if family.wants_pair(one, other)]
 
     @property
     def fits(self) -> bool:
@@ -57,22 +61,24 @@ class Cell:
         return hash(self.name)
 
 
-def all_combinations() -> Iterator[Cell]:
-    """Every model in every layout of the dimensions that eight ranks hold, under each loss."""
-    for choices in itertools.product(*DIMENSIONS.values()):
-        whole = Layout(*choices)
-        for model, loss in itertools.product(MODELS, LOSSES):
+def all_combinations(family: Family) -> Iterator[Cell]:
+    """Every model of a family in every layout of its values that eight ranks hold, under each loss."""
+    for choices in itertools.product(*family.dimensions.values()):
+        whole = Layout(**dict(zip(family.dimensions, choices, strict=True)))
+        if whole.ranks > WORLD:
+            continue
+        for model, loss in itertools.product(family.models, LOSSES):
             cell = Cell(model, whole, loss)
             if cell.fits:
                 yield cell
 
 
 @cache
-def covering_cells() -> tuple[Cell, ...]:
+def covering_cells(family: Family) -> tuple[Cell, ...]:
     """Few cells that meet all pairs: always the one that meets most of what is left, the one of fewest ranks first."""
-    candidates = sorted(all_combinations(), key=lambda cell: (cell.layout.ranks, cell.name))
+    candidates = sorted(all_combinations(family), key=lambda cell: (cell.layout.ranks, cell.name))
     bits: dict[Pair, int] = {}
-    met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs) for cell in candidates]
+    met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs(family)) for cell in candidates]
     left, chosen = (1 << len(bits)) - 1, []
     while left:
         best = max(range(len(candidates)), key=lambda number: (met[number] & left).bit_count())
@@ -83,67 +89,50 @@ def covering_cells() -> tuple[Cell, ...]:
 
 def further_cells() -> Iterator[Cell]:
     """The larger and the special values, each alone or as it is most likely to be wrong, with models in turn."""
-    models = itertools.cycle(MODELS)
+    for family in FAMILIES:
+        yield from _further_cells(family)
+
+
+def _further_cells(family: Family) -> Iterator[Cell]:
+    models = itertools.cycle(family.models)
     losses = itertools.cycle(LOSSES)
 
     def fitting(*names: str, order: str = Layout.order) -> Cell:
-        cells = (Cell(next(models), layout(*names, order=order), next(losses)) for _ in MODELS)
-        return next(cell for cell in cells if cell.fits)
+        cells = (Cell(next(models), layout(*names, order=order), next(losses)) for _ in family.models)
+        return next(cell for cell in cells if cell.fits)  # the next one begins with the model after it
 
-    for choices in FURTHER.values():
-        for value in choices:
-            yield fitting(value.name)
-    for names in FURTHER_TOGETHER:
-        yield fitting(*names)
-    yield fitting("tp2", "pp2", "dp2", order=PIPELINE_BEFORE_DATA)
-    yield fitting("cp2-p2p", "pp2", "dp2-optim", order=PIPELINE_BEFORE_DATA)
+    for names in family.further:
+        order = PIPELINE_BEFORE_DATA if "pp-before-dp" in names else Layout.order
+        yield fitting(*(name for name in names if name != "pp-before-dp"), order=order)
 
 
-FURTHER_TOGETHER = [
-    ("sp2", "pp2", "cp2-p2p"),
-    ("tp2", "pp2-interleaved", "cp2-a2a"),
-    ("sp2", "pp2-zb-h1", "cp2-all_gather"),
-    ("sp2", "cp4-levels"),
-    ("tp2", "cp4-a2a"),
-    ("tp4", "cp2-p2p"),
-    ("sp4", "pp2-zb-v"),
-    ("pp4-layout", "dp2-optim_grads_params"),
-    ("tp2", "dp4-optim"),
-    ("pp4", "cp2-p2p"),
-    ("pp2-zb-v", "cp4-p2p"),
-    ("sp2", "pp4-zb-h1"),
-    ("sp2", "cp2-p2p", "recompute-all-parts"),
-    ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
-    ("tp2", "dp2-optim_grads_params", "recompute-norms"),
-    ("cp2-by-layer", "dp4-hybrid"),
-    ("pp4-zb-v", "dp2-optim_grads"),
-    ("pp2-variable", "sp2", "cp2-a2a"),
-]
-
-
-def with_each_model(cells: Iterable[Cell]) -> Iterator[Cell]:
-    """The layouts of some cells with all models."""
+def with_each_model(models: Iterable[Model], cells: Iterable[Cell]) -> Iterator[Cell]:
+    """The layouts of some cells with all of these models."""
+    models = list(models)
     for cell in cells:
-        for number, model in enumerate(MODELS):
+        for number, model in enumerate(models):
             other = Cell(model, cell.layout, LOSSES[number % 2])
             if other.fits:
                 yield other
 
 
-def singles_and_pairs() -> Iterator[Cell]:
-    """Each value alone and every two together."""
-    values = [value for choices in DIMENSIONS.values() for value in choices[1:]]
+def singles_and_pairs(family: Family) -> Iterator[Cell]:
+    """Each value alone and every two together that the family wants to meet."""
+    values = [value for choices in family.dimensions.values() for value in choices[1:]]
     for value in values:
-        yield Cell(MODELS[0], layout(value.name))
+        yield Cell(family.models[0], layout(value.name))
     for first, second in itertools.combinations(values, 2):
-        if dimension_of(first) != dimension_of(second):
-            yield Cell(MODELS[0], layout(first.name, second.name))
+        if dimension_of(first) != dimension_of(second) and family.wants(dimension_of(first), dimension_of(second)):
+            yield Cell(family.models[0], layout(first.name, second.name))
 
 
 @cache
 def quick_cells() -> tuple[Cell, ...]:
-    """For every run of the tests: what covers all pairs, what is special, and what catches each planted bug."""
-    return tuple(dict.fromkeys([*covering_cells(), *further_cells(), *map(cell_of, names_of_catchers())]))
+    """For every run of the tests: what covers all pairs (of the families that change single parts of a layer, as far as
+    four ranks hold it), what is special, and what catches each planted bug."""
+    whole, *parts = FAMILIES
+    covering = [*covering_cells(whole), *(c for f in parts for c in covering_cells(f) if c.layout.ranks <= 4)]
+    return tuple(dict.fromkeys([*covering, *further_cells(), *map(cell_of, names_of_catchers())]))
 
 
 def names_of_catchers() -> list[str]:
@@ -154,13 +143,21 @@ def names_of_catchers() -> list[str]:
 def cell_of(name: str) -> Cell:
     """The cell of a name."""
     model, choices, loss = name.split("/")
-    return Cell(next(m for m in MODELS if m.name == model), layout(*choices.split("+")), loss)
+    split = () if choices == "one" else choices.split("+")
+    return Cell(next(m for m in MODELS if m.name == model), layout(*split), loss)
 
 
 @cache
 def slow_cells() -> tuple[Cell, ...]:
-    """The rest: every value and every two values, larger and special ones, with all models."""
-    every = with_each_model([*singles_and_pairs(), *further_cells()])
+    """The rest: every value and every two values, larger and special ones, with all models of a family."""
+    every = [
+        cell
+        for family in FAMILIES
+        for cell in (
+            *covering_cells(family),
+            *with_each_model(family.models, [*singles_and_pairs(family), *_further_cells(family)]),
+        )
+    ]
     quick = set(quick_cells())
     return tuple(dict.fromkeys(cell for cell in every if cell not in quick))
 

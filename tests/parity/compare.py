@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from parity.evidence import Evidence, Masks, Piece, relative
+from parity.evidence import Evidence, Masks, Piece, Step, relative
 from torch import Tensor
 
 TOLERANCE = 1e-11
@@ -51,6 +51,7 @@ def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -
         _compare_losses(verdict, number, expected.losses, [(r.context, r.steps[number].losses) for r in ranks])
         for step in steps:
             verdict.note("norm", abs(step.norm - expected.norm) / max(expected.norm, 1e-300), f"step {number}")
+        _compare_reports(verdict, number, [expected], steps)
         _compare_pieces(verdict, "gradient", f"step {number}", expected.gradients, [s.gradients for s in steps])
     verdict.problems += _unequal_replicas("weight", [rank.weights for rank in ranks])
     _compare_pieces(verdict, "weights", "the end", reference.weights, [rank.weights for rank in ranks])
@@ -61,10 +62,10 @@ def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -
 
 
 def _unequal_starts(reference: Evidence, ranks: list[Evidence]) -> Iterator[str]:
-    whole = {piece.name: piece.values for piece in reference.initial}
+    whole = assemble(reference.initial)
     for number, rank in enumerate(ranks):
         for piece in rank.initial:
-            if piece.name not in whole or not torch.equal(piece.values, piece.of(whole[piece.name])):
+            if piece.name not in whole or not torch.equal(piece.values.double(), piece.of(whole[piece.name])):
                 yield f"initial value of {piece.name} on rank {number} differs"
     yield from _missing("initial value", reference.initial, [rank.initial for rank in ranks])
 
@@ -138,14 +139,33 @@ def _summed_up(expected: dict[int, Tensor], firsts: list[int]) -> dict[int, Tens
     return sums
 
 
+def _compare_reports(verdict: Verdict, number: int, expected: list[Step], ranks: list[Step]) -> None:
+    """Means of what layers report; every rank adds its part of the total and of the count."""
+    wanted, got = _means(expected), _means(ranks)
+    for name, layer in sorted(wanted.keys() ^ got.keys()):
+        who = "one process" if (name, layer) in wanted else "the layout"
+        verdict.problems.append(f"only {who} reports {name} of layer {layer} in step {number}")
+    for name, layer in wanted.keys() & got.keys():
+        mean, other = wanted[name, layer], got[name, layer]
+        verdict.note("report", relative(other - mean, mean), f"{name} of layer {layer} in step {number}")
+
+
+def _means(steps: Iterable[Step]) -> dict[tuple[str, int], Tensor]:
+    """By name and layer; of several numbers, such as counts by expert, the shares."""
+    sums: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    for report in (report for step in steps for report in step.reports):
+        total, count = sums.get((report.name, report.layer), (torch.zeros(()), torch.zeros(())))
+        sums[report.name, report.layer] = total + report.total, count + report.count
+    return {place: total / (total.sum() if total.dim() else count) for place, (total, count) in sums.items()}
+
+
 def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece], ranks: list[list[Piece]]) -> None:
     """The whole tensors that the ranks' pieces make."""
     verdict.problems += [f"{text} at {when}" for text in _missing(kind, expected, ranks)]
     made = assemble(piece for rank in ranks for piece in rank)
-    for piece in expected:
-        if piece.name in made:
-            wanted = piece.values.double()
-            verdict.note(kind, relative(made[piece.name].view(-1) - wanted, wanted), f"{piece.name} at {when}")
+    for name, wanted in assemble(expected).items():
+        if name in made:
+            verdict.note(kind, relative(made[name] - wanted, wanted), f"{name} at {when}")
 
 
 def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
@@ -159,9 +179,9 @@ def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
 
 
 def _missing(kind: str, expected: list[Piece], ranks: list[list[Piece]]) -> Iterator[str]:
-    names = {piece.name for rank in ranks for piece in rank}
-    yield from (f"no {kind} of {piece.name}" for piece in expected if piece.name not in names)
-    yield from (f"{kind} of unknown {name}" for name in names - {piece.name for piece in expected})
+    names, wanted = {piece.name for rank in ranks for piece in rank}, {piece.name for piece in expected}
+    yield from (f"no {kind} of {name}" for name in sorted(wanted - names))
+    yield from (f"{kind} of unknown {name}" for name in sorted(names - wanted))
     for name, whole in assemble(piece for rank in ranks for piece in rank).items():
         if bool(whole.isnan().all()) or _has_holes(name, ranks):
             yield f"parts of {kind} {name} are on no rank"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout import Draw
 from megatron.core.parameters import Box
+from megatron.core.transformer.reported import Report, take_reports
 
 
 @dataclass
@@ -41,6 +42,11 @@ class Piece:
 def pieces(chunks: Iterable[Chunk]) -> list[Piece]:
     """Copies of some chunks' values."""
     return [Piece(c.name, c.global_shape, c.box, *c.range, c.flat.detach().cpu().clone()) for c in chunks]
+
+
+def reports_of(chunks: Iterable[nn.Module]) -> list[Report]:
+    """What some chunks' layers have reported since the last call."""
+    return [Report(r.name, r.layer, r.total.cpu(), r.count.cpu()) for r in take_reports(chunks)]
 
 
 Identity = tuple[tuple[int, int], int, int, int]
@@ -90,6 +96,8 @@ class Step:
     """By number of the micro-batch's first sample: [sum, tokens] of this rank's part; empty where no loss is known."""
     gradients: list[Piece]
     norm: float
+    reports: list[Report] = field(default_factory=list)
+    """What layers report beside the loss: this rank's parts of totals and counts, on the CPU."""
 
 
 @dataclass

@@ -58,6 +58,13 @@ def _shards(name: str, ranks: int, strategy: str, **ddp: Any) -> Choice:
     return _data(name, ranks, **settings, use_distributed_optimizer=True, **ddp)
 
 
+def _experts(ranks: int, tensor: int | None = None, name: str = "", **settings: Any) -> Choice:
+    """`ranks` share the experts out, `tensor` ranks each expert (None: as many as are tensor parallel)."""
+    name = name or f"ep{ranks}" + ("" if tensor is None else f"-etp{tensor}")
+    sizes = {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": tensor}
+    return Choice(name, settings={**sizes, **settings})
+
+
 _STATE = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 _PARTS = {"recompute_granularity": "selective"}
@@ -92,6 +99,14 @@ DIMENSIONS: dict[str, list[Choice]] = {
         Choice("recompute-full", settings={**_FULL, "recompute_method": "uniform"}),
         Choice("recompute-core", settings={**_PARTS, "recompute_modules": ["core_attn"]}),
     ],
+    "experts": [
+        Choice("ep1"),
+        _experts(2),
+        _experts(4, 1),
+        _experts(2, 1),
+        _experts(1, 2, "etp2"),
+        _experts(2, 1, "ep2-overlap", overlap_moe_expert_parallel_comm=True),
+    ],
 }
 """What is combined, in pairs and more. The first of each dimension is to have none of it."""
 
@@ -122,6 +137,9 @@ FURTHER: dict[str, list[Choice]] = {
         _stages("pp2-variable", 2, variable_seq_lengths=True),
         _stages("pp8-layout", 8, pipeline_model_parallel_layout="E|t|t||t||t|L"),
         _stages("pp2-last-1", 2, num_layers_in_last_pipeline_stage=1),
+        _stages("pp4-apart", 4, pipeline_model_parallel_layout="Et|tt|tm|L"),
+        _stages("pp2-apart", 2, chunks=2, pipeline_model_parallel_layout="Et|tt|t|mL"),
+        _stages("pp2-apart-and-behind", 2, chunks=3, pipeline_model_parallel_layout="E|tt|t|t|mm|L"),
     ],
     "context": [
         _context("cp4-p2p", 4, "p2p"),
@@ -144,6 +162,15 @@ FURTHER: dict[str, list[Choice]] = {
         Choice("recompute-block", settings={**_FULL, "recompute_method": "block"}),
         Choice("recompute-norms", settings={**_PARTS, "recompute_modules": ["layernorm"]}),
         Choice("recompute-all-parts", settings={**_PARTS, "recompute_modules": ["core_attn", "layernorm", "mlp"]}),
+        Choice("recompute-moe", settings={**_PARTS, "recompute_modules": ["moe", "layernorm"]}),
+        Choice("recompute-experts", settings={**_PARTS, "recompute_modules": ["moe_act", "core_attn"]}),
+        Choice("recompute-shared", settings={**_PARTS, "recompute_modules": ["shared_experts", "moe_act"]}),
+        Choice("recompute-latents", settings={**_PARTS, "recompute_modules": ["mla_up_proj", "layernorm"]}),
+    ],
+    "experts": [
+        _experts(8, 1),
+        _experts(2, 2),
+        _experts(2, 1, "ep2-overlap-late", overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
     ],
 }
 """Larger ones and special ones, which are met alone and with a few others."""
@@ -158,6 +185,7 @@ class Layout:
     context: Choice = DIMENSIONS["context"][0]
     data: Choice = DIMENSIONS["data"][0]
     recompute: Choice = DIMENSIONS["recompute"][0]
+    experts: Choice = DIMENSIONS["experts"][0]
     order: str = "tp-cp-ep-dp-pp"
 
     @property
@@ -193,7 +221,48 @@ class Layout:
             return "tokens do not divide by tensor parallel ranks"
         if GLOBAL_BATCH % (self.data.ranks * rows):
             return "the batch does not divide by data parallel ranks"
+        stages = str(self.pipeline.settings.get("pipeline_model_parallel_layout") or "")
+        if "m" in stages and stages.count("m") != model.predicting:
+            return "other numbers of layers predict further on"
+        return self._misfit_of_recompute(model) or self._misfit_of_experts(model)
+
+    def _misfit_of_recompute(self, model: Model) -> str | None:
+        modules = set(self.recompute.settings.get("recompute_modules", ()))
+        if modules & {"moe", "moe_act"} and not model.experts:
+            return "there are no experts to recompute"
+        if "mlp" in modules and model.experts and model.settings.get("moe_layer_freq", 1) == 1:
+            return "every layer has experts"
+        shared = model.settings.get("moe_shared_expert_intermediate_size")
+        if "shared_experts" in modules and (not shared or model.settings.get("moe_shared_expert_overlap")):
+            return "there are no shared experts to recompute"
+        if "mla_up_proj" in modules and not model.is_latent:
+            return "there are no latents"
         return None
+
+    def _misfit_of_experts(self, model: Model) -> str | None:
+        if self.experts.settings and not model.experts:
+            return "there are no experts"
+        if not model.experts:
+            return None
+        if "overlap_moe_expert_parallel_comm" in self.experts.settings and not self._has_pairs():
+            return "only one stage, or an interleaved pipeline, has a backward beside each forward"
+        sequence, stage = self.tensor.settings.get("sequence_parallel"), self.ranks // self.pipeline.ranks
+        if self.tensor.ranks > 1 and not sequence:
+            return "experts under tensor parallelism need sequence parallelism"
+        tensor = self.experts.settings.get("expert_tensor_parallel_size") or self.tensor.ranks
+        ranks = tensor * self.experts.settings.get("expert_model_parallel_size", 1)
+        if stage % ranks:
+            return "expert parallel ranks do not divide those of a stage"
+        if self.order == PIPELINE_BEFORE_DATA and self.tensor.ranks * self.context.ranks % ranks:
+            return "pipelines of the two grids differ"
+        if stage // ranks % self.data.ddp.get("num_distributed_optimizer_instances", 1):
+            return "instances of the optimizer's state do not divide the copies of an expert"
+        if model.experts % self.experts.settings.get("expert_model_parallel_size", 1):
+            return "experts do not divide by expert parallel ranks"
+        return None
+
+    def _has_pairs(self) -> bool:
+        return self.pipeline.ranks == 1 or (self.pipeline.chunks > 1 and self.schedule is None)
 
     @property
     def schedule(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The models of the parity proof: small ones that differ in everything a layout could get wrong.
+"""What a model of the parity proof is, and how it is built; `model_list.py` lists them.
 
 Every parameter starts random, norms and biases too. All start as functions of (seed, name, index), so that any part of
 any layout starts with its part of one model.
@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from megatron.core.counter_rng import stream_key
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters import Constant, Normal, canonical_names, draw_range, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 LENGTH = 16
 SEED = 11
@@ -36,6 +36,8 @@ class Model:
     positions: str = "rope"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of TransformerConfig, beside those that all have."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of GPTModel."""
     packed: bool = False
     """Documents of any length, which do not see each other."""
     told_positions: bool = True
@@ -45,6 +47,27 @@ class Model:
     masked_step: int | None = None
     """A step whose whole batch is masked."""
     vocabulary: int = 53
+    starved: tuple[int, ...] = ()
+    """Experts whose bias keeps every token away, so that there are ranks without one."""
+
+    @property
+    def experts(self) -> int:
+        """Of a layer that has any."""
+        return self.settings.get("num_moe_experts") or 0
+
+    @property
+    def is_latent(self) -> bool:
+        return bool(self.settings.get("multi_latent_attention"))
+
+    @property
+    def predicting(self) -> int:
+        """Layers that predict a token further on."""
+        return self.settings.get("mtp_num_layers") or 0
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Something is computed over a micro-batch as a whole: how samples are cut into micro-batches does matter."""
+        return bool(self.experts or self.predicting)
 
     @property
     def drops(self) -> bool:
@@ -59,59 +82,13 @@ class Model:
         return hash(self.name)
 
 
-_LLAMA = {
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "gated_linear_unit": True,
-    "activation_func": nn.functional.silu,
-}
-_DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.15}
-
-MODELS = [
-    Model("llama-gqa", settings={**_LLAMA, "num_query_groups": 2}, masked_step=1),
-    Model("gpt2", tied=True, positions="learned_absolute", settings=_DROPOUT, rows=2),
-    Model(
-        "qknorm",
-        tied=True,
-        settings={"qk_layernorm": True, "num_query_groups": 4, "hidden_dropout": 0.2, "normalization": "RMSNorm"},
-        vocabulary=64,
-    ),
-    Model(
-        "mqa",
-        settings={"num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True, "attention_dropout": 0.2},
-        rows=2,
-    ),
-    Model(
-        "packed",
-        settings={**_LLAMA, "num_query_groups": 4, "qk_layernorm": True, **_DROPOUT},
-        packed=True,
-        told_positions=False,
-        rows=2,
-    ),
-    Model(
-        "packed-learned",
-        tied=True,
-        positions="learned_absolute",
-        settings={"window_size": (5, 0), "window_attn_skip_freq": 2},
-        packed=True,
-    ),
-    Model(
-        "window-sink",
-        tied=True,
-        settings={**_LLAMA, "window_size": (6, 0), "window_attn_skip_freq": 3, "softmax_type": "learnable"},
-        vocabulary=97,
-    ),
-]
-"""Tied and not, GQA, MQA, norms of queries and keys, learned and rotary positions, dropout, packed documents, windows,
-sinks, odd vocabularies, biases and none."""
-
-
 def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
     """The model's config under a layout's settings; in float64 unless they say otherwise."""
     if not {"bf16", "params_dtype"} & set(settings):
         settings["fp64"] = True
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.is_latent else TransformerConfig
+    return kind(
         num_layers=LAYERS,
         hidden_size=32,
         num_attention_heads=8,
@@ -131,19 +108,24 @@ def build_model(
     vp_stage: int | None = None,
 ) -> GPTModel:
     """The model, or one chunk of it."""
+    place = {"vp_stage": vp_stage, "pp_rank": groups.rank("pp") if groups is not None else 0}
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **place)
     built = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm),
+        layers,
         model.vocabulary,
         LENGTH,
         pre_process=pre_process,
         post_process=post_process,
         share_embeddings_and_output_weights=model.tied,
         position_embedding_type=model.positions,  # type: ignore[arg-type]
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, **place),
         pg_collection=groups,
         vp_stage=vp_stage,
+        **model.options,
     )
     randomize_constants(built)
+    starve(built, model.starved)
     return built
 
 
@@ -157,3 +139,11 @@ def randomize_constants(model: nn.Module) -> None:
             noise = parameter.data.new_empty(info.box.numel)
             draw_range(noise, noisy, 0, stream_key(SEED + 1, info.name))
             parameter.data.view(-1)[: info.box.numel] += noise
+
+
+@torch.no_grad()
+def starve(model: nn.Module, experts: tuple[int, ...]) -> None:
+    """Let no token choose these experts."""
+    for name, parameter in canonical_names(model):
+        if name.endswith("router.expert_bias"):
+            parameter[list(experts)] -= 100.0

@@ -52,8 +52,8 @@ _TENSOR = [
         "head-norm-not-summed",
         "the gradient of the norms of queries and keys is that of a rank's own heads",
         "core/transformer/attention.py",
-        'add_partial_gradient_axis("tp", self.q_layernorm, self.k_layernorm)',
-        "pass",
+        "if group_size(tp_group) > 1 and not of_all_heads:",
+        "if False:",
         "qknorm/tp2/per-token",
     ),
     Mutation(
@@ -136,7 +136,7 @@ _PIPELINE = [
         "tied-counted-twice",
         "both copies of a tied embedding count in the gradient norm",
         "core/distributed/replicas.py",
-        'if info.tied and groups.rank("embd") != 0:',
+        "if info.tied and groups.rank(info.tied_over) != 0:",
         "if False:",
         "gpt2/pp2/default",
         quick=True,
@@ -145,7 +145,7 @@ _PIPELINE = [
         "tied-not-summed",
         "embedding and head keep a gradient each, of a weight that they share",
         "core/distributed/finalize_model_grads.py",
-        '_sum_together([copies[name][0] for name in sorted(copies)], groups, "embd")',
+        "_sum_together([copies[key][0] for key in sorted(copies) if key[0] == group], groups, group)",
         "pass",
         "gpt2/pp2/default",
     ),
@@ -337,4 +337,241 @@ _DATA = [
     ),
 ]
 
-MUTATIONS = [*_TENSOR, *_PIPELINE, *_CONTEXT, *_DATA]
+_LATENT = [
+    Mutation(
+        "shared-key-not-summed",
+        "the part of the keys that all heads of latent attention share gets the gradient of one rank's heads",
+        "core/transformer/multi_latent_attention.py",
+        "copy_to_tensor_model_parallel_region(shared_key.contiguous(), self.tp_group)",
+        "shared_key.contiguous()",
+        "mla-packed/tp2/default",
+        quick=True,
+    ),
+    Mutation(
+        "whole-weight-not-summed",
+        "under sequence parallelism weights that every rank holds whole, as those down to latents, get the gradient of "
+        "its own tokens",
+        "core/tensor_parallel/replicated.py",
+        'frozenset({"tp"} if config.sequence_parallel else ())',
+        "frozenset()",
+        "mla-yarn/sp2/per-token",
+    ),
+]
+
+_LOSSES = "core/transformer/moe/auxiliary_losses.py"
+_ROUTER = "core/transformer/moe/router.py"
+
+_ROUTERS = [
+    Mutation(
+        "balance-loss-by-ranks",
+        "the balance loss of experts counts once for each tensor parallel rank",
+        _LOSSES,
+        "(experts.shape[1] * share.total**2)",
+        "(experts.shape[1] * share.total * share.count)",
+        "moe-aux/sp2/default",
+        quick=True,
+    ),
+    Mutation(
+        "balance-of-own-tokens",
+        "it looks at the choices of the tokens that a rank has, not at those of the micro-batch",
+        _LOSSES,
+        "chosen = all_reduce(count_choices(experts, scores.shape[1]), share.group).to(scores.dtype)",
+        "chosen = count_choices(experts, scores.shape[1]).to(scores.dtype)",
+        "moe-aux/cp2-p2p/default",
+    ),
+    Mutation(
+        "z-loss-of-own-tokens",
+        "the loss that keeps logits small is a mean over a rank's tokens, and so counts once for each rank",
+        _LOSSES,
+        "max(share.total, 1)",
+        "max(share.count, 1)",
+        "moe-sinkhorn/sp2/per-token",
+    ),
+    Mutation(
+        "sequences-of-a-rank",
+        "balance within a sequence looks at the part of it that a rank has",
+        _LOSSES,
+        "chosen = all_reduce(count_choices(cell, samples * num_experts), share.group)",
+        "chosen = count_choices(cell, samples * num_experts)",
+        "moe-seq/cp2-a2a/default",
+    ),
+    Mutation(
+        "capacity-of-a-rank",
+        "each rank has a capacity of its own and drops by its own tokens alone",
+        _ROUTER,
+        "share.own(within_capacity(share.gather(experts), capacity, wish, order))",
+        "within_capacity(experts, math.ceil(capacity / share.ranks), None if wish is None else weights.detach(), None)",
+        "moe-capacity/cp2-p2p/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "evened-out-by-a-rank",
+        "Sinkhorn evens out the tokens of a rank, not those of the micro-batch",
+        _ROUTER,
+        "share.own(sinkhorn(share.gather(logits.double().exp())))",
+        "sinkhorn(logits.double().exp())",
+        "moe-sinkhorn/sp2/default",
+    ),
+    Mutation(
+        "jitter-alike-on-ranks",
+        "every rank multiplies its tokens by the noise of the first ones",
+        "core/transformer/moe/micro_batch.py",
+        "index=self.cut(numbers.index)",
+        "index=numbers.index[: self.count]",
+        "moe-capacity/sp2/per-token",
+    ),
+    Mutation(
+        "router-not-summed",
+        "under sequence parallelism the router's gradient is that of a rank's own tokens",
+        _ROUTER,
+        'frozenset({"tp"} if config.sequence_parallel else ())',
+        "frozenset()",
+        "moe-aux/sp2/default",
+    ),
+    Mutation(
+        "bias-by-own-counts",
+        "each rank moves the experts' bias by what its own tokens chose",
+        "core/distributed/expert_balance.py",
+        "all_reduce(counts, groups.tp_dp_cp)",
+        "pass",
+        "moe-bias/dp2/per-token",
+        quick=True,
+    ),
+]
+
+_EXPERTS = [
+    Mutation(
+        "experts-averaged-over-their-copies",
+        "gradients of experts are divided by the ranks that hold a copy, though they are sums over the tokens of all",
+        "core/distributed/distributed_data_parallel.py",
+        "Reduction(self._group(sharding.data_group), scale, average)",
+        "Reduction(self._group(sharding.data_group), 1.0 / self.pg_collection.size(sharding.data_group), average)",
+        "moe-aux/dp2+ep2/default",
+        quick=True,
+    ),
+    Mutation(
+        "norm-of-own-experts",
+        "the gradient norm leaves the experts of other ranks out",
+        "core/optimizer/clip_grads.py",
+        '{"dense": "mp", "expert": "tp_ep_pp"}',
+        '{"dense": "mp", "expert": "mp"}',
+        "moe-aux/dp2+ep2/per-token",
+    ),
+    Mutation(
+        "experts-alike-on-ranks",
+        "each rank takes its experts for the first ones",
+        "core/transformer/moe/experts.py",
+        'groups.rank("ep") * count',
+        "0",
+        "moe-bias/dp2+ep2/per-token",
+    ),
+    Mutation(
+        "bias-on-every-rank",
+        "the bias of an expert's second product is added by each of the ranks that share its channels",
+        "core/transformer/moe/experts.py",
+        "if bias is not None and not self.adds_bias:",
+        "if False:",
+        "moe-seq/sp2/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "shared-experts-twice",
+        "what all tokens' experts give is added once for each tensor parallel rank",
+        "core/transformer/moe/moe_layer.py",
+        "shared.added_to(output).view(hidden_states.shape)",
+        'torch.lerp(output, shared.added_to(output), float(self.pg_collection.size("tp"))).view(hidden_states.shape)',
+        "moe-bias/sp2/default",
+    ),
+    Mutation(
+        "gate-not-summed",
+        "under sequence parallelism their gate gets the gradient of a rank's own tokens",
+        "core/transformer/moe/shared_experts.py",
+        'frozenset({"tp"} if config.sequence_parallel else ())',
+        "frozenset()",
+        "moe-bias/sp2/default",
+    ),
+]
+
+_PREDICTING = [
+    Mutation(
+        "ahead-within-the-part",
+        "tokens further on are looked for among those that a context parallel rank has",
+        "core/context_parallel/ahead.py",
+        "return torch.stack(following, 2)",
+        "return torch.zeros_like(torch.stack(following, 2))",
+        "mtp-learned/cp2-p2p/default",
+        quick=True,
+    ),
+    Mutation(
+        "ahead-across-documents",
+        "where documents end is looked up by the place of a token among a rank's own",
+        "core/context_parallel/ahead.py",
+        "    ends = tokens.cu_seqlens[1:].to(torch.int64)",
+        "    ends, index = tokens.cu_seqlens[1:].to(torch.int64), torch.arange(tokens.seq_length, device=device)",
+        "mtp-packed/cp2-p2p/default",
+    ),
+    Mutation(
+        "predictions-by-local-tokens",
+        "the loss of tokens further on is divided by a context parallel rank's own",
+        "core/models/common/predictions.py",
+        "all_reduce(torch.stack([mask.sum(dtype=torch.float64) for mask in masks]), cp_group)",
+        "torch.stack([mask.sum(dtype=torch.float64) for mask in masks])",
+        "mtp-learned/cp2-a2a/default",
+    ),
+    Mutation(
+        "third-copy-not-summed",
+        "the copy of the embedding beside the layers that predict further on keeps a gradient of its own",
+        "core/models/gpt/gpt_model.py",
+        "tied=positions_tied or (shares and not post_process),",
+        "tied=not positions_tied and shares and not post_process,",
+        "mtp-learned/pp2/default",
+    ),
+]
+
+_BLOCKS = "core/ops/attention_blocks.py"
+
+_KNOBS = [
+    Mutation(
+        "cap-missing-in-the-ring",
+        "scores are bounded by one kernel and not by that of split rows",
+        _BLOCKS,
+        "if variant.cap is not None:",
+        "if False:",
+        "gemma/cp2-p2p/default",
+        quick=True,
+    ),
+    Mutation(
+        "cap-missing-in-its-gradient",
+        "there their gradient is that of scores without a bound",
+        _BLOCKS,
+        "score_gradient if slope is None else score_gradient * slope",
+        "score_gradient",
+        "gemma/cp2-all_gather/per-token",
+    ),
+    Mutation(
+        "distances-in-the-block",
+        "there ALiBi counts distances from the first key at hand",
+        _BLOCKS,
+        "distance = (j + place.key_place) - (i + place.query_place)[:, None]",
+        "distance = j - i[:, None]",
+        "falcon/cp2-p2p/default",
+    ),
+    Mutation(
+        "rates-of-the-first-heads",
+        "every tensor parallel rank has the ALiBi rates of the first heads",
+        "core/ops/attention.py",
+        "self.slopes[first_head : first_head + heads]",
+        "self.slopes[:heads]",
+        "falcon/tp2/per-token",
+    ),
+    Mutation(
+        "norm-of-all-heads-not-summed",
+        "where ranks share a head of keys, a norm over all heads gets the gradient of a rank's own queries",
+        "core/transformer/query_key_norms.py",
+        'facts = {"partial_gradient_axes": frozenset({"tp"})}',
+        "facts = {}",
+        "olmo/tp4/default",
+    ),
+]
+
+MUTATIONS = [*_TENSOR, *_PIPELINE, *_CONTEXT, *_DATA, *_KNOBS, *_LATENT, *_ROUTERS, *_EXPERTS, *_PREDICTING]

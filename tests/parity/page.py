@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parity.cells import quick_cells, slow_cells
+from parity.families import FAMILIES, Family
 from parity.layouts import DIMENSIONS, FURTHER
-from parity.models import MODELS, Model
+from parity.models import Model
 from parity.mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -33,7 +34,7 @@ def models() -> str:
         "| model | embedding and head | positions | key heads (of 8) | text | settings |",
         "|---|---|---|---|---|---|",
     ]
-    for model in MODELS:
+    for model in [model for family in FAMILIES for model in family.models]:
         text = "packed documents" if model.packed else "whole rows"
         tied = "tied" if model.tied else "apart"
         words = f"{tied}, {model.vocabulary} words"
@@ -42,9 +43,24 @@ def models() -> str:
 
 
 def _settings(model: Model) -> str:
-    shown = {name: getattr(value, "__name__", value) for name, value in model.settings.items()}
+    shown = {name: getattr(value, "__name__", value) for name, value in (model.settings | model.options).items()}
     shown.pop("num_query_groups", None)
     return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def families() -> str:
+    lines = ["| family | models | meets |", "|---|---|---|"]
+    for family in FAMILIES:
+        names = ", ".join(f"`{model.name}`" for model in family.models)
+        values = ", ".join(f"`{value.name}`" for choices in family.dimensions.values() for value in choices[1:])
+        lines.append(f"| {family.name} | {names} | {_pairs(family)} of {values} |")
+    return "\n".join(lines)
+
+
+def _pairs(family: Family) -> str:
+    if not family.centres:
+        return "all, two and two, "
+    return " and ".join("every split of experts," if c == "experts" else "every model, each" for c in family.centres)
 
 
 def mutations() -> str:
@@ -58,6 +74,7 @@ def mutations() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "cells": cells,
     "dimensions": dimensions,
+    "families": families,
     "models": models,
     "mutations": mutations,
 }

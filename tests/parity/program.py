@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.cells import Cell
-from parity.evidence import Evidence, Piece, Step, pieces, watched_masks
+from parity.evidence import Evidence, Piece, Step, pieces, reports_of, watched_masks
 from parity.models import LENGTH, OPTIMIZER, build_model, transformer_config
 from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.stages import StageMap, stage_map
-from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last, first_only
+from megatron.core.pipeline_parallel.stages import StageMap, embedding_ranks, stage_map
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.stage_costs import settle_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -63,31 +63,33 @@ class Parts:
         return GLOBAL_BATCH // (self.replicas * self.cell.model.rows)
 
 
-def groups_of(cell: Cell, rank: int) -> ProcessGroupCollection:
+def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupCollection:
     """The groups of one rank of a cell; the cell has ranks 0 .. n-1 of a world that may be larger."""
     layout = cell.layout
     sizes = {"tensor": layout.tensor.ranks, "context": layout.context.ranks, "pipeline": layout.pipeline.ranks}
+    experts = {"expert": config.expert_model_parallel_size, "expert_tensor": config.expert_tensor_parallel_size}
     instances = layout.data.ddp.get("num_distributed_optimizer_instances", 1)
-    grid = RankGrid(layout.ranks, **sizes, order=layout.order, optimizer_instances=instances)
+    grid = RankGrid(layout.ranks, **sizes, **experts, order=layout.order, optimizer_instances=instances)
+    # Where nothing is predicted further on, the group has the head's rank also if the weights are apart: as published.
+    words = embedding_ranks(config, shared_with_head=cell.model.tied or not cell.model.predicting)
+    positions = embedding_ranks(config, shared_with_head=False)
     return ProcessGroupCollection.from_grid(
         grid,
         rank,
         hierarchical_context_sizes=layout.context.levels,
-        embedding_ranks=first_only if layout.schedule == "zb-v" else first_and_last,
+        embedding_ranks=lambda ranks: [ranks[place] for place in words],
+        position_embedding_ranks=lambda ranks: [ranks[place] for place in positions],
     )
 
 
 def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     """Model chunks, wrapped, and their optimizer."""
-    groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0)
     config = transformer_config(
-        cell.model,
-        **cell.layout.settings,
-        **precision.settings,
-        calculate_per_token_loss=cell.per_token,
-        finalize_model_grads_func=partial(finalize_model_grads, pg_collection=groups),
+        cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
     settle_layout(config, LENGTH, cell.model.vocabulary)
+    groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0, config)
+    config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     stages: StageMap = stage_map(config)
     plain: list[GPTModel] = []
     initial: list[Piece] = []
@@ -130,9 +132,10 @@ def _step(parts: Parts, number: int, lean: bool) -> Step:
         chunk.zero_grad_buffer()
     losses = _micro_batches(parts, number)
     gradients = [] if lean else pieces(_gradient_chunks(parts))
+    reports = reports_of(parts.plain)
     update = parts.optimizer.step_on_device()
     assert bool(update.update_applied)
-    return Step(losses, gradients, float(update.grad_norm))
+    return Step(losses, gradients, float(update.grad_norm), reports)
 
 
 def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
@@ -160,7 +163,9 @@ def _forward_step(
     sample = next(samples)
     part = (parts.groups.rank("cp"), parts.groups.size("cp"))
     batch = on_device(micro_batch(parts.cell.model, step, sample, part), parts.device)
-    output = chunk(batch.ids, batch.tokens.positions, None, labels=batch.labels, tokens=batch.tokens)
+    output = chunk(
+        batch.ids, batch.tokens.positions, None, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens
+    )
 
     def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, tuple[int, Tensor]]:
         mask = batch.mask.to(losses.dtype)

@@ -4,17 +4,22 @@ It shares the model's forward with the product, and nothing around it. That a mo
 elsewhere (tests/core/models/gpt).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from parity.evidence import Evidence, Masks, Piece, Step, watched_masks
-from parity.models import MODELS, OPTIMIZER, Model, build_model, transformer_config
-from parity.text import GLOBAL_BATCH, micro_batch
+from parity.evidence import Evidence, Masks, Piece, Step, reports_of, watched_masks
+from parity.model_list import MODELS
+from parity.models import OPTIMIZER, Model, build_model, transformer_config
+from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
 from torch import Tensor, nn
 
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters import info_of
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def reference(
@@ -27,23 +32,67 @@ def reference(
 @cache
 def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> Evidence:
     model = next(m for m in MODELS if m.name == name)
-    built = build_model(model, transformer_config(model, use_cpu_initialization=True))  # also where there are GPUs
+    built = build_model(model, _config(model, per_token))
     evidence = Evidence(initial=_pieces(built), masks=Masks())
-    optimizer = plain_optimizer(built, lr)
+    optimizer, loads = plain_optimizer(built, lr), watched_loads(built)
     for number in range(steps):
         with watched_masks([built], evidence.masks if number == 0 else Masks()):
             evidence.steps.append(_step(built, model, number, per_token, rows))
+        even_out(loads, built.config.moe_router_bias_update_rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     evidence.weights = _pieces(built)
-    evidence.norm_of_ones = sum(info_of(p).box.numel for p in built.parameters()) ** 0.5
+    evidence.norm_of_ones = sum(info_of(p).box.numel for p in built.parameters() if p.requires_grad) ** 0.5
     return evidence
+
+
+@dataclass
+class Load:
+    """Tokens that the experts of one router with a bias were given since the last step."""
+
+    router: nn.Module
+    counts: Tensor
+
+
+def watched_loads(built: nn.Module) -> list[Load]:
+    """Counted by the routings themselves, not by the routers."""
+    found = []
+    for module in built.modules():
+        bias = getattr(module, "expert_bias", None)
+        if bias is not None:
+            found.append(Load(module, torch.zeros(len(bias), dtype=torch.int64)))
+            module.route = _counting(module.route, found[-1])  # type: ignore[assignment, arg-type]
+    return found
+
+
+def _counting(route: Callable[..., Routing], load: Load) -> Callable[..., Routing]:
+    def counted(*args: Any, **kwargs: Any) -> Routing:
+        routing = route(*args, **kwargs)
+        load.counts += routing.tokens_per_expert(len(load.counts))
+        return routing
+
+    return counted
+
+
+@torch.no_grad()
+def even_out(loads: list[Load], rate: float) -> None:
+    """Experts with few tokens become likelier, by one step each."""
+    for load in loads:
+        # In float32, as the bias is: any other rounding would show.
+        direction = (load.counts.double().mean() - load.counts).sign().float()
+        load.router.expert_bias.add_(direction, alpha=rate)  # type: ignore[operator, union-attr]
+        load.counts.zero_()
+
+
+def _config(model: Model, per_token: bool) -> TransformerConfig:
+    # On the CPU also where there are GPUs.
+    return transformer_config(model, calculate_per_token_loss=per_token, use_cpu_initialization=True)
 
 
 def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW over a bare model, with decay for matrices alone."""
     beta2, eps, weight_decay = (OPTIMIZER[name] for name in ("adam_beta2", "adam_eps", "weight_decay"))
-    named = list(model.parameters())
+    named = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in named if info_of(p).decays], "weight_decay": weight_decay},
         {"params": [p for p in named if not info_of(p).decays], "weight_decay": 0.0},
@@ -51,22 +100,28 @@ def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=eps)
 
 
-def _step(built: nn.Module, model: Model, number: int, per_token: bool, rows: int) -> Step:
-    sums = {first: _sum_and_count(built, model, number, first, rows) for first in range(0, GLOBAL_BATCH, rows)}
+def _step(built: GPTModel, model: Model, number: int, per_token: bool, rows: int) -> Step:
+    batches = {first: micro_batch(model, number, first, rows=rows) for first in range(0, GLOBAL_BATCH, rows)}
+    count = torch.stack([batch.mask.sum() for batch in batches.values()]).sum().clamp(min=1)
+    # What layers add to the loss counts as the loss does: by token, or as a mean over micro-batches.
+    built.set_auxiliary_scale(1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64))
+    sums = {first: _sum_and_count(built, batch) for first, batch in batches.items()}
     if per_token:
-        total = sum(loss for loss, _ in sums.values()) / sum(count for _, count in sums.values()).clamp(min=1)
+        total = sum(loss for loss, _ in sums.values()) / count
     else:
         total = sum(loss / count.clamp(min=1) for loss, count in sums.values()) / len(sums)
     total.backward()
     gradients = _pieces(built, gradient=True)
+    reports = reports_of([built])
     norm = nn.utils.clip_grad_norm_(built.parameters(), OPTIMIZER["clip_grad"])
     losses = {first: torch.stack([loss.detach(), count]) for first, (loss, count) in sums.items()}
-    return Step(losses, gradients, float(norm))
+    return Step(losses, gradients, float(norm), reports)
 
 
-def _sum_and_count(built: nn.Module, model: Model, number: int, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    batch = micro_batch(model, number, first, rows=rows)
-    losses = built(batch.ids, batch.tokens.positions, None, labels=batch.labels, tokens=batch.tokens)
+def _sum_and_count(built: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    losses = built(
+        batch.ids, batch.tokens.positions, None, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens
+    )
     return (losses * batch.mask).sum(), batch.mask.sum()
 
 
@@ -76,6 +131,8 @@ def _pieces(built: nn.Module, gradient: bool = False) -> list[Piece]:
 
 def _each(built: nn.Module, gradient: bool) -> Iterator[Piece]:
     for parameter in built.parameters():
+        if gradient and not parameter.requires_grad:
+            continue
         info = info_of(parameter)
         values = parameter.grad if gradient else parameter.detach()
         assert values is not None

@@ -9,6 +9,7 @@ from parity.compare import Verdict, judge
 from parity.evidence import Evidence, Masks, Piece, Step
 
 from megatron.core.parameters import Box
+from megatron.core.transformer.reported import Report
 
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64)  # [4, 3], by rows
 
@@ -18,11 +19,15 @@ def piece(start: int, rows: int, values: torch.Tensor, begin: int = 0, end: int 
     return Piece("w", (4, 3), box, begin, box.numel if end is None else end, values.clone())
 
 
+def balance(total: float, count: float) -> Report:
+    return Report("balance", 1, total * WHOLE[0], count * WHOLE[0])
+
+
 def alone() -> Evidence:
     losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
     masks = Masks({((1, 2), 0, 5, 0): [(0, b"\1\0\1\1")]})
     whole = piece(0, 4, WHOLE)
-    return Evidence([whole], [Step(losses, [whole], 2.0)], [whole], masks, norm_of_ones=12**0.5)
+    return Evidence([whole], [Step(losses, [whole], 2.0, [balance(1.5, 3.0)])], [whole], masks, 12**0.5)
 
 
 def two_ranks() -> list[Evidence]:
@@ -32,8 +37,8 @@ def two_ranks() -> list[Evidence]:
     losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
     masks = [Masks({((1, 2), 0, 5, 0): [(at, bits)]}) for at, bits in ((0, b"\1\0"), (2, b"\1\1"))]
     return [
-        Evidence([first], [Step(losses, [first], 2.0)], [first], masks[0], 12**0.5),
-        Evidence([second], [Step({}, halves, 2.0)], [second], masks[1], 12**0.5),
+        Evidence([first], [Step(losses, [first], 2.0, [balance(0.5, 2.0)])], [first], masks[0], 12**0.5),
+        Evidence([second], [Step({}, halves, 2.0, [balance(2.5, 4.0)])], [second], masks[1], 12**0.5),
     ]
 
 
@@ -88,7 +93,15 @@ def test_every_difference_is_seen() -> None:
     def lost(ranks: list[Evidence]) -> None:
         ranks[0].steps[0].gradients[0].values[0] = torch.nan
 
+    def report(ranks: list[Evidence]) -> None:
+        ranks[1].steps[0].reports[:] = [balance(2.5, 3.0)]
+
+    def unreported(ranks: list[Evidence]) -> None:
+        ranks[0].steps[0].reports.append(Report("z", 1, WHOLE[0], WHOLE[0]))
+
     expected = {
+        report: "report: error",
+        unreported: "only the layout reports z of layer 1",
         gradient: "gradient: error",
         hole: "parts of gradient w are on no rank",
         start: "initial value of w on rank 0 differs",

@@ -2,9 +2,21 @@
 
 import itertools
 
-from parity.cells import WORLD, all_combinations, covering_cells, further_cells, quick_cells, slow_cells, values_of
-from parity.layouts import DIMENSIONS, FURTHER, Choice, Layout, dimension_of
-from parity.models import MODELS
+import pytest
+from parity.cells import (
+    WORLD,
+    Cell,
+    all_combinations,
+    covering_cells,
+    further_cells,
+    quick_cells,
+    slow_cells,
+    values_of,
+)
+from parity.families import FAMILIES, Family
+from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, dimension_of, layout
+from parity.model_list import MODELS
+from parity.models import Model
 
 
 def choices(*tables: dict[str, list[Choice]]) -> list[Choice]:
@@ -15,26 +27,49 @@ def test_every_value_of_every_dimension_is_met_in_every_run() -> None:
     assert set(choices(DIMENSIONS, FURTHER)) == values_of(quick_cells())
 
 
-def test_every_two_values_are_met_together_in_every_run() -> None:
-    met = {pair for cell in covering_cells() for pair in cell.pairs}
-    missing = []
-    for (one, firsts), (other, seconds) in itertools.combinations(sorted(DIMENSIONS.items()), 2):
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_two_values_are_met_together(family: Family) -> None:
+    assert set(covering_cells(family)) <= {*quick_cells(), *(slow_cells() if family is not FAMILIES[0] else ())}
+    met = {pair for cell in covering_cells(family) for pair in cell.pairs(family)}
+    every = list(all_combinations(family))
+    missing, possible = [], 0
+    dimensions = {**family.dimensions, "model": family.models}
+    for (one, firsts), (other, seconds) in itertools.combinations(sorted(dimensions.items()), 2):
         for first, second in itertools.product(firsts, seconds):
-            together = Layout(**{one: first, other: second})
-            possible = any(together.misfit(model) is None for model in MODELS) and together.ranks <= WORLD
-            if possible and ((one, first.name), (other, second.name)) not in met:
-                missing.append((first.name, second.name))
-    assert not missing
-    # Eight ranks hold any two values of two dimensions.
+            if family.wants_pair((one, first.name), (other, second.name)) and any(
+                _has(cell, one, first) and _has(cell, other, second) for cell in every
+            ):
+                possible += 1
+                if ((one, first.name), (other, second.name)) not in met:
+                    missing.append((first.name, second.name))
+    assert possible and not missing
+
+
+def _has(cell: Cell, dimension: str, value: Choice | Model) -> bool:
+    return cell.values[dimension] == value.name
+
+
+def test_eight_ranks_hold_any_two_values_of_two_dimensions() -> None:
     for first, second in itertools.combinations(choices(DIMENSIONS), 2):
         assert first.ranks * second.ranks <= WORLD or dimension_of(first) == dimension_of(second)
 
 
 def test_every_model_meets_every_value() -> None:
     met = {(cell.model.name, value.name) for cell in (*quick_cells(), *slow_cells()) for value in cell.layout.choices}
-    for model, value in itertools.product(MODELS, choices(DIMENSIONS, FURTHER)):
-        if Layout(**{dimension_of(value): value}).misfit(model) is None:
-            assert (model.name, value.name) in met, (model.name, value.name)
+    for family in FAMILIES:
+        alone = [choice(names[0]) for names in family.further if len(names) == 1]
+        values = {value for row in family.dimensions.values() for value in row} | set(alone)
+        for model, value in itertools.product(family.models, values):
+            if any(_has(cell, dimension_of(value), value) for cell in _alone_or_with_another(family, model, value)):
+                assert (model.name, value.name) in met, (model.name, value.name)
+
+
+def _alone_or_with_another(family: Family, model: Model, value: Choice) -> list[Cell]:
+    """The value with at most one other: a split of experts has no ranks of its own."""
+    others = [other for row in family.dimensions.values() for other in row]
+    cells = [Cell(model, layout(value.name))]
+    cells += [Cell(model, layout(value.name, o.name)) for o in others if dimension_of(o) != dimension_of(value)]
+    return [cell for cell in cells if cell.fits]
 
 
 def test_three_dimensions_at_once() -> None:
@@ -69,6 +104,16 @@ def test_names_say_which_cell() -> None:
     assert len({cell.name for cell in cells}) == len(cells)
 
 
+def test_models_take_turns_with_larger_values() -> None:
+    met = {cell.model.name for cell in further_cells()}
+    assert met == {model.name for family in FAMILIES if len(family.further) >= 5 for model in family.models} | {
+        model.name
+        for family in FAMILIES
+        if 0 < len(family.further) < 5
+        for model in family.models[: len(family.further)]
+    }
+
+
 def test_the_larger_values_meet_others_too() -> None:
     assert all(cell.fits for cell in further_cells())
-    assert len(list(all_combinations())) > 1000
+    assert sum(1 for family in FAMILIES for _ in all_combinations(family)) > 1000

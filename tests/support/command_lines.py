@@ -1,6 +1,7 @@
 """Command lines for tests of flags."""
 
 import json
+import math
 from pathlib import Path
 
 from megatron.core.exceptions import UserError
@@ -48,10 +49,12 @@ def published_commands() -> list[dict[str, str]]:
 
 
 def smallest_world(argv: list[str]) -> int:
-    """The smallest world that a command is laid out for."""
-    sizes = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
-    sizes += ("--num-distributed-optimizer-instances",)
-    ranks = 1
-    for flag in sizes:
-        ranks *= int(argv[argv.index(flag) + 1]) if flag in argv else 1
-    return ranks
+    """The smallest world that a command is laid out for: whole models, and whole sets of experts."""
+
+    def size(flag: str, default: int = 1) -> int:
+        return int(argv[argv.index(flag) + 1]) if flag in argv else default
+
+    tensor, pipeline = size("--tensor-model-parallel-size"), size("--pipeline-model-parallel-size")
+    dense = tensor * pipeline * size("--context-parallel-size")
+    expert = size("--expert-tensor-parallel-size", tensor) * size("--expert-model-parallel-size") * pipeline
+    return math.lcm(dense, expert) * size("--num-distributed-optimizer-instances")

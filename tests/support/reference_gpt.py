@@ -14,28 +14,93 @@ def reference_logits(
 ) -> Tensor:
     """Logits [b, s, V]. `model`: the keywords of GPTModel. `hidden_pairs` bool [b, s, s]: hidden beside the causal
     ones."""
-    b, s = tokens.shape
-    positions = torch.arange(s).expand(b, s) if positions is None else positions
+    return head(reference_hidden(weights, config, model, tokens, positions, hidden_pairs), weights, model)
+
+
+def reference_hidden(
+    weights: dict[str, Tensor], config, model: dict, tokens: Tensor, positions: Tensor | None = None, hidden_pairs=None
+) -> Tensor:
+    """What the head reads, [b, s, h]."""
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape) if positions is None else positions
+    x = embed(weights, model, tokens, positions)
+    angles, seen = surroundings(config, model, positions, hidden_pairs)
+    for number in range(config.num_layers):
+        x = layer(x, below(weights, f"decoder.layers.{number}."), config, angles, seen, number + 1)
+    return norm(x, weights, "decoder.final_layernorm.", config)
+
+
+def reference_predictions(
+    weights: dict[str, Tensor],
+    config,
+    model: dict,
+    hidden: Tensor,
+    tokens: Tensor,
+    labels: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    documents: Tensor,
+    hidden_pairs=None,
+) -> list[tuple[Tensor, Tensor]]:
+    """For each depth of multi-token prediction the sum of its losses and the sum of its mask. `hidden` [b, s, h]: what
+    the head reads. `documents` [b, s]: a number for each document; nothing is predicted from one about another."""
+    angles, seen = surroundings(config, model, positions, hidden_pairs)
+    found = []
+    for depth in range(1, config.mtp_num_layers + 1):
+        ids, places, wanted, counted = (ahead(row, depth, documents) for row in (tokens, positions, labels, mask))
+        part = below(weights, f"mtp.layers.{depth - 1}.")
+        e = norm(embed(weights, model, ids, places), part, "enorm.", config)
+        x = torch.cat([e, norm(hidden, part, "hnorm.", config)], -1) @ part["eh_proj.weight"].T
+        number = config.num_layers  # as the last, where layers differ
+        x = layer(x, below(part, "transformer_layer."), config, angles, seen, number)
+        hidden = norm(x, part, "final_layernorm.", config)
+        losses = reference_loss(head(hidden, weights, model), wanted)
+        found.append(((losses * counted).sum(), counted.sum()))
+    return found
+
+
+def ahead(row: Tensor, places: int, documents: Tensor) -> Tensor:
+    """What stands so many places on in each row [b, s], within a document; 0 where there is nothing."""
+    moved = torch.zeros_like(row)
+    for b, s in torch.cartesian_prod(torch.arange(row.shape[0]), torch.arange(row.shape[1] - places)).tolist():
+        if documents[b, s] == documents[b, s + places]:
+            moved[b, s] = row[b, s + places]
+    return moved
+
+
+def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Weights whose names begin so, without it."""
+    return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def embed(weights: dict[str, Tensor], model: dict, tokens: Tensor, positions: Tensor) -> Tensor:
     x = weights["embedding.word_embeddings.weight"][tokens]
-    kind = model.get("position_embedding_type", "learned_absolute")
-    if kind == "learned_absolute":
+    if model.get("position_embedding_type", "learned_absolute") == "learned_absolute":
         x = x + weights["embedding.position_embeddings.weight"][positions]
-    angles = rope_angles(config, model, positions) if kind == "rope" else None
+    return x
+
+
+def surroundings(config, model: dict, positions: Tensor, hidden_pairs=None) -> tuple[Tensor | None, Tensor]:
+    """Angles of rotary positions, if there are any, and which pairs [b, s, s] see each other."""
+    b, s = positions.shape
+    rotary = model.get("position_embedding_type", "learned_absolute") == "rope"
+    angles = rope_angles(config, model, positions) if rotary else None
     seen = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
-    if hidden_pairs is not None:
-        seen = seen & ~hidden_pairs
-    for layer in range(config.num_layers):
-        part = {k.split(".", 3)[3]: v for k, v in weights.items() if k.startswith(f"decoder.layers.{layer}.")}
-        n = norm(x, part, "input_layernorm.", config)
-        base = n if config.apply_residual_connection_post_layernorm else x
-        turned = angles if turns(config, layer + 1) else None
-        x = base + attend(n, part, config, turned, seen, layer + 1)
-        n = norm(x, part, "pre_mlp_layernorm.", config)
-        base = n if config.apply_residual_connection_post_layernorm else x
-        x = base + mlp(n, part, config)
-    x = norm(x, weights, "decoder.final_layernorm.", config)
-    head = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
-    return (x @ head.T)[..., : model["vocab_size"]]
+    return angles, seen if hidden_pairs is None else seen & ~hidden_pairs
+
+
+def layer(x: Tensor, part: dict[str, Tensor], config, angles, seen: Tensor, number: int) -> Tensor:
+    """One transformer layer, [b, s, h] -> [b, s, h]."""
+    n = norm(x, part, "input_layernorm.", config)
+    base = n if config.apply_residual_connection_post_layernorm else x
+    x = base + attend(n, part, config, angles if turns(config, number) else None, seen, number)
+    n = norm(x, part, "pre_mlp_layernorm.", config)
+    base = n if config.apply_residual_connection_post_layernorm else x
+    return base + mlp(n, part, config)
+
+
+def head(x: Tensor, weights: dict[str, Tensor], model: dict) -> Tensor:
+    weight = weights.get("output_layer.weight", weights["embedding.word_embeddings.weight"])
+    return (x @ weight.T)[..., : model["vocab_size"]]
 
 
 def reference_loss(logits: Tensor, labels: Tensor) -> Tensor:

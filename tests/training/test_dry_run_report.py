@@ -79,6 +79,24 @@ def test_the_map_says_who_holds_what() -> None:
     )
 
 
+def test_the_map_says_who_holds_which_experts() -> None:
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --mock-data "
+    small += (
+        "--tokenizer-type NullTokenizer --vocab-size 50 --lr 1 --train-iters 1 --num-experts 8 --sequence-parallel "
+    )
+    small += "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
+    lines = report("", base=small, ranks=8)
+    shown = lines[lines.index("who holds what") :]
+    experts = next(number for number, line in enumerate(shown) if line.strip().startswith("of experts"))
+    assert re.split(r"\s{2,}", shown[experts + 1].strip()) == ["pp 0", "0, 4", "1, 5", "2, 6", "3, 7"]
+    first = shown.index("  expert parallel ranks have experts each of:")
+    assert (
+        "    decoder.layers.*.mlp.experts.linear_fc2.weight  8 x 64 x 256"
+        in shown[first : shown.index("  and all of:")]
+    )
+    assert "    decoder.layers.*.mlp.router.weight  8 x 64" in shown[shown.index("  and all of:") :]
+
+
 def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
     small = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --mock-data "
     small += "--tokenizer-type NullTokenizer --vocab-size 50 --lr 1 --train-iters 1"
@@ -110,3 +128,7 @@ def test_sizes_and_stages_in_words() -> None:
     assert short_size(1536) == "1.50 KiB"
     assert stage_text(StagePart(1, range(3, 3), False, False)) == "nothing"
     assert stage_text(StagePart(0, range(1, 2), True, True)) == "embedding, layer 1, head and loss"
+    apart = "a copy of the embedding, 2 layers that predict further ahead"
+    assert stage_text(StagePart(2, range(3, 3), False, False, 2)) == apart
+    last = "layer 3, a copy of the embedding, 1 layer that predicts further ahead, head and loss"
+    assert stage_text(StagePart(2, range(3, 4), False, True, 1)) == last

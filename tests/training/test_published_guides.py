@@ -88,3 +88,16 @@ def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
     alone = python(flags, tmp_path)
     assert alone.returncode == 0, alone.stderr
     assert "--dry-run of 16 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.stdout
+
+
+@pytest.mark.slow
+def test_experts_over_eight_ranks(tmp_path: Path) -> None:
+    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --num-layers 2 --hidden-size 32 "
+    flags += "--num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 "
+    flags += "--train-iters 2 --eval-iters 0 --log-interval 1 "
+    flags += "--expert-model-parallel-size 8 --num-experts 64 --moe-router-topk 2"
+    program = launch(flags, 8, tmp_path, base="")
+    assert program.exit_codes(200.0) == [0] * 8, program.output(0)
+    said = program.output(0) + program.output(7)
+    assert "iteration        2/       2" in said
+    assert "--expert-model-parallel-size" not in said  # it is honoured as it is

@@ -2,7 +2,8 @@
 
 The file is plain safetensors (8 bytes little-endian header length, JSON header, data), so any safetensors reader opens
 it. It is written as a stream: memory beyond the live tensors is two staging blocks, and those only for tensors on a
-device. Reading is by `pread` into one block, not by mapping: an I/O error is then an exception, not a SIGBUS.
+device; or a tensor at a time, where they are made as they are written (`Later`). Reading is by `pread` into one block,
+not by mapping: an I/O error is then an exception, not a SIGBUS.
 
 The checksum is CRC-32 of each block of 16 MiB: it has to find accidents, not forgers, and runs at 4 GB/s on one core
 where SHA-256 reaches 1.7. A block is also what a reader of a small part must fetch to verify what it takes.
@@ -12,7 +13,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,17 @@ DTYPE_NAMES = {
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-_MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Readers of safetensors refuse a longer header."""
+
+
+@dataclass(frozen=True)
+class Later:
+    """Elements that `make` gives when their turn to be written comes, one-dimensional; they are forgotten then."""
+
+    dtype: torch.dtype
+    numel: int
+    make: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,23 @@ class Entry:
 
     key: str
     shape: tuple[int, ...]
-    flat: Tensor
+    flat: Tensor | Later
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.flat.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        return self.flat.numel if isinstance(self.flat, Later) else self.flat.numel()
+
+    def elements(self) -> Tensor:
+        """The elements themselves, made now if need be."""
+        if isinstance(self.flat, Tensor):
+            return self.flat
+        made = self.flat.make()
+        assert (made.dtype, made.shape) == (self.flat.dtype, (self.flat.numel,)), self.key
+        return made
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,7 @@ class Written:
 
 def aligned_order(entries: Sequence[Entry]) -> list[Entry]:
     """Wide types first, so that every tensor is aligned for its type; otherwise in the order given."""
-    return sorted(entries, key=lambda entry: -entry.flat.element_size())
+    return sorted(entries, key=lambda entry: -entry.flat.dtype.itemsize)
 
 
 def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> Written:
@@ -77,12 +103,12 @@ def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> Written
     checksums: list[list[int]] = [[] for _ in entries]
     with disk.create(path) as file, ThreadPoolExecutor(1) as beside:
         disk.write(file, header)
-        for index, block in _blocks([entry.flat for entry in entries]):
+        for index, block in _blocks(entries):
             checksum = beside.submit(zlib.crc32, block)
             disk.write(file, block)
             checksums[index].append(checksum.result())
         disk.sync(file)
-    end = offsets[-1] + entries[-1].flat.nbytes if entries else len(header)
+    end = offsets[-1] + entries[-1].nbytes if entries else len(header)
     return Written(end, zlib.crc32(header), offsets, checksums)
 
 
@@ -92,24 +118,28 @@ def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
     begin, begins = 0, []
     for entry in entries:
         assert entry.key not in fields, f"{entry.key} is written twice"
-        end = begin + entry.flat.nbytes
+        end = begin + entry.nbytes
         dtype = DTYPE_NAMES[entry.flat.dtype]
         fields[entry.key] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
         begins.append(begin)
         begin = end
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    assert len(text) <= _MAX_HEADER_BYTES, f"{len(entries)} tensors are too many for one safetensors file"
+    assert len(text) <= MAX_HEADER_BYTES, f"{len(entries)} tensors are too many for one safetensors file"
     header = len(text).to_bytes(8, "little") + text
     return header, [len(header) + begin for begin in begins]
 
 
-def _blocks(flats: Sequence[Tensor]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of all tensors in blocks, with the tensor's position. A block is valid until the next is asked for.
+def _blocks(entries: Sequence[Entry]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of all entries in blocks, with the entry's position. A block is valid until the next is asked for.
 
     The copy of a block from a device runs while the block before it is being written.
     """
-    blocks = ((index, block) for index, flat in enumerate(flats) for block in flat.view(torch.uint8).split(BLOCK_BYTES))
+    blocks = (
+        (index, block)
+        for index, entry in enumerate(entries)
+        for block in entry.elements().view(torch.uint8).split(BLOCK_BYTES)
+    )
     staging = _Staging()
     waiting: tuple[int, Tensor] | None = None
     for index, block in blocks:
@@ -155,7 +185,7 @@ def read_header_crc32(path: Path) -> int:
     with open(path, "rb") as file:
         length = file.read(8)
         count = int.from_bytes(length, "little")
-        return zlib.crc32(file.read(count), zlib.crc32(length)) if count <= _MAX_HEADER_BYTES else -1
+        return zlib.crc32(file.read(count), zlib.crc32(length)) if count <= MAX_HEADER_BYTES else -1
 
 
 class BlockReader:

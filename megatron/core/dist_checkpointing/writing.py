@@ -10,16 +10,18 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.data_file import Entry, aligned_order, write_data_file
+from megatron.core.dist_checkpointing.data_file import Entry, Later, aligned_order, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import (
@@ -106,6 +108,34 @@ def save_folder(
     return Saved(folder, done["nbytes"], time.monotonic() - started, begun["notes"])
 
 
+def save_streamed(
+    root: Path,
+    files: Iterable[Sequence[Chunk]],
+    values_of: Callable[[Chunk], Tensor],
+    *,
+    step: Step,
+    common: Mapping[str, Any],
+    config: Mapping[str, Any],
+    disk: Disk | None = None,
+) -> Saved:
+    """Write a checkpoint of tensors that need not be in memory, from this process alone; otherwise as `save`.
+
+    Of each chunk's tensor only the type counts (it may be on the meta device): `values_of` gives the elements, as one
+    dimension, when it is their turn, and they are forgotten once written. Each list of chunks becomes a file.
+    """
+    disk, started = disk or Disk(), time.monotonic()
+    begun = _begin(disk, root, step)
+    aside, count = root / begun["aside"], 0
+    try:
+        for count, chunks in enumerate(files, 1):
+            _write_rank(disk, aside, count - 1, chunks, values_of)
+        done = _publish(disk, aside, step, _Contents(count, common, config, {}), None)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, begun["notes"])
+
+
 def _write_aside(
     ranks: Ranks, disk: Disk, aside: Path, chunks: Iterable[Chunk], publish: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
@@ -156,13 +186,20 @@ def _begin_folder(disk: Disk, folder: Path) -> dict[str, Any]:
     return {"aside": aside.name, "notes": notes}
 
 
-def _write_rank(disk: Disk, aside: Path, rank: int, chunks: Sequence[Chunk]) -> None:
-    """This rank's data file and index, on disk when it returns."""
+def _write_rank(
+    disk: Disk,
+    aside: Path,
+    rank: int,
+    chunks: Sequence[Chunk],
+    values_of: Callable[[Chunk], Tensor] | None = None,
+) -> None:
+    """This rank's data file and index, on disk when it returns. Elements are the chunks' own, or come from
+    `values_of`."""
     for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
         torch.cuda.synchronize(device)  # whichever streams are still writing them
     entries = {_key(chunk): chunk for chunk in chunks}
     assert len(entries) == len(chunks), "a chunk is listed twice"
-    ordered = aligned_order([Entry(key, _shape(chunk), chunk.flat) for key, chunk in entries.items()])
+    ordered = aligned_order([Entry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()])
     try:
         written = write_data_file(disk, aside / data_name(rank), ordered)
         stored = [
@@ -173,6 +210,12 @@ def _write_rank(disk: Disk, aside: Path, rank: int, chunks: Sequence[Chunk]) -> 
         disk.write_file(aside / index_name(rank), index.to_bytes())
     except OSError as error:
         raise _cannot_write(aside / data_name(rank), error) from error
+
+
+def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | Later:
+    return (
+        chunk.flat if values_of is None else Later(chunk.tensor.dtype, chunk.tensor.numel(), partial(values_of, chunk))
+    )
 
 
 def _key(chunk: Chunk) -> str:

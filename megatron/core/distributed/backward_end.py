@@ -5,6 +5,11 @@ from collections.abc import Callable
 import torch
 
 
+def in_backward() -> bool:
+    """This thread computes a node of a backward pass, or what such a node computes again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class BackwardEnd:
     """Calls a function once at the end of every backward pass in which `expect` was called."""
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -166,6 +166,11 @@ class DistributedDataParallel(nn.Module):
         """Compute what was put off under a key."""
         with self._shards.late():
             self._late.compute(key)
+
+    def lagging_weight_gradients(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """In a backward that runs in here the products that make weight gradients lag: they wait until the function
+        that is given is called, or for the end of the backward."""
+        return self._late.lagging()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Begin all reductions now; no gradient may be added afterwards."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.expert_balance import finish_routers
 from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
@@ -30,6 +31,7 @@ def finalize_model_grads(
     force_all_reduce: bool | None = False,
 ) -> None:
     """Finish the data parallel sums, sum what model parallel ranks hold in parts, and divide by the count of tokens.
+    What routers have counted in this global batch moves the biases of their experts.
 
     `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches,
     zero on pipeline stages other than the one that has the loss. Gradients are then sums over tokens and become means
@@ -47,6 +49,7 @@ def finalize_model_grads(
     _sum_tied(owned, groups)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, groups)
+    finish_routers(chunks, groups)
 
 
 def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
@@ -56,14 +59,15 @@ def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
 def _sum_tied(owned: Sequence[Owned], groups: ProcessGroupCollection) -> None:
     """Give all copies of a tied weight the sum of their gradients: of those on this rank (in several chunks), and over
     the stages that hold one."""
-    copies: dict[str, list[Tensor]] = {}
+    copies: dict[tuple[str, str], list[Tensor]] = {}
     for info, part in owned:
         if info.tied:
-            copies.setdefault(info.name, []).append(part)
+            copies.setdefault((info.tied_over, info.name), []).append(part)
     for first, *others in copies.values():
         for other in others:
             first.add_(other)
-    _sum_together([copies[name][0] for name in sorted(copies)], groups, "embd")
+    for group in ("embd", "pos_embd"):
+        _sum_together([copies[key][0] for key in sorted(copies) if key[0] == group], groups, group)
     for first, *others in copies.values():
         for other in others:
             other.copy_(first)

@@ -27,7 +27,7 @@ def replica_ranks(
     model_axes = [axis for axis in replica_axes(info) if axis not in _DATA_AXES]
     peers = set(groups.grid.group(groups.global_rank, model_axes))
     if info.tied:
-        peers = {other for peer in peers for other in groups.ranks("embd", of=peer)}
+        peers = {other for peer in peers for other in groups.ranks(info.tied_over, of=peer)}
     return tuple(sorted({rank for peer in peers for rank in (groups.ranks(data, of=peer) if data else (peer,))}))
 
 
@@ -36,7 +36,7 @@ def counts_here(info: ParameterInfo, groups: ProcessGroupCollection) -> bool:
 
     Data parallel copies all count: sums over gradients stay inside one replica of the model.
     """
-    if info.tied and groups.rank("embd") != 0:
+    if info.tied and groups.rank(info.tied_over) != 0:
         return False
     model_axes = (axis for axis in replica_axes(info) if axis not in _DATA_AXES)
     return all(groups.rank(_GROUP_OF_AXIS[axis]) == 0 for axis in model_axes)

@@ -7,17 +7,21 @@ layer that replays as a CUDA graph captures the accumulation; whoever replays it
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.core.collectives import Pending
+from megatron.core.distributed.backward_end import BackwardEnd
 from megatron.core.parameters import InputsToGather, gradient_sink
 
 _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 """Types whose products a GPU accumulates straight into a float32 buffer."""
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+"""Adds a product of output gradients and inputs to a gradient: (gradient, output gradients, inputs)."""
 
 
 class BufferSink:
@@ -47,16 +51,23 @@ class BufferSink:
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
         """gradient += output_gradient^T @ inputs ([t, out], [t, in]), now, or when the queue computes it."""
+        self._add(output_gradient, inputs, accumulate_product)
+
+    def add_grouped_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: Accumulate) -> None:
+        """accumulate(gradient, output_gradient, inputs), now, or when the queue computes it."""
+        self._add(output_gradient, inputs, accumulate)
+
+    def _add(self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate) -> None:
         if self.queue is not None and self.queue.takes_products:
-            self.queue.add(self, output_gradient, inputs)
+            self.queue.add(self, output_gradient, inputs, accumulate)
         else:
             assert isinstance(inputs, Tensor)
-            self.compute_product(output_gradient, inputs)
+            self.compute_product(output_gradient, inputs, accumulate)
 
-    def compute_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
-        """`add_product`, now."""
+    def compute_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: Accumulate) -> None:
+        """A product that was added, now."""
         self.opened()
-        accumulate_product(self.gradient, output_gradient.detach(), inputs.detach())
+        accumulate(self.gradient, output_gradient.detach(), inputs.detach())
         self.landed(self.parameter)
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
@@ -90,8 +101,9 @@ class WeightGradientQueue:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._waiting: dict[Hashable, list[tuple[BufferSink, Tensor, Tensor | InputsToGather]]] = {}
+        self._waiting: dict[Hashable, list[_Product]] = {}
         self._open: Hashable | None = None
+        self._backward_end = BackwardEnd(self.catch_up)
         for parameter in parameters:
             sink = gradient_sink(parameter)
             if isinstance(sink, BufferSink):
@@ -112,22 +124,51 @@ class WeightGradientQueue:
         finally:
             self._open = None
 
-    def add(self, sink: BufferSink, output_gradient: Tensor, inputs: Tensor | InputsToGather) -> None:
+    @contextlib.contextmanager
+    def lagging(self) -> Iterator[Callable[[], None]]:
+        """Products of a backward that runs in here wait until the function that is given is called, or for the end of
+        the backward: whoever waits for something else there has them to compute."""
+        with self.put_off(_LAGGING):
+            try:
+                yield self.catch_up
+            finally:
+                del self._waiting[_LAGGING]
+
+    def catch_up(self) -> None:
+        """Compute the products that lag."""
+        if _LAGGING in self._waiting:
+            products, self._waiting[_LAGGING] = self._waiting[_LAGGING], []
+            _compute(products)
+
+    def add(
+        self, sink: BufferSink, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate
+    ) -> None:
         """Keep a product for later."""
+        if self._open is _LAGGING:
+            self._backward_end.expect()
         kept = inputs.detach() if isinstance(inputs, Tensor) else inputs
-        self._waiting[self._open].append((sink, output_gradient.detach(), kept))
+        self._waiting[self._open].append((sink, output_gradient.detach(), kept, accumulate))
 
     def compute(self, key: Hashable) -> None:
         """Compute the products that were put off under a key. Inputs that lie on several ranks are gathered while the
         product before is computed."""
-        products = self._waiting.pop(key)
-        gathering = _begin(products[0][2]) if products else None
-        for place, (sink, output_gradient, _) in enumerate(products):
-            assert gathering is not None
-            inputs = gathering.wait()
-            if place + 1 < len(products):
-                gathering = _begin(products[place + 1][2])
-            sink.compute_product(output_gradient, inputs)
+        _compute(self._waiting.pop(key))
+
+
+_LAGGING = object()
+"""The key of products that wait no longer than a backward."""
+
+_Product = tuple[BufferSink, Tensor, Tensor | InputsToGather, Accumulate]
+
+
+def _compute(products: Sequence[_Product]) -> None:
+    gathering = _begin(products[0][2]) if products else None
+    for place, (sink, output_gradient, _, accumulate) in enumerate(products):
+        assert gathering is not None
+        inputs = gathering.wait()
+        if place + 1 < len(products):
+            gathering = _begin(products[place + 1][2])
+        sink.compute_product(output_gradient, inputs, accumulate)
 
 
 def _begin(inputs: Tensor | InputsToGather) -> Pending:

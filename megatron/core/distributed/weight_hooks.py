@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.backward_end import BackwardEnd
+from megatron.core.distributed.backward_end import BackwardEnd, in_backward
 from megatron.core.distributed.unit_memory import Unit
 
 
@@ -55,6 +55,22 @@ def users_of(root: nn.Module, units: Sequence[Unit]) -> list[User]:
     return [User(module, tuple(needed[module])) for module in root.modules() if module in needed]
 
 
+def backward_order(users: Sequence[User]) -> list[int]:
+    """Numbers of users in the order in which their backwards begin: the last first, but a module before those inside
+    it, such as a layer before its experts."""
+    within = [set(user.module.modules()) for user in users]
+    order: list[int] = []
+    first = len(users)
+    while first:
+        end = first
+        first -= 1
+        # The outermost module that the last user stands in, and all that stand in it.
+        while any(users[first].module in modules for modules in within[:first]):
+            first -= 1
+        order += [first, *(first + 1 + inner for inner in backward_order(users[first + 1 : end]))]
+    return order
+
+
 def _chains(module: nn.Module, above: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, ...]]:
     """Every module of a model with those that it is below, outermost first."""
     yield (*above, module)
@@ -80,6 +96,7 @@ class WeightHooks:
     def __init__(self, root: nn.Module, units: Sequence[Unit], prefetch: bool) -> None:
         self.users = users_of(root, units)
         self.prefetch = prefetch
+        self._backward_order = backward_order(self.users)
         self._handles: list[RemovableHandle] = []
         self._uses: dict[Unit, int] = dict.fromkeys(units, 0)
         """How many forwards or backwards are at it."""
@@ -88,7 +105,6 @@ class WeightHooks:
         self._lingering: list[Unit] = []
         """Whole although nobody is at them: backward, which often comes next, begins with what forward ended with."""
         self._backward_end = BackwardEnd(self._backward_ended)
-        self._backward_runs = False
 
     @property
     def are_enabled(self) -> bool:
@@ -139,10 +155,13 @@ class WeightHooks:
             unit.finish_gather()
 
     def _gather_ahead(self, number: int) -> None:
-        following = number - 1 if self._backward_runs else number + 1
-        if not 0 <= following < len(self.users):
+        backward = in_backward()  # of this thread: another's may run beside it
+        order = self._backward_order if backward else range(len(self.users))
+        place = order.index(number) + 1
+        if place == len(self.users):
             return
-        if not self._backward_runs or self.users[following].reads_weights_in_backward:
+        following = order[place]
+        if not backward or self.users[following].reads_weights_in_backward:
             for unit in self.users[following].units:
                 unit.start_gather()
 
@@ -167,7 +186,6 @@ class WeightHooks:
 
         def begin(gradient: Tensor) -> None:
             self._backward_end.expect()
-            self._backward_runs = True
             for reader in readers:
                 self._end_backward(reader)
             if number not in self._in_backward:
@@ -194,7 +212,6 @@ class WeightHooks:
 
     def _backward_ended(self) -> None:
         """Release what nobody did: of users whose input needs no gradient, and what was gathered in vain."""
-        self._backward_runs = False
         for number in list(self._in_backward):
             self._end_backward(number)
         self.release_unused()

@@ -31,12 +31,31 @@ class AttentionVariant:
     """Probability that a softmax probability is dropped while training."""
     sink: bool = False
     """One more logit a head stands in the softmax's denominator."""
+    widths: tuple[int, int] | None = None
+    """Channels of a query or key head, and of a value head, where they differ."""
+    cap: float | None = None
+    """Bound c of the scores: c tanh(score / c), after they are scaled."""
+    slopes: tuple[float, ...] | None = None
+    """Of each head of the whole model: what a score loses for each token between query and key (ALiBi)."""
+    chunk: int | None = None
+    """Queries see keys of their own chunk of so many tokens only. A call says where chunks begin: as documents do, by
+    `cu_seqlens`."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
         """How many keys a query sees to its left and right, causality included; None: all."""
         left, right = (None if edge < 0 else edge for edge in self.window or (-1, -1))
+        if self.chunk is not None:
+            left, right = (self.chunk - 1 if edge is None else min(edge, self.chunk - 1) for edge in (left, right))
         return left, 0 if self.causal else right
+
+    def bias(self, distance: Tensor, first_head: int, heads: int) -> Tensor | None:
+        """What ALiBi adds to the scores of some heads (Press et al. 2022): distances (key minus query) that broadcast
+        to [b, heads, rows, sk] -> float64 of that shape; None: nothing."""
+        if self.slopes is None:
+            return None
+        slopes = torch.tensor(self.slopes[first_head : first_head + heads], dtype=torch.float64, device=distance.device)
+        return slopes[:, None, None] * -distance.abs()
 
 
 @dataclass(frozen=True)
@@ -100,9 +119,16 @@ def _block(
     rows, b, a, d = query.shape
     sk, _, g, dv = value.shape
     query = (query * variant.scale).permute(1, 2, 0, 3).reshape(b, g, -1, d)  # [b, g, a/g * rows, d]
-    scores = (query @ key.permute(1, 2, 3, 0)).view(b, a, rows, sk)
+    scores = widened((query @ key.permute(1, 2, 3, 0)).view(b, a, rows, sk))
+    if variant.cap is not None:
+        scores = variant.cap * torch.tanh(scores / variant.cap)
+    if variant.slopes is not None:
+        distance = distances(call, first, rows, sq, sk, query.device)
+        bias = variant.bias(distance, call.first_head, a)
+        assert bias is not None
+        scores = scores + bias.to(scores.dtype)
     hidden = hidden_keys(variant, call, first, rows, sq, sk, query.device)
-    probabilities = _softmax(widened(scores), hidden, call.sink)
+    probabilities = _softmax(scores, hidden, call.sink)
     if call.dropout is not None and variant.dropout:
         kept = _kept(call, variant.dropout, first, rows, sq, sk, b, a)
         probabilities = probabilities * kept / (1.0 - variant.dropout)
@@ -125,11 +151,7 @@ def hidden_keys(
 ) -> Tensor | None:
     """Which keys the queries `first` .. `first + rows` do not see: bool that broadcasts to [b, a, rows, sk]; None: all
     are seen."""
-    if call.query_positions is None:
-        query = torch.arange(first, first + rows, device=device)[:, None] + (sk - sq)  # [rows, 1]
-    else:
-        query = call.query_positions[:, None, first : first + rows, None]  # [b, 1, rows, 1]
-    key = torch.arange(sk, device=device)  # [sk]
+    query, key = _places(call, first, rows, sq, sk, device)
     distance = key - query  # [rows, sk] or [b, 1, rows, sk]
     hidden = None
     left, right = variant.reach
@@ -142,6 +164,22 @@ def hidden_keys(
         if rule is not None:
             hidden = rule if hidden is None else hidden | rule
     return hidden
+
+
+def distances(call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device) -> Tensor:
+    """Place of each key minus that of each of some queries: int64 [rows, sk] or [b, 1, rows, sk]."""
+    query, key = _places(call, first, rows, sq, sk, device)
+    return key - query
+
+
+def _places(
+    call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where queries and keys stand, as they broadcast to [rows, sk] or [b, 1, rows, sk]."""
+    key = torch.arange(sk, device=device)  # [sk]
+    if call.query_positions is None:
+        return torch.arange(first, first + rows, device=device)[:, None] + (sk - sq), key  # [rows, 1]
+    return call.query_positions[:, None, first : first + rows, None], key  # [b, 1, rows, 1]
 
 
 def document_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def block_attention(
     """
     outputs, sums = [], []
     for rows in _rows_at_once(query, key):
-        scores, keep = _scores(query, key, rows, place, variant, call)
+        scores, _, keep = _scores(query, key, rows, place, variant, call)
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
         weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
@@ -88,7 +88,7 @@ def block_attention_backward(
     query_gradients = []
     key_gradient = value_gradient = None
     for rows in _rows_at_once(query, key):
-        scores, keep = _scores(query, key, rows, place, variant, call)
+        scores, slope, keep = _scores(query, key, rows, place, variant, call)
         weights = torch.exp(scores - lse[..., rows, None])  # [b, a, rows, sk]
         weight_gradient = _by_group(gradient[rows], value) @ _keys_last(value)  # [b, g, a/g * rows, sk]
         weight_gradient = widened(weight_gradient).view_as(weights)
@@ -96,7 +96,8 @@ def block_attention_backward(
         if keep is not None:
             factor = keep.to(weights.dtype) / (1.0 - variant.dropout)
             kept, weight_gradient = weights * factor, weight_gradient * factor
-        score_gradient = (weights * (weight_gradient - delta[..., rows, None]) * variant.scale).to(query.dtype)
+        score_gradient = weights * (weight_gradient - delta[..., rows, None]) * variant.scale
+        score_gradient = (score_gradient if slope is None else score_gradient * slope).to(query.dtype)
         query_gradients.append(_weighted_sum(score_gradient, key))
         key_part = _summed_over_queries(score_gradient, query[rows], key)
         value_part = _summed_over_queries(kept.to(value.dtype), gradient[rows], value)
@@ -127,13 +128,22 @@ def _rows_at_once(query: Tensor, key: Tensor) -> list[slice]:
 
 def _scores(
     query: Tensor, key: Tensor, rows: slice, place: BlockPlace, variant: AttentionVariant, call: BlockCall
-) -> tuple[Tensor, Tensor | None]:
-    """Scores of some queries, [b, a, rows, sk] in float32 at least, -inf where query and key do not meet; and, with
-    dropout, which of their probabilities are kept."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores of some queries, [b, a, rows, sk] in float32 at least, -inf where query and key do not meet; where they
+    are bounded, how much they grow with the unbounded ones; and, with dropout, which of their probabilities are
+    kept."""
     b, a, sk = query.shape[1], query.shape[2], key.shape[0]
     scores = widened(_by_group(query[rows] * variant.scale, key) @ _keys_last(key)).view(b, a, -1, sk)
     i = torch.arange(rows.start, rows.stop, device=query.device)
     j = torch.arange(sk, device=query.device)
+    slope = None
+    if variant.cap is not None:
+        share = torch.tanh(scores / variant.cap)
+        scores, slope = variant.cap * share, 1.0 - share.square()
+    distance = (j + place.key_place) - (i + place.query_place)[:, None]
+    bias = variant.bias(distance, call.first_head, a)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype)
     hidden = torch.zeros((), dtype=torch.bool, device=query.device)
     if place.right is not None:
         hidden = hidden | (j - i[:, None] > place.right)
@@ -148,7 +158,7 @@ def _scores(
         queries, keys = (call.row_start[:, None] + index for index in (i + place.query_place, j + place.key_place))
         heads = torch.arange(call.first_head, call.first_head + a, device=query.device)
         keep = keep_attention(call.dropout, queries, keys, heads, variant.dropout)
-    return scores.masked_fill(hidden, -torch.inf), keep
+    return scores.masked_fill(hidden, -torch.inf), slope, keep
 
 
 def _by_group(heads: Tensor, key: Tensor) -> Tensor:

@@ -131,8 +131,7 @@ def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: Window, lengths: Lengths | None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse. With `lengths` (b = 1) queries see keys of their own sequence only."""
-    width = value.shape[3]
-    tensors = [_flash_layout(tensor, lengths) for tensor in (query, key, value)]
+    tensors = [_flash_layout(tensor, lengths, _flash_width(query, value)) for tensor in (query, key, value)]
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         *tensors,
         *_extents(query, key, lengths),
@@ -143,7 +142,7 @@ def flash_forward(
         window_size_left=window[0],
         window_size_right=window[1],
     )
-    return _our_layout(output, lengths, width), lse if lengths is None else lse[None]
+    return _our_layout(output, lengths, value.shape[3]), lse if lengths is None else lse[None]
 
 
 def flash_backward(
@@ -158,7 +157,8 @@ def flash_backward(
     lengths: Lengths | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    tensors = [_flash_layout(tensor, lengths) for tensor in (gradient, query, key, value, output)]
+    width = _flash_width(query, value)
+    tensors = [_flash_layout(tensor, lengths, width) for tensor in (gradient, query, key, value, output)]
     unused = query.new_empty(2, dtype=torch.uint64)  # of dropout
     gradients = torch.ops.aten._flash_attention_backward(
         *tensors,
@@ -185,9 +185,15 @@ def _extents(query: Tensor, key: Tensor, lengths: Lengths | None) -> tuple[Tenso
     return lengths.queries, lengths.keys, *lengths.longest
 
 
-def _flash_layout(heads: Tensor, lengths: Lengths | None) -> Tensor:
-    """[s, b, a, d] -> [b, s, a, d], or [s, a, d] with `lengths`; d padded to a multiple of 8."""
-    heads = F.pad(heads, (0, -heads.shape[3] % 8))
+def _flash_width(query: Tensor, value: Tensor) -> int:
+    """Channels of all heads in a call of the kernel, which takes no widths but equal ones and multiples of 8."""
+    return -(-max(query.shape[3], value.shape[3]) // 8) * 8
+
+
+def _flash_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
+    """[s, b, a, d] -> [b, s, a, width], or [s, a, width] with `lengths`: more channels, which are zero, change neither
+    scores nor the channels that were there."""
+    heads = F.pad(heads, (0, width - heads.shape[3]))
     return heads.squeeze(1) if lengths is not None else heads.transpose(0, 1)
 
 

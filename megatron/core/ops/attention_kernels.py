@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class Situation:
 
 
 Refusal = str | None
+Fills = Literal["always", "where cuDNN does not take them", "never"]
+"""When a kernel is given heads of one width: where keys and values differ, the narrower with channels of zeros."""
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionVariant, AttentionCall], Tensor]
 
 
@@ -51,6 +54,7 @@ class AttentionKernel:
     """Whether it is meant for such a device and batch."""
     refusal: Callable[[AttentionVariant, Situation], Refusal]
     """Why it cannot compute a variant in a situation that it serves; None: it can."""
+    fills: Fills = "never"
 
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, BlockPlace, AttentionVariant, BlockCall], tuple[Tensor, Tensor]]
@@ -67,10 +71,21 @@ class BlockKernel:
     """As `block_attention_backward`."""
     serves: Callable[[Situation], bool]
     refusal: Callable[[AttentionVariant, Situation], Refusal]
+    fills: Fills = "never"
 
 
 def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
-    return _dropout_refusal(variant, situation) or ("it has no softmax sink" if variant.sink else None)
+    return (
+        _dropout_refusal(variant, situation)
+        or _score_refusal(variant)
+        or ("it has no softmax sink" if variant.sink else None)
+    )
+
+
+def _score_refusal(variant: AttentionVariant) -> Refusal:
+    if variant.cap is not None:
+        return f"it has no bound of scores ({variant.cap})"
+    return "it has no scores that fall with distance (ALiBi)" if variant.slopes is not None else None
 
 
 def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -92,7 +107,9 @@ def _type_refusal(situation: Situation) -> Refusal:
 def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.packed and not variant.causal:
         return "it computes packed documents with causal attention only"
-    return _type_refusal(situation) or _dropout_refusal(variant, situation)
+    if variant.chunk is not None:
+        return "it has no chunks of attention"
+    return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
 
 
 def _on_cpu(situation: Situation) -> bool:
@@ -111,11 +128,15 @@ def _on_cuda_packed(situation: Situation) -> bool:
     return situation.device_type == "cuda" and situation.packed
 
 
-SDPA_CUDA = AttentionKernel("SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal)
-SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal)
-SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal)
-VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal)
-SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal)
+_WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
+
+SDPA_CUDA = AttentionKernel(
+    "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
+)
+SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal, _WITHOUT_CUDNN)
+SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal, "always")
+VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always")
+SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal, "always")
 UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
 
 FUSED_BLOCKS = BlockKernel(
@@ -124,6 +145,7 @@ FUSED_BLOCKS = BlockKernel(
     fused_block_attention_backward,
     _on_any_cuda,
     _block_refusal,
+    _WITHOUT_CUDNN,
 )
 FLASH_BLOCKS = BlockKernel(
     "flash blocks",
@@ -131,6 +153,7 @@ FLASH_BLOCKS = BlockKernel(
     functools.partial(fused_block_attention_backward, with_cudnn=False),
     _on_any_cuda,
     _block_refusal,
+    "always",
 )
 UNFUSED_BLOCKS = BlockKernel(
     "unfused blocks",

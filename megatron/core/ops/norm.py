@@ -1,7 +1,8 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
 Statistics and the affine part are computed in the wider of float32 and the types given; the result has the weight's
-type, so that a float32 residual stream leaves the norm in the type that the products want.
+type, so that a float32 residual stream leaves the norm in the type that the products want; without a weight, the
+input's.
 """
 
 from typing import Any
@@ -15,9 +16,11 @@ from megatron.core.ops.precision import at_least_float32, widened
 
 
 def layer_norm(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
 ) -> Tensor:
     """(x - mean) / sqrt(variance + epsilon) * weight + bias; with `zero_centered` the factor is 1 + weight."""
+    if weight is None:
+        return F.layer_norm(inputs, inputs.shape[-1:], None, None, epsilon)
     if zero_centered:
         weight_type, weight = weight.dtype, widened(weight) + 1.0
         bias = None if bias is None else widened(bias)
@@ -29,7 +32,7 @@ def layer_norm(
     return F.layer_norm(inputs, weight.shape, weight, bias, epsilon)  # torch accumulates half types in float32
 
 
-def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool = False) -> Tensor:
+def rms_norm(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + epsilon) * weight; with `zero_centered` the factor is 1 + weight."""
     return _RMSNorm.apply(inputs, weight, epsilon, zero_centered)
 
@@ -39,25 +42,28 @@ class _RMSNorm(torch.autograd.Function):
     dx = r (g - n mean(g n)), dw = sum over rows of dy n."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool) -> Tensor:
         x = widened(inputs)
         inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
         ctx.save_for_backward(inputs, inverse_rms)
         # The parameter, not a saved tensor: see ops/linear.py.
         ctx.weight, ctx.zero_centered = weight, zero_centered
+        if weight is None:
+            return (x * inverse_rms).to(inputs.dtype)
         return (x * inverse_rms * _factor(weight, zero_centered)).to(weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (inputs, inverse_rms), weight = ctx.saved_tensors, ctx.weight.detach()
+        (inputs, inverse_rms), weight = ctx.saved_tensors, None if ctx.weight is None else ctx.weight.detach()
         dy = output_gradient.to(inverse_rms.dtype)
         normalized = inputs.to(inverse_rms.dtype) * inverse_rms
         inputs_gradient = weight_gradient = None
-        if ctx.needs_input_grad[1]:
+        if weight is not None and ctx.needs_input_grad[1]:
             weight_gradient = (dy * normalized).reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            dy = dy * _factor(weight, ctx.zero_centered)
+            if weight is not None:
+                dy = dy * _factor(weight, ctx.zero_centered)
             projection = (dy * normalized).mean(-1, keepdim=True)
             inputs_gradient = ((dy - normalized * projection) * inverse_rms).to(inputs.dtype)
         return inputs_gradient, weight_gradient, None, None

@@ -16,38 +16,41 @@ class Rotation:
     sin: Tensor
     interleaved: bool = False
     """Pairs are (2i, 2i + 1); otherwise (i, i + r/2)."""
+    first: int = 0
+    """Channels of a head that stand before those that turn."""
 
 
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Turn the first r channels of [s, b, heads, d]; the rest pass through. The angles' functions are rounded to the
-    type of the heads first, as published."""
+    """Turn r channels of [s, b, heads, d], the first ones after `rotation.first`; the rest pass through. The angles'
+    functions are rounded to the type of the heads first, as published."""
     cos, sin = rotation.cos.to(heads.dtype), rotation.sin.to(heads.dtype)
-    return _Rope.apply(heads, cos, sin, rotation.interleaved)
+    return _Rope.apply(heads, cos, sin, rotation.interleaved, rotation.first)
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, skipped: int) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(heads, cos, sin, interleaved)
+        ctx.interleaved, ctx.skipped = interleaved, skipped
+        return _turn(heads, cos, sin, interleaved, skipped)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(output_gradient, cos, -sin, ctx.interleaved), None, None, None
+        return _turn(output_gradient, cos, -sin, ctx.interleaved, ctx.skipped), None, None, None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    half = cos.shape[-1]
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, skipped: int) -> Tensor:
+    half, end = cos.shape[-1], skipped + 2 * cos.shape[-1]
     turned = torch.empty_like(heads, memory_format=torch.contiguous_format)
     if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        first, second = slice(skipped, end, 2), slice(skipped + 1, end, 2)
     else:
-        first, second = slice(0, half), slice(half, 2 * half)
+        first, second = slice(skipped, skipped + half), slice(skipped + half, end)
     x, y = heads[..., first], heads[..., second]
     torch.sub(x * cos, y * sin, out=turned[..., first])
     torch.add(y * cos, x * sin, out=turned[..., second])
-    turned[..., 2 * half :] = heads[..., 2 * half :]
+    for passed in (slice(0, skipped), slice(end, None)):
+        turned[..., passed] = heads[..., passed]
     return turned

@@ -13,9 +13,10 @@ from megatron.core.pipeline_parallel.orders import Schedule, computations
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
-def one_stage(num_microbatches: int, forward_only: bool = False) -> tuple[Action, ...]:
-    """Without pipeline parallelism: each micro-batch forward and backward, one after the other."""
-    return actions_of(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only), 0)
+def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
+    """Without pipeline parallelism: each micro-batch forward and backward, one after the other; with `pairs` each one's
+    backward beside the forward of the next."""
+    return actions_of(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
 
 
 def actions_of(schedule: Schedule, rank: int) -> tuple[Action, ...]:
@@ -35,8 +36,7 @@ def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     mail = [defaultdict[int, list[Action]](list) for _ in order]  # [to][from]: what to receive, in order of sending
     for rank, actions in enumerate(order):
         for action in actions:
-            sent = _sent(schedule.pipeline, rank, action)
-            if sent is not None:
+            for sent in _sent(schedule.pipeline, rank, action):
                 assert sent.peer is not None
                 mail[sent.peer][rank].append(_received(schedule.pipeline, rank, sent))
     return tuple(
@@ -44,18 +44,18 @@ def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-def _sent(pipeline: Pipeline, rank: int, action: Action) -> Action | None:
-    """The send that follows a computation."""
-    stage = pipeline.stage(rank, action.chunk)
-    if action.kind is Kind.FORWARD:
-        kind, to = Kind.SEND_FORWARD, stage + 1
-    elif action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-        kind, to = Kind.SEND_BACKWARD, stage - 1
-    else:
-        return None
-    if not 0 <= to < pipeline.num_stages or pipeline.place(to)[0] == rank:
-        return None
-    return Action(kind, action.micro_batch, action.chunk, pipeline.place(to)[0])
+def _sent(pipeline: Pipeline, rank: int, action: Action) -> Iterator[Action]:
+    """The send that follows a computation; two may follow a pair."""
+    for part in action.parts:
+        stage = pipeline.stage(rank, part.chunk)
+        if part.kind is Kind.FORWARD:
+            kind, to = Kind.SEND_FORWARD, stage + 1
+        elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            kind, to = Kind.SEND_BACKWARD, stage - 1
+        else:
+            continue
+        if 0 <= to < pipeline.num_stages and pipeline.place(to)[0] != rank:
+            yield Action(kind, part.micro_batch, part.chunk, pipeline.place(to)[0])
 
 
 def _received(pipeline: Pipeline, rank: int, sent: Action) -> Action:
@@ -82,13 +82,14 @@ def _with_exchange(
         for peer, receives in mail.items()
         for place, receive in enumerate(receives)
     }
-    forwards = {(a.micro_batch, a.chunk): place for place, a in enumerate(actions) if a.kind is Kind.FORWARD}
+    coming = [(place, part) for place, action in enumerate(actions) for part in action.parts]
+    forwards = {(part.micro_batch, part.chunk): place for place, part in coming if part.kind is Kind.FORWARD}
     posted: dict[int, int] = defaultdict(int)
     looked = 0
     for place, action in enumerate(actions):
-        while looked <= min(place + schedule.ahead, len(actions) - 1):
-            coming = actions[looked]
-            peer, last = found.get((_NEEDS.get(coming.kind), coming.micro_batch, coming.chunk), (rank, -1))
+        while looked < len(coming) and coming[looked][0] <= place + schedule.ahead:
+            part = coming[looked][1]
+            peer, last = found.get((_NEEDS.get(part.kind), part.micro_batch, part.chunk), (rank, -1))
             due = mail[peer][posted[peer] : last + 1]
             # Nobody listens for a gradient before its forward, which says what the gradient looks like.
             early = (r for r in due if r.kind is Kind.RECEIVE_BACKWARD and forwards[r.micro_batch, r.chunk] >= place)
@@ -98,15 +99,18 @@ def _with_exchange(
             posted[peer] = max(posted[peer], last + 1)
             looked += 1
         yield action
-        sent = _sent(schedule.pipeline, rank, action)
-        if sent is not None:
-            yield sent
+        yield from _sent(schedule.pipeline, rank, action)
 
 
 def _with_sync(actions: Iterator[Action]) -> list[Action]:
     """A SYNC before each chunk's last computation of gradients."""
     found = list(actions)
-    last = {action.chunk: place for place, action in enumerate(found) if action.kind in COMPUTES - {Kind.FORWARD}}
-    for chunk, place in sorted(last.items(), key=lambda item: -item[1]):
-        found.insert(place, Action(Kind.SYNC, found[place].micro_batch, chunk))
+    last = {
+        part.chunk: (place, part.micro_batch)
+        for place, action in enumerate(found)
+        for part in action.parts
+        if part.kind in COMPUTES - {Kind.FORWARD}
+    }
+    for chunk, (place, micro_batch) in sorted(last.items(), key=lambda item: -item[1][0]):
+        found.insert(place, Action(Kind.SYNC, micro_batch, chunk))
     return found

@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
@@ -62,3 +64,13 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """The function has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def device_of(chunks: Sequence[nn.Module]) -> torch.device:
+    """Where hidden states live: with the parameters of this rank's chunks, or, if they have none, where their buffers
+    would be: on this process's GPU, if torch.distributed communicates between GPUs."""
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            return parameter.device
+    on_gpus = dist.is_initialized() and "nccl" in dist.get_backend_config()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")

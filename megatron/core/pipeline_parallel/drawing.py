@@ -6,7 +6,13 @@ from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.simulator import Span, Timeline
 
-_FILL = {Kind.FORWARD: ".", Kind.BACKWARD: "=", Kind.INPUT_GRADIENT: "-", Kind.WEIGHT_GRADIENT: "~"}
+_FILL = {
+    Kind.FORWARD: ".",
+    Kind.BACKWARD: "=",
+    Kind.INPUT_GRADIENT: "-",
+    Kind.WEIGHT_GRADIENT: "~",
+    Kind.PAIR: ":",
+}
 
 _NAMES = {
     Kind.FORWARD: "forward",
@@ -41,7 +47,8 @@ def summary(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 def as_text(timeline: Timeline) -> list[str]:
     """A line for each rank, time to the right. F forward, B backward, X input gradient, W weight gradient, each with
-    its micro-batch and, after a point, its chunk if it is not the first."""
+    its micro-batch and, after a point, its chunk if it is not the first. A bar between a forward and a backward: they
+    take turns."""
     spans = [span for of_rank in timeline.spans for span in of_rank if span.stop > span.start]
     if not spans:
         return ["" for _ in timeline.spans]
@@ -76,20 +83,27 @@ def as_svg(schedule: Schedule, timeline: Timeline, width: int = 1200, height: in
         y = top + height * rank
         lines.append(f'<text x="10" y="{y + height * 0.65:.1f}">rank {rank}</text>')
         for span in spans:
-            lines += _box(span, left + span.start * scale, y + 2, (span.stop - span.start) * scale, height - 4)
+            parts = span.action.parts
+            tall = (height - 4) / len(parts)  # a pair's forward stands above its backward
+            for place, part in enumerate(parts):
+                top_of_part = y + 2 + place * tall
+                lines += _box(
+                    span, part, left + span.start * scale, top_of_part, (span.stop - span.start) * scale, tall
+                )
     lines += [*_legend(timeline, left, bottom + 14), "</svg>"]
     return "\n".join(lines) + "\n"
 
 
-def _box(span: Span, x: float, y: float, width: float, height: float) -> Iterator[str]:
+def _box(span: Span, part: Action, x: float, y: float, width: float, height: float) -> Iterator[str]:
     yield (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(span.action)}" '
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(part)}" '
         f'stroke="white" stroke-width="0.5"><title>{span.action}: {span.start:g} to {span.stop:g}</title></rect>'
     )
-    label = str(span.action.micro_batch)
+    label = str(part.micro_batch)
     if width > 7 * len(label):
         yield (
-            f'<text x="{x + width / 2:.2f}" y="{y + height * 0.7:.2f}" text-anchor="middle" fill="white">{label}</text>'
+            f'<text x="{x + width / 2:.2f}" y="{y + height * 0.5 + 4:.2f}" text-anchor="middle" fill="white">{label}'
+            "</text>"
         )
 
 
@@ -99,7 +113,8 @@ def _colour(action: Action) -> str:
 
 
 def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:
-    found = {(span.action.kind, span.action.chunk): span.action for spans in timeline.spans for span in spans}
+    parts = (part for spans in timeline.spans for span in spans for part in span.action.parts)
+    found = {(part.kind, part.chunk): part for part in parts}
     for (kind, chunk), action in sorted(found.items(), key=lambda item: (list(_NAMES).index(item[0][0]), item[0][1])):
         name = _NAMES[kind] + (f", chunk {chunk}" if timeline.pipeline.chunks > 1 else "")
         yield f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" fill="{_colour(action)}"/>'

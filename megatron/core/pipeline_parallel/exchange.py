@@ -32,6 +32,10 @@ class Wire:
     shape_is_sent: bool = False
     """Sequence lengths differ between micro-batches: the shape goes ahead of hidden states."""
 
+    def shape_of(self, states: int) -> tuple[int, ...]:
+        """The shape of the hidden states of several layers, one behind the other along the sequence."""
+        return (states * self.shape[0], *self.shape[1:])
+
     def adjusted(self, adjust: Callable[..., Any] | None) -> "Wire":
         """With the shape that the published `adjust_tensor_shapes_fn` makes of it, for what is received and sent."""
         if adjust is None:
@@ -60,15 +64,15 @@ class Exchange:
         self._me = groups.rank("pp")
         self._sent: dict[int, deque[Pending]] = defaultdict(deque)
 
-    def send_hidden(self, hidden: Tensor, peer: int) -> None:
-        """Hidden states to the pipeline rank `peer`."""
+    def send_hidden(self, hidden: Tensor, peer: int, states: int = 1) -> None:
+        """Hidden states to the pipeline rank `peer`: of `states` layers, one behind the other along the sequence."""
         if self.wire.shape_is_sent:
             shape = torch.tensor(hidden.shape, dtype=torch.int64)
             self._send(shape.to(self.wire.device, non_blocking=True), peer)
-        elif hidden.numel() != torch.Size(self.wire.shape).numel():
+        elif hidden.numel() != torch.Size(self.wire.shape_of(states)).numel():
             raise UserError(
                 f"a pipeline stage gives hidden states of shape {tuple(hidden.shape)}, while seq_length and "
-                f"micro_batch_size say {self.wire.shape}; pass what fits, or set config.variable_seq_lengths"
+                f"micro_batch_size say {self.wire.shape_of(states)}; pass what fits, or set config.variable_seq_lengths"
             )
         if torch.promote_types(hidden.dtype, self.wire.dtype) != self.wire.dtype:
             raise UserError(
@@ -81,9 +85,9 @@ class Exchange:
         """The gradient of hidden states to the rank that they came from."""
         self._send(gradient.to(self.wire.dtype), peer)
 
-    def receive_hidden(self, peer: int) -> Pending:
-        """Post a receive of hidden states."""
-        shape = self.wire.shape
+    def receive_hidden(self, peer: int, states: int = 1) -> Pending:
+        """Post a receive of hidden states, as they were sent."""
+        shape = self.wire.shape_of(states)
         if self.wire.shape_is_sent:
             lengths = self._receive(torch.empty(len(shape), dtype=torch.int64, device=self.wire.device), peer)
             shape = tuple(lengths.wait().tolist())

@@ -35,13 +35,16 @@ class Losses:
             return output
         return self._loss(loss_func(output))
 
-    def auxiliary(self, take: Callable[[], Sequence[Tensor]] | None) -> list[Tensor]:
-        """What a chunk adds to the step's loss beside its output, such as the balance of its experts: the method by
-        which it gives them (None: there is none) is called after each forward of a micro-batch."""
-        if take is None:
-            return []
+    def auxiliary_scale(self, device: torch.device) -> Tensor:
+        """What a loss that a layer adds to the model's, such as the balance of its experts, counts by in the gradients
+        of a micro-batch: as the model's loss does, the loss scale included. A float64 scalar on the device.
+
+        Each rank's part of such a loss is taken as a part of a sum over context parallel ranks; with a loss per token
+        it is one that the layer has multiplied by the tokens it stands for.
+        """
         scale = 1.0 if self.config.calculate_per_token_loss else self.groups.size("cp") / self.num_microbatches
-        return [loss * scale for loss in take()]
+        one = torch.full((), scale, dtype=torch.float64, device=device)
+        return one if self.config.grad_scale_func is None else self.config.grad_scale_func(one)
 
     def _loss(self, result: Sequence[Any]) -> Tensor:
         parts, count = self.groups.size("cp"), self.num_microbatches

@@ -6,7 +6,7 @@ What a rank does beside computing, its exchange with other ranks, follows from t
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.actions import Action, Kind, pair
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -25,8 +25,11 @@ class Schedule:
     """Interleaved: micro-batches that a chunk runs in a row; None: as many as ranks."""
     ahead: int = 1
     """How many computations before the one that needs it a receive is posted."""
+    pairs: bool = False
+    """One stage, or interleaved: where a forward and a backward come one after the other, they take turns."""
 
     def __post_init__(self) -> None:
+        assert not self.pairs or self.pipeline.num_stages == 1 or self.name == "interleaved", self
         assert self.name in SCHEDULES and (self.name == "zb-v") == self.pipeline.v_shaped, self
         assert self.pipeline.chunks == 1 or self.name in ("interleaved", "zb-v"), self
 
@@ -60,21 +63,31 @@ def late_weight_gradients(size: int, count: int, rank: int) -> Iterator[Action]:
         yield Action(Kind.WEIGHT_GRADIENT, number)
 
 
-def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int) -> Iterator[Action]:
+def interleaved(pipeline: Pipeline, count: int, rank: int, group_size: int, pairs: bool = False) -> Iterator[Action]:
     """Several chunks a rank (Narayanan et al. 2021, arXiv:2104.04473): groups of micro-batches go through chunk after
     chunk, so that the pipeline fills and drains in the time of a chunk, not of a rank's whole share.
 
     Where the last group is not full, what it lacks is left out of the order of full groups: a small group by itself
     would be through a chunk before the group ahead of it has left the pipeline, and ranks would wait for each other.
+
+    With `pairs` every rank goes forward once more before its first backward: the last stage's backward is then of the
+    micro-batch before the one whose forward it takes turns with. All that a rank holds more is a chunk's activations.
     """
     assert group_size >= pipeline.pipeline_size, (pipeline, group_size)
     full = -(-count // group_size) * group_size
     forwards = list(_chunk_after_chunk(Kind.FORWARD, pipeline.chunks, full, group_size))
     backwards = list(_chunk_after_chunk(Kind.BACKWARD, pipeline.chunks, full, group_size))
-    ahead = min(2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * group_size, len(forwards))
-    pairs = zip(forwards[ahead:], backwards, strict=False)
-    order = [*forwards[:ahead], *(action for pair in pairs for action in pair), *backwards[len(forwards) - ahead :]]
-    return (action for action in order if action.micro_batch < count)
+    ahead = 2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * group_size + pairs
+    ahead = min(ahead, len(forwards))
+    for action in forwards[:ahead]:
+        if action.micro_batch < count:
+            yield action
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        there = [action for action in (forward, backward) if action.micro_batch < count]
+        yield from [pair(forward, backward)] if pairs and len(there) == 2 else there
+    for action in backwards[len(forwards) - ahead :]:
+        if action.micro_batch < count:
+            yield action
 
 
 def _chunk_after_chunk(kind: Kind, chunks: int, count: int, group_size: int) -> Iterator[Action]:
@@ -140,8 +153,8 @@ def computations(schedule: Schedule) -> list[list[Action]]:
         return v_shaped(pipeline, count, schedule.forward_only)
     if schedule.forward_only:
         return [list(_chunk_after_chunk(Kind.FORWARD, pipeline.chunks, count, group)) for _ in ranks]
-    if schedule.name == "interleaved":
-        return [list(interleaved(pipeline, count, rank, group)) for rank in ranks]
+    if schedule.name == "interleaved" or schedule.pairs:
+        return [list(interleaved(pipeline, count, rank, group, schedule.pairs)) for rank in ranks]
     order = late_weight_gradients if schedule.name == "zb-h1" else one_forward_one_backward
     return [list(order(pipeline.pipeline_size, count, rank)) for rank in ranks]
 

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.chunk_hooks import (
+    device_of,
     method_of,
     no_sync_of,
     of_chunk,
@@ -20,6 +22,7 @@ from megatron.core.pipeline_parallel.chunk_hooks import (
     set_input_of,
 )
 from megatron.core.pipeline_parallel.exchange import Exchange
+from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchBaton
 from megatron.core.pipeline_parallel.losses import Losses
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -48,8 +51,14 @@ class Task:
     """Called with the micro-batch's number, and that of the chunk if it takes two, before its forward: places it in the
     run, on every stage."""
 
+    states: Sequence[int] = ()
+    """How many hidden states each stage gets from the one before (`stages.states_into_stages`); empty: one each."""
+
     def stage(self, chunk: int) -> int:
         return self.pipeline.stage(self.groups.rank("pp"), chunk)
+
+    def states_into(self, stage: int) -> int:
+        return self.states[stage] if self.states else 1
 
     def neighbour(self, chunk: int, step: int) -> int | None:
         """The chunk of this same rank that is the stage before (-1) or after (+1) a chunk; None: another rank's."""
@@ -70,7 +79,8 @@ class _Forward:
     """Where the gradient of the stage's output enters: its numbers are not kept."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    losses: list[Tensor] = field(default_factory=list)
+    loss: Tensor | None = None
+    """Of the last stage."""
 
 
 Place = tuple[int, int]
@@ -92,6 +102,9 @@ class Runner:
         """Gradients of stages' outputs, on their way or here."""
         self._outgoing: dict[tuple[Kind, int, int], Tensor] = {}
         """What the next sends take, by their kind and place."""
+        self._batons: dict[Place, MicroBatchBaton] = {}
+        """Of micro-batches in flight, if any are to be interleaved."""
+        self._interleaver = Interleaver()
         self._held_back: list[contextlib.ExitStack] = []
         self._last: set[int] = set()
         """Chunks of which one computation of gradients is left."""
@@ -100,12 +113,18 @@ class Runner:
     def run(self, actions: Sequence[Action]) -> None:
         """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
         backward = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        self._to_come = {(action.micro_batch, action.chunk) for action in actions if action.kind in backward}
+        parts = [part for action in actions for part in action.parts]
+        self._to_come = {(part.micro_batch, part.chunk) for part in parts if part.kind in backward}
+        if any(action.kind is Kind.PAIR for action in actions):
+            self._batons = {place: MicroBatchBaton() for place in self._to_come}
+        if self._to_come:
+            self._scale_auxiliary_losses()
         steps = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRADIENT: self._input_gradient,
             Kind.WEIGHT_GRADIENT: self._weight_gradient,
+            Kind.PAIR: self._pair,
             Kind.SEND_FORWARD: self._send_forward,
             Kind.SEND_BACKWARD: self._send_backward,
             Kind.RECEIVE_FORWARD: self._receive_forward,
@@ -114,6 +133,8 @@ class Runner:
         }
         self._held_back = [contextlib.ExitStack() for _ in self.task.chunks]
         with contextlib.ExitStack() as whatever_happens:
+            whatever_happens.enter_context(self._interleaver)
+            whatever_happens.callback(self._take_batons_back)
             for held in self._held_back:
                 whatever_happens.push(held)
             if self._to_come:
@@ -121,13 +142,25 @@ class Runner:
                     held.enter_context(hold())
             for action in actions:
                 steps[action.kind](action)
-                if action.chunk in self._last and action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                    self._start_reductions(action.chunk)
+                for part in action.parts:
+                    if part.chunk in self._last and part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
+                        self._start_reductions(part.chunk)
         if self.task.exchange is not None:
             self.task.exchange.finish()
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
             "the list left something undone"
         )
+
+    def _scale_auxiliary_losses(self) -> None:
+        """Tell the chunks what the losses that their layers add count by in this step."""
+        for chunk in self.task.chunks:
+            tell = method_of(chunk, "set_auxiliary_scale")
+            if tell is not None:
+                tell(self.losses.auxiliary_scale(device_of([chunk])))
+
+    def _take_batons_back(self) -> None:
+        for chunk in self.task.chunks if self._batons else ():
+            _give_baton(chunk, None)
 
     def _sync(self, action: Action) -> None:
         self._held_back[action.chunk].close()
@@ -160,14 +193,15 @@ class Runner:
         if task.stage(chunk) > 0:
             hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
             set_input_of(model)(hidden_in)
+        if self._batons:
+            _give_baton(model, self._batons.get((number, chunk)))
         output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
         kept = _Forward(hidden_in)
         if task.stage(chunk) == task.pipeline.num_stages - 1:
-            kept.losses.append(self.losses.take(output, loss_func))
+            kept.loss = self.losses.take(output, loss_func)
         else:
             self._pass_on(output, kept, number, chunk)
         if trains:
-            kept.losses += self.losses.auxiliary(method_of(model, "take_auxiliary_losses"))
             self._forwards[number, chunk] = kept
 
     def _pass_on(self, hidden: Tensor, kept: _Forward, number: int, chunk: int) -> None:
@@ -188,15 +222,23 @@ class Runner:
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _backward(self, action: Action) -> None:
+        baton = self._batons.get((action.micro_batch, action.chunk))
+        lag = method_of(self.task.chunks[action.chunk], "lagging_weight_gradients")
+        if baton is None or lag is None or not getattr(self.task.config, "delay_wgrad_compute", False):
+            return self._run_backward(action)
+        with lag() as catch_up, baton.doing_first(catch_up):
+            return self._run_backward(action)
+
+    def _run_backward(self, action: Action) -> None:
         number, chunk = action.micro_batch, action.chunk
         kept = self._forwards.pop((number, chunk))
         scale = self.task.config.grad_scale_func or _unscaled
-        roots: list[Any] = [scale(loss) for loss in kept.losses]
-        gradients: list[Tensor | None] = [None] * len(roots)
-        if kept.hidden_out is not None:
-            roots.append(kept.hidden_out)
-            gradients.append(self._gradients.pop((number, chunk)).wait().to(kept.dtype))
-        torch.autograd.backward(roots, gradients)
+        if kept.hidden_out is None:
+            assert kept.loss is not None
+            torch.autograd.backward(scale(kept.loss))
+        else:
+            arrived = self._gradients.pop((number, chunk)).wait().to(kept.dtype)
+            torch.autograd.backward([kept.hidden_out], [arrived])
         if kept.hidden_in is not None:
             gradient = kept.hidden_in.grad
             if gradient is None:
@@ -212,6 +254,11 @@ class Runner:
         with contextlib.nullcontext() if put_off is None else put_off(action.micro_batch):
             self._backward(action)
 
+    def _pair(self, action: Action) -> None:
+        forward, backward = action.parts
+        batons = [self._batons[part.micro_batch, part.chunk] for part in action.parts]
+        self._interleaver.run(partial(self._forward, forward), partial(self._backward, backward), *batons)
+
     def _weight_gradient(self, action: Action) -> None:
         compute = method_of(self.task.chunks[action.chunk], "compute_weight_gradients")
         if compute is not None:
@@ -221,7 +268,8 @@ class Runner:
 
     def _send_forward(self, action: Action) -> None:
         exchange, peer = self._line(action)
-        exchange.send_hidden(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
+        hidden = self._outgoing.pop((action.kind, action.micro_batch, action.chunk))
+        exchange.send_hidden(hidden, peer, self.task.states_into(self.task.stage(action.chunk) + 1))
 
     def _send_backward(self, action: Action) -> None:
         exchange, peer = self._line(action)
@@ -229,7 +277,8 @@ class Runner:
 
     def _receive_forward(self, action: Action) -> None:
         exchange, peer = self._line(action)
-        self._hidden[action.micro_batch, action.chunk] = exchange.receive_hidden(peer)
+        states = self.task.states_into(self.task.stage(action.chunk))
+        self._hidden[action.micro_batch, action.chunk] = exchange.receive_hidden(peer, states)
 
     def _receive_backward(self, action: Action) -> None:
         exchange, peer = self._line(action)
@@ -239,6 +288,13 @@ class Runner:
     def _line(self, action: Action) -> tuple[Exchange, int]:
         assert self.task.exchange is not None and action.peer is not None, action
         return self.task.exchange, action.peer
+
+
+def _give_baton(chunk: nn.Module, baton: MicroBatchBaton | None) -> None:
+    """A model that has no use for it has nothing to hide: its micro-batches run one after the other."""
+    give = method_of(chunk, "set_baton")
+    if give is not None:
+        give(baton)
 
 
 def _unscaled(loss: Tensor) -> Tensor:

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.action_lists import actions_of
-from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.pipeline_parallel.chunk_hooks import device_of, takes
 from megatron.core.pipeline_parallel.exchange import Exchange, wire_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
 from megatron.core.pipeline_parallel.runner import ForwardStep, Runner, Task
-from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of
+from megatron.core.pipeline_parallel.stage_checks import interleaves
+from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
@@ -91,6 +91,7 @@ def forward_backward_no_pipelining(
         exchange,
         collect_non_loss_data,
         before_micro_batch,
+        states=states_into_stages(config, pipeline),
     )
     runner = Runner(task)
     timed = config.timers("forward-backward", log_level=1) if config.timers is not None else None
@@ -132,8 +133,9 @@ def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int)
 
 def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_only: bool = False) -> Schedule:
     """The schedule that a config asks for."""
+    pairs = interleaves(config) and not forward_only
     if pipeline.num_stages == 1:
-        return Schedule("1f1b", pipeline, num_microbatches, forward_only)
+        return Schedule("1f1b", pipeline, num_microbatches, forward_only, pairs=pairs)
     group = getattr(config, "microbatch_group_size_per_vp_stage", None)
     # A shape that is not known yet is waited for where the receive is posted: not earlier than needed.
     overlaps = config.overlap_p2p_comm and not config.variable_seq_lengths
@@ -144,17 +146,8 @@ def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_
         forward_only,
         group if pipeline.chunks > 1 and not pipeline.v_shaped else None,
         ahead=1 if overlaps else 0,
+        pairs=pairs,
     )
-
-
-def device_of(chunks: Sequence[nn.Module]) -> torch.device:
-    """Where hidden states live: with the parameters of this rank's chunks, or, if they have none, where their buffers
-    would be: on this process's GPU, if torch.distributed communicates between GPUs."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            return parameter.device
-    on_gpus = dist.is_initialized() and "nccl" in dist.get_backend_config()
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _finalize(

@@ -25,13 +25,15 @@ class Costs:
     message: float = 0.0
     """From the end of a computation until its result has arrived elsewhere."""
 
-    def of(self, kind: Kind) -> float:
-        return {
+    def of(self, action: Action) -> float:
+        """A pair takes as long as its parts in a row: what it hides is not in these numbers."""
+        kinds = {
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.input_gradient + self.weight_gradient,
             Kind.INPUT_GRADIENT: self.input_gradient,
             Kind.WEIGHT_GRADIENT: self.weight_gradient,
-        }[kind]
+        }
+        return sum(kinds[part.kind] for part in action.parts)
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,10 @@ class Timeline:
         held = peak = 0
         releases = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
         for span in self.spans[rank]:
-            held += (span.action.kind is Kind.FORWARD) - (span.action.kind in releases)
-            peak = max(peak, held + (span.action.kind in releases))
+            kinds = {part.kind for part in span.action.parts}
+            held += Kind.FORWARD in kinds
+            peak = max(peak, held)
+            held -= bool(kinds & releases)
         return peak / self.pipeline.chunks
 
 
@@ -154,13 +158,15 @@ class _Play:
         return True
 
     def _compute(self, number: int, rank: _Rank, action: Action) -> bool:
-        ready = self._ready(number, rank, action)
-        if ready is None:
+        ready = [self._ready(number, rank, part) for part in action.parts]
+        if None in ready:
             return False
-        key = action.kind, action.micro_batch, action.chunk
-        assert key not in rank.done, f"rank {number} does {action} twice"
-        start = max(rank.time, ready)
-        rank.time = rank.done[key] = start + self.costs.of(action.kind)
+        start = max(rank.time, *(time for time in ready if time is not None))
+        rank.time = start + self.costs.of(action)
+        for part in action.parts:
+            key = part.kind, part.micro_batch, part.chunk
+            assert key not in rank.done, f"rank {number} does {part} twice"
+            rank.done[key] = rank.time
         rank.spans.append(Span(action, start, rank.time))
         return True
 

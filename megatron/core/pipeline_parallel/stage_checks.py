@@ -12,6 +12,13 @@ from megatron.core.pipeline_parallel.stage_cuts import (
 )
 
 
+def interleaves(config: Any) -> bool:
+    """In training, forwards and backwards of two micro-batches take turns: that is asked for, and there are experts
+    whose exchange it hides."""
+    asked = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    return asked and getattr(config, "num_moe_experts", None) is not None
+
+
 def stage_problems(config: Any) -> Iterator[str]:
     """A problem for each reason why the layers cannot be cut so. `config` has the fields of TransformerConfig."""
     if config.pipeline_model_parallel_size < 1 or (config.num_layers or 0) < 1:
@@ -46,6 +53,27 @@ def _schedule_problems(config: Any) -> Iterator[str]:
         )
     if schedule == "interleaved" and chunks == 1 and config.pipeline_model_parallel_layout in (None, AUTO):
         yield "{pipeline_schedule} needs {virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
+    if interleaves(config):
+        yield from _pair_problems(config)
+
+
+def _pair_problems(config: Any) -> Iterator[str]:
+    """Only an interleaved pipeline has, on every stage, a forward that need not wait for the backward beside it."""
+    if config.pipeline_schedule in ("zb-h1", "zb-v"):
+        yield (
+            "{overlap_moe_expert_parallel_comm:name} has whole backwards take turns with forwards; "
+            "{pipeline_schedule} takes them apart; {pipeline_schedule:name} interleaved works"
+        )
+        return
+    try:
+        chunks = pipeline_of(config).chunks
+    except ValueError:
+        return  # of the layout others speak
+    if chunks == 1:
+        yield (
+            "{overlap_moe_expert_parallel_comm:name} with {pipeline_model_parallel_size} needs "
+            "{virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
+        )
 
 
 def _exclusive_with_layout(config: Any) -> Iterator[str]:

@@ -12,7 +12,18 @@ from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stage_checks import stage_problems
 from megatron.core.pipeline_parallel.stage_cuts import AUTO, Pipeline, letters_of_stages, pipeline_of, virtual_stages
 
-__all__ = ["Pipeline", "StageMap", "StagePart", "pipeline_of", "stage_map", "stage_problems", "virtual_stages"]
+__all__ = [
+    "Pipeline",
+    "StageMap",
+    "StagePart",
+    "embedding_ranks",
+    "pipeline_of",
+    "prediction_stage",
+    "stage_map",
+    "stage_problems",
+    "states_into_stages",
+    "virtual_stages",
+]
 
 
 @dataclass(frozen=True)
@@ -61,3 +72,30 @@ def stage_map(config: Any) -> StageMap:
         parts.append(StagePart(stage, layers, "E" in letters, "L" in letters, letters.count("m")))
         first = layers.stop
     return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(parts))
+
+
+def prediction_stage(config: Any) -> int | None:
+    """The stage that has the layers of multi-token prediction; None where the model has none."""
+    if not config.mtp_num_layers:
+        return None
+    letters = letters_of_stages(config, pipeline_of(config))
+    return next(stage for stage, held in enumerate(letters) if "m" in held)
+
+
+def embedding_ranks(config: Any, shared_with_head: bool) -> list[int]:
+    """Pipeline ranks that hold the embedding of words, ascending: those of the first stage, of the stage that predicts
+    further ahead, and, if they share it, of the head."""
+    pipeline, predicts = pipeline_of(config), prediction_stage(config)
+    stages = {0} | ({pipeline.num_stages - 1} if shared_with_head else set())
+    stages |= set() if predicts is None else {predicts}
+    return sorted({pipeline.place(stage)[0] for stage in stages})
+
+
+def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[int, ...]:
+    """How many hidden states each stage gets from the one before for every token: behind the stage that predicts
+    further ahead, those of the decoder and of each depth."""
+    predicts = prediction_stage(config) if pipeline.num_stages > 1 else None
+    beside = getattr(config, "mtp_num_layers", None) or 0
+    return tuple(
+        1 + (beside if predicts is not None and stage > predicts else 0) for stage in range(pipeline.num_stages)
+    )

@@ -45,8 +45,9 @@ class ColumnParallelLinear(ShardedStateModule):
     cut. Nor do the buffers of activations and gradients: a product that is put off is its gradient sink's affair.
 
     Our own keywords: `canonical_shape` are the dimensions that the rows of the canonical weight stand for (their
-    product is `output_size`), `split_dim` the one among them that the ranks share. With `vocab_padding_multiple` the
-    rows are a vocabulary: cut as `VocabParallelEmbedding` cuts it, and rounded up with rows that stay zero. `facts`
+    product is `output_size`), `split_dim` the one among them that the ranks share. An expert's layer (`is_expert`, with
+    the expert tensor parallel group) exchanges nothing: whoever dispatches tokens does. With `vocab_padding_multiple`
+    the rows are a vocabulary: cut as `VocabParallelEmbedding` cuts it, and rounded up with rows that stay zero. `facts`
     are more of what the weight's descriptor says.
     """
 
@@ -77,10 +78,11 @@ class ColumnParallelLinear(ShardedStateModule):
     ) -> None:
         super().__init__()
         self.config, self.input_size, self.output_size = config, input_size, output_size
-        self.tp_group = tp_group if tp_group is not None else default_collection().tp
+        self.tp_group = _own_group(tp_group, is_expert)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1
-        self.gradient_group = self.tp_group if self.sequence_parallel or not disable_grad_reduce else None
+        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1 and not is_expert
+        sums = not is_expert and (self.sequence_parallel or not disable_grad_reduce)
+        self.gradient_group = self.tp_group if sums else None
         """Over which the gradient of x is summed."""
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
@@ -89,8 +91,7 @@ class ColumnParallelLinear(ShardedStateModule):
         rows, box = self._rows(canonical, split_dim, vocab_padding_multiple)
         self.output_size_per_partition = rows
         facts = {
-            "sharded_axes": frozenset({"tp"}),
-            "grid": "expert" if is_expert else "dense",
+            **_facts(is_expert),
             "embedding_or_output": vocab_padding_multiple is not None,
             **facts,
         }
@@ -130,8 +131,9 @@ class RowParallelLinear(ShardedStateModule):
     """y = x W^T + b with W [output_size, input_size] cut by columns: each rank has a part of x, and y is summed.
 
     `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its
-    part of the tokens (first dimension) of y. Without `input_is_parallel` each rank is given all of x. `stride` and
-    `keep_master_weight_for_test` change nothing.
+    part of the tokens (first dimension) of y. Without `input_is_parallel` each rank is given all of x. An expert's
+    layer (`is_expert`, with the expert tensor parallel group) gives its part of a sum, without its bias: `bias` has to
+    be False or `skip_bias_add` True. `stride` and `keep_master_weight_for_test` change nothing.
     """
 
     def __init__(
@@ -153,9 +155,10 @@ class RowParallelLinear(ShardedStateModule):
     ) -> None:
         super().__init__()
         self.config, self.input_size, self.output_size = config, input_size, output_size
-        self.tp_group = tp_group if tp_group is not None else default_collection().tp
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1
+        self.tp_group = _own_group(tp_group, is_expert)
+        self.is_expert, self.input_is_parallel, self.skip_bias_add = is_expert, input_is_parallel, skip_bias_add
+        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1 and not is_expert
+        assert not (is_expert and bias and not skip_bias_add), "an expert's bias is added once, not by every rank"
         if self.sequence_parallel and not input_is_parallel:
             raise UserError(
                 "input_is_parallel=False does not go with sequence_parallel: each rank has its part of the tokens, "
@@ -164,22 +167,22 @@ class RowParallelLinear(ShardedStateModule):
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
         self.input_size_per_partition = part_size(input_size, self.tp_group, "input_size of a RowParallelLinear")
-        grid = "expert" if is_expert else "dense"
+        facts = _facts(is_expert)
         self.weight = new_parameter(
             config,
             (output_size, self.input_size_per_partition),
             init_method,
             global_shape=(output_size, input_size),
             box=split_box((output_size, input_size), 1, self.tp_group),
-            sharded_axes=frozenset({"tp"}),
-            grid=grid,
+            **facts,
         )
         set_tensor_model_parallel_attributes(self.weight, True, 1, stride)
         self.register_parameter("bias", None)
         if bias:
             # Under sequence parallelism each rank adds it to its own tokens only.
             partial = frozenset({"tp"} if self.sequence_parallel else ())
-            self.bias = new_parameter(config, (output_size,), Constant(0.0), grid=grid, partial_gradient_axes=partial)
+            held = {"grid": facts["grid"], "partial_gradient_axes": partial}
+            self.bias = new_parameter(config, (output_size,), Constant(0.0), **held)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """[..., input_size_per_partition] -> ([..., output_size], bias or None)."""
@@ -189,6 +192,8 @@ class RowParallelLinear(ShardedStateModule):
             output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
             return output, self.bias if self.skip_bias_add else None
         partial = self.backend.linear(input_, self.weight)
+        if self.is_expert:
+            return partial, self.bias
         if self.sequence_parallel:
             output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
         else:
@@ -196,6 +201,18 @@ class RowParallelLinear(ShardedStateModule):
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
+
+
+def _own_group(tp_group: Group, is_expert: bool) -> Group:
+    if tp_group is not None:
+        return tp_group
+    groups = default_collection()
+    return groups.expt_tp if is_expert else groups.tp
+
+
+def _facts(is_expert: bool) -> dict[str, Any]:
+    """Of a weight that the ranks of a group have parts of."""
+    return {"sharded_axes": frozenset({"etp" if is_expert else "tp"}), "grid": "expert" if is_expert else "dense"}
 
 
 def linear_with_grad_accumulation_and_async_allreduce(

@@ -12,11 +12,12 @@ from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
-from megatron.core.transformer.dot_product_attention import layer_flags
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
+from megatron.core.transformer.layer_patterns import has_rope, is_windowed
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
 from megatron.core.transformer.shared_key_values import SharedKeyValueLinear
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,9 +37,11 @@ class SelfAttentionSubmodules:
 class SelfAttention(MegatronModule):
     """Multi-head attention of tokens to their own sequence; grouped (Ainslie et al. 2023) with `num_query_groups`.
 
-    The rows of `linear_qkv` are, for each group: its query heads, one key head, one value head. With `qk_layernorm`
-    queries and keys are normed a head at a time, before rotary positions. Tensor parallel ranks share the heads; a rank
-    has whole groups, or, where there are fewer groups than ranks, a part of one.
+    The rows of `linear_qkv` are, for each group: its query heads, one key head, one value head; with
+    `attention_output_gate` as many gates after the query heads, whose sigmoids multiply what attention gives. With
+    `qk_layernorm` queries and keys are normed before rotary positions, a head or (`qk_norm_scope`) all heads at a time;
+    with `qk_l2_norm` after them. Tensor parallel ranks share the heads; a rank has whole groups, or, where there are
+    fewer groups than ranks, a part of one.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class SelfAttention(MegatronModule):
         groups = pg_collection or default_collection()
         assert config.num_query_groups is not None and config.kv_channels is not None
         self.has_rope = has_rope(config, layer_number)
+        self.is_windowed = is_windowed(config, layer_number)
         self.head_size = config.kv_channels
         self.num_heads = part_size(config.num_attention_heads, groups.tp, "num_attention_heads")
         self.num_groups = groups_of_rank(config.num_query_groups, groups.tp)
@@ -79,7 +83,7 @@ class SelfAttention(MegatronModule):
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
+            bias=config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias,
             input_is_parallel=True,
             skip_bias_add=True,
             is_expert=False,
@@ -88,12 +92,33 @@ class SelfAttention(MegatronModule):
         )
         if config.qk_layernorm and submodules.q_layernorm in (None, IdentityOp):
             raise UserError("qk_layernorm is set, but the layer spec has no norm of queries; give it qk_layernorm=True")
-        norm = {"config": config, "hidden_size": config.kv_channels, "eps": config.layernorm_epsilon}
-        q_norm, k_norm = submodules.q_layernorm, submodules.k_layernorm
-        self.q_layernorm = None if q_norm in (None, IdentityOp) else build_module(q_norm, **norm, offer=offer)
-        self.k_layernorm = None if k_norm in (None, IdentityOp) else build_module(k_norm, **norm, offer=offer)
-        if group_size(groups.tp) > 1:  # each rank norms its own heads
-            add_partial_gradient_axis("tp", self.q_layernorm, self.k_layernorm)
+        self.q_layernorm = self._build_norm(submodules.q_layernorm, config.num_attention_heads, groups.tp)
+        self.k_layernorm = self._build_norm(submodules.k_layernorm, config.num_query_groups, groups.tp)
+
+    norms_after_rope = False
+
+    def _build_norm(self, spec: Spec | None, heads: int, tp_group: Group) -> nn.Module | None:
+        """The norm of queries or of keys, which have so many heads over the whole model."""
+        config = self.config
+        if spec is None or get_module(spec) is IdentityOp:
+            return None
+        kind = get_module(spec)
+        of_all_heads, wanted = kind is AllHeadsNorm, config.qk_norm_scope == "full"
+        if config.qk_layernorm and of_all_heads != wanted:
+            raise UserError(
+                f"qk_norm_scope is {config.qk_norm_scope}, but the layer spec has {kind.__name__} as norm of queries "
+                f"and keys; give it qk_norm_scope={config.qk_norm_scope!r}"
+            )
+        self.norms_after_rope = kind is L2Norm
+        if kind is L2Norm:
+            return build_module(spec, config, config.kv_channels) if self.has_rope else None
+        assert config.kv_channels is not None
+        size = config.kv_channels * (heads if of_all_heads else 1)
+        keywords = {"config": config, "hidden_size": size, "eps": config.layernorm_epsilon}
+        norm: nn.Module = build_module(spec, **keywords, offer={"tp_group": tp_group, "backend": self.backend})
+        if group_size(tp_group) > 1 and not of_all_heads:  # each rank norms its own heads
+            add_partial_gradient_axis("tp", norm)
+        return norm
 
     def _build_qkv(self, spec: Spec, tp_group: Group) -> nn.Module:
         config = self.config
@@ -107,7 +132,8 @@ class SelfAttention(MegatronModule):
                     f"{getattr(get_module(spec), '__name__', spec)}"
                 )
             return SharedKeyValueLinear(config, bias, tp_group, self.backend)
-        rows = (config.num_query_groups, config.num_attention_heads // config.num_query_groups + 2, config.kv_channels)
+        heads = config.num_attention_heads // config.num_query_groups * (2 if config.attention_output_gate else 1)
+        rows = (config.num_query_groups, heads + 2, config.kv_channels)
         return build_module(
             spec,
             config.hidden_size,
@@ -125,10 +151,15 @@ class SelfAttention(MegatronModule):
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """[t, h] -> ([t, h], bias of the output projection that is still to be added). Under sequence parallelism both
         are this rank's part of the tokens; in between it has its heads of all of them."""
-        query, key, value = self.get_query_key_value_tensors(hidden_states, inputs)
-        if inputs.rotation is not None and self.has_rope:
-            query = self.backend.apply_rope(query, inputs.rotation)
-            key = self.backend.apply_rope(key, inputs.rotation)
+        query, key, value, gate = self._project(hidden_states, inputs)
+        rotation = (self.is_windowed and inputs.local_rotation) or inputs.rotation
+        if rotation is not None and self.has_rope:
+            query = self.backend.apply_rope(query, rotation)
+            key = self.backend.apply_rope(key, rotation)
+        if self.norms_after_rope:
+            query, key = self._normed(query, key)
+        if inputs.query_scale is not None and not self.has_rope:
+            query = (query * inputs.query_scale).to(query.dtype)
         if inputs.inference_context is None:
             context = self.core_attention(query, key, value, inputs.attention_mask, inputs=inputs)  # [s, b, a * d]
         else:
@@ -136,19 +167,33 @@ class SelfAttention(MegatronModule):
             context = self.core_attention(
                 query, seen.key, seen.value, inputs.attention_mask, inputs=inputs, query_positions=seen.query_positions
             )
+        if gate is not None:
+            context = context * gate.sigmoid()
         return self.linear_proj(context.flatten(0, 1))
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """[t, h], or this rank's part -> query [s, b, a, d], key and value [s, b, g, d], its heads and groups."""
+        return self._project(hidden_states, inputs)[:3]
+
+    def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The same, and the gate [s, b, a * d] of what attention gives, if there is one."""
         qkv, _ = self.linear_qkv(hidden_states)
-        a, g, d = self.num_heads, self.num_groups, self.head_size
-        qkv = as_heads(qkv, inputs.tokens, g).unflatten(-1, (a // g + 2, d))  # [s, b, g, a/g + 2, d]
-        query, key, value = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
+        a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
+        has_gate = self.config.attention_output_gate
+        qkv = as_heads(qkv, inputs.tokens, g).unflatten(-1, (a // g * (2 if has_gate else 1) + 2, d))
+        query, key, value = qkv[..., : a // g, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        gate = qkv[..., a // g : -2, :].flatten(2) if has_gate else None
+        if clip is not None:
+            query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
+        if not self.norms_after_rope:
+            query, key = self._normed(query, key)
+        return query, key, value, gate
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            query if self.q_layernorm is None else self.q_layernorm(query),
+            key if self.k_layernorm is None else self.k_layernorm(key),
+        )
 
 
 def groups_of_rank(num_query_groups: int, tp_group: Group) -> int:
@@ -164,14 +209,3 @@ def groups_of_rank(num_query_groups: int, tp_group: Group) -> int:
             f"the nearest num_query_groups that works is {nearest}"
         )
     return max(1, num_query_groups // ranks)
-
-
-def has_rope(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether rotary positions hold in a layer (counted from 1), by `no_rope_freq`: not in every N-th, or not where a
-    list has a 1."""
-    pattern = config.no_rope_freq
-    if pattern is None:
-        return True
-    if isinstance(pattern, int):
-        return layer_number % pattern != 0
-    return not layer_flags("no_rope_freq", pattern, config)[layer_number - 1]

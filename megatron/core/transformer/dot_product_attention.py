@@ -10,7 +10,9 @@ from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
+from megatron.core.ops.alibi import alibi_slopes
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
+from megatron.core.ops.attention_chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention_kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention_sdpa import first_usable_kernel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,6 +21,7 @@ from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_patterns import is_chunked, is_windowed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,9 +31,12 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 class DotProductAttention(MegatronModule):
     """softmax(scale Q K^T) V (Vaswani et al. 2017), by the first kernel that can do it.
 
-    Scores are scaled by `softmax_scale`, or 1/sqrt(kv_channels). `apply_query_key_layer_scaling` is accepted and
+    Scores are scaled by `softmax_scale`, or 1/sqrt(kv_channels). A query or key head has `k_channels`, a value head
+    `v_channels`; default: both `kv_channels`. `apply_query_key_layer_scaling` is accepted and
     changes nothing: the layer number that it divides by is multiplied back inside a softmax that is computed in float32
     at least. With `softmax_type` other than vanilla, one more logit a head stands in the denominator: 0, or learnt.
+    `attn_logit_softcapping` bounds the scores, `alibi` lets them fall with distance, `window_size` and
+    `attention_chunk_size` hide keys.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class DotProductAttention(MegatronModule):
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         backend: Backend | None = None,
     ) -> None:
         super().__init__(config)
@@ -55,12 +63,18 @@ class DotProductAttention(MegatronModule):
         local_heads = heads // group_size(groups.tp)
         self.first_head = local_heads * group_rank(groups.tp)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
+        self.widths = k_channels or config.kv_channels or 1, v_channels or config.kv_channels or 1
+        """Channels of a query or key head, and of a value head."""
         self.variant = AttentionVariant(
-            scale=scale if scale is not None else 1.0 / math.sqrt(config.kv_channels or 1),
+            scale=scale if scale is not None else 1.0 / math.sqrt(self.widths[0]),
             causal=attn_mask_type in _CAUSAL,
             window=config.window_size if is_windowed(config, self.layer_number) else None,
             dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
             sink=config.softmax_type != "vanilla",
+            widths=self.widths if self.widths[0] != self.widths[1] else None,
+            cap=config.attn_logit_softcapping,
+            slopes=tuple(slope * config.alibi_factor for slope in alibi_slopes(heads)) if config.alibi else None,
+            chunk=config.attention_chunk_size if is_chunked(config, self.layer_number) else None,
         )
         self.plan = plan_attention(self.backend, self.variant, config)
         self.context: ContextAttention | None = None
@@ -108,6 +122,9 @@ class DotProductAttention(MegatronModule):
         max_seqlen = tokens.max_seqlen if tokens is not None else None
         if packed_seq_params is not None:
             cu_seqlens, max_seqlen = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        if self.variant.chunk is not None:
+            keys = key.shape[0] * (1 if self.context is None else self.context.part.size)
+            cu_seqlens, max_seqlen = self._chunks(cu_seqlens, keys, key.device)
         dropout = inputs.dropout_place(self.layer_number, "attention") if inputs is not None and self.training else None
         call = AttentionCall(
             query_positions=query_positions,
@@ -122,9 +139,18 @@ class DotProductAttention(MegatronModule):
         if self.context is not None:
             self._check_part(tokens)
             return self.context(query, key, value, call, situation).flatten(2)
-        masked_documents = attention_mask is not None and cu_seqlens is not None
-        compute = attention if masked_documents else self.plan.choices[situation].kernel.compute
+        special = attention_mask is not None or query_positions is not None
+        by_definition = special and cu_seqlens is not None  # what kernels of documents do not know
+        compute = attention if by_definition else self.plan.choices[situation].kernel.compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
+
+    def _chunks(self, cu_seqlens: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, int]:
+        """Boundaries of chunks in a row of keys, and the longest."""
+        chunk = self.variant.chunk
+        assert chunk is not None
+        if cu_seqlens is None:
+            return chunks_of_row(length, chunk, device), min(chunk, length)
+        return chunks_of_documents(cu_seqlens, length, chunk), min(chunk, length)
 
     def _check_part(self, tokens: Tokens | None) -> None:
         assert self.context is not None
@@ -136,8 +162,10 @@ class DotProductAttention(MegatronModule):
         text = (self.context or self.plan).describe(device.type, packed)
         if device.type == "cuda" and SDPA_CUDA.name in text:
             config = self.config
-            sizes = (config.kv_channels or 1, config.num_attention_heads, config.num_query_groups or 1)
-            text = text.replace(SDPA_CUDA.name, f"SDPA ({first_usable_kernel(*sizes, config.params_dtype)})")
+            sizes = (self.widths[0], config.num_attention_heads, config.num_query_groups or 1)
+            text = text.replace(
+                SDPA_CUDA.name, f"SDPA ({first_usable_kernel(*sizes, config.params_dtype, self.widths[1])})"
+            )
         return text
 
     def _sink(self, query: Tensor) -> Tensor | None:
@@ -163,23 +191,3 @@ def describe_kernels(model: nn.Module, device: torch.device, packed: bool = Fals
 def _backend_line(module: DotProductAttention, device: torch.device) -> str:
     missing = device.type == "cuda" and module.backend is LOCAL and module.config.transformer_impl != "local"
     return module.backend.describe(device.type) + (" (slower: Triton cannot be imported)" if missing else "")
-
-
-def layer_flags(name: str, pattern: list[int], config: TransformerConfig) -> list[int]:
-    """A list with one 0 or 1 for each layer, checked."""
-    if len(pattern) != config.num_layers:
-        raise UserError(f"{name} has {len(pattern)} entries for {config.num_layers} layers (num_layers)")
-    return pattern
-
-
-def is_windowed(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether `window_size` holds in a layer (counted from 1): in all, or as `window_attn_skip_freq` says: not in every
-    N-th, or where a list has a 1."""
-    if config.window_size is None:
-        return False
-    pattern = config.window_attn_skip_freq
-    if pattern is None:
-        return True
-    if isinstance(pattern, int):
-        return layer_number % pattern != 0
-    return bool(layer_flags("window_attn_skip_freq", pattern, config)[layer_number - 1])

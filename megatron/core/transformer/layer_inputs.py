@@ -22,8 +22,19 @@ class SeenKeys:
     """int64 [b, s]: which key each of the tokens stands at; None: they are the last ones."""
 
 
+class Baton(Protocol):
+    """Lets another micro-batch compute while this one's tokens are under way between ranks."""
+
+    def hand_over(self) -> None:
+        """Called when a communication has begun, before it is waited for, in forward and in backward. Returns when it
+        is this micro-batch's turn again."""
+
+
 class InferenceContext(Protocol):
     """Keys and values of the tokens that were seen before, while a model writes."""
+
+    max_sequence_length: int
+    """Tokens of the longest row that it can hold."""
 
     def extend(self, layer_number: int, key: Tensor, value: Tensor) -> SeenKeys:
         """Add the keys and values [s, b, g, d] that a layer has for the tokens at hand."""
@@ -39,6 +50,10 @@ class LayerInputs:
     tokens: Tokens
     rotation: Rotation | None = None
     """Rotary positions of these tokens; None: the model has none."""
+    local_rotation: Rotation | None = None
+    """The same of layers in which `window_size` holds; None: as all others."""
+    query_scale: Tensor | None = None
+    """Factor of the queries of these tokens in layers without rotary positions, [s, b or 1, 1, 1]; None: 1."""
     attention_mask: Tensor | None = None
     """bool, broadcasts to [b, heads, s, s]; True hides a key, beside what the layer's own rule hides."""
     dropout: DropoutTokens | None = None
@@ -46,6 +61,11 @@ class LayerInputs:
     hidden_dropout: DropoutTokens | None = None
     """Of the tokens whose hidden states this rank holds; None: of all of them."""
     inference_context: InferenceContext | None = None
+    auxiliary_scale: Tensor | None = None
+    """Gradient of every loss that a layer adds to the model's (see `ops.attached_loss`): a scalar on the device; None:
+    1."""
+    baton: Baton | None = None
+    """None: no other micro-batch shares this process's time."""
 
     def dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
         """Where dropout of all tokens stands in the run, at one site of one layer (counted from 1)."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.backends import Backend
+from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
-from megatron.core.ops.activation import choose_activation
+from megatron.core.ops.activation import Activation, choose_activation
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,13 +36,18 @@ class MLP(MegatronModule):
         ffn_hidden_size: int | None = None,
         tp_group: Group = None,
         *,
+        bias: bool | None = None,
         backend: Backend | None = None,
     ) -> None:
+        """`is_expert`: the MLP gives its rank's part of a sum, as wide as its input, and exchanges nothing. `bias`:
+        both products have one; None: as the config says."""
         super().__init__(config)
+        self.backend = backend = backend or choose_backend(config)
         assert submodules.linear_fc1 is not None and submodules.linear_fc2 is not None
         ffn = ffn_hidden_size or config.ffn_hidden_size
         assert ffn is not None
         input_size = input_size or config.hidden_size
+        has_bias = next(given for given in (bias, config.mlp_bias, config.add_bias_linear) if given is not None)
         offer: dict[str, Any] = {"tp_group": tp_group, "backend": backend}
         if config.gated_linear_unit:  # canonical: gate, then up; a rank has a part of each
             offer |= {"canonical_shape": (2, ffn), "split_dim": 1}
@@ -55,7 +60,7 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.init_method,
             gather_output=False,
-            bias=config.add_bias_linear,
+            bias=has_bias,
             skip_bias_add=True,
             is_expert=is_expert,
             tp_comm_buffer_name="fc1",
@@ -64,20 +69,14 @@ class MLP(MegatronModule):
         if submodules.activation_func is not None:
             self.activation_func = build_module(submodules.activation_func, config=config)
         else:
-            self.activation_func = choose_activation(
-                config.activation_func,
-                gated=config.gated_linear_unit,
-                bias_fused=config.bias_activation_fusion,
-                clamp=config.activation_func_clamp_value,
-                up_offset=config.glu_linear_offset,
-            )
+            self.activation_func = activation_of(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
             ffn,
-            config.hidden_size,
+            input_size if is_expert else config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
+            bias=has_bias,
             input_is_parallel=True,
             skip_bias_add=True,
             is_expert=is_expert,
@@ -90,7 +89,20 @@ class MLP(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """[..., h] -> ([..., h], bias that is still to be added). `per_token_scale` [...] multiplies the activation.
         Under sequence parallelism both are this rank's part of the tokens."""
-        activated = self.activation_func(*self.linear_fc1(hidden_states))
-        if per_token_scale is not None:
-            activated = (activated * per_token_scale.unsqueeze(-1)).to(hidden_states.dtype)
-        return self.linear_fc2(activated)
+        product, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self.activate(product, bias, per_token_scale))
+
+    def activate(self, product: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Tensor:
+        """What stands between the two products."""
+        return self.backend.weighted_activation(product, bias, per_token_scale, self.activation_func)
+
+
+def activation_of(config: TransformerConfig) -> Activation:
+    """What a config says to put between the two products."""
+    return choose_activation(
+        config.activation_func,
+        gated=config.gated_linear_unit,
+        bias_fused=config.bias_activation_fusion,
+        clamp=config.activation_func_clamp_value,
+        up_offset=config.glu_linear_offset,
+    )

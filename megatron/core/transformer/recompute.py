@@ -2,12 +2,15 @@
 
 Full: layers keep their input and nothing else. Selective, by module: `core_attn` keeps queries, keys and values;
 `mlp` keeps its normed input; `layernorm` keeps nothing of the two norms' results, which are computed again from the
-layer's hidden states where a product needs them for its weight gradient. The three go together; with `layernorm` and
-`mlp` an MLP keeps nothing at all.
+layer's hidden states where a product needs them for its weight gradient; `mla_up_proj` keeps nothing of the queries,
+keys and values of latent attention but the latents. In a layer of experts, which `mlp` is not about, `moe` keeps the
+normed input and sends tokens to their experts once more; `moe_act` keeps what experts' first products give, not what
+their second ones take; `shared_experts` keep their input. All go together; with `layernorm` and `mlp` (or `moe`) an MLP
+(or a layer of experts) keeps nothing at all.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +19,8 @@ from torch import Tensor, nn
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.recomputed import ForgottenOutput, Recomputed
+from megatron.core.utils.recomputed import ForgottenOutput, ForgottenResults, Recomputed
 
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
@@ -26,9 +28,16 @@ def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group:
     if config.recompute_granularity == "full":
         spread_over = tp_group if config.distribute_saved_activations else None
         recompute_layers(block, config.recompute_method, config.recompute_num_layers or 1, spread_over)
-    elif config.recompute_granularity == "selective":
+    else:
         for layer in block.layers:  # type: ignore[union-attr]
-            recompute_parts(layer, config.recompute_modules or ["core_attn"])
+            recompute_parts(layer, chosen_modules(config))
+
+
+def chosen_modules(config: TransformerConfig) -> list[str]:
+    """The parts of a layer that are recomputed by themselves; `moe_layer_recompute` is another word for one of them."""
+    is_selective = config.recompute_granularity == "selective"
+    modules = list(config.recompute_modules or ["core_attn"]) if is_selective else []
+    return [*modules, "moe"] if config.moe_layer_recompute and "moe" not in modules else modules
 
 
 def recompute_layers(block: Any, method: str | None, num_layers: int, spread_over: Group = None) -> None:
@@ -37,39 +46,48 @@ def recompute_layers(block: Any, method: str | None, num_layers: int, spread_ove
     again = Recomputed(block.run_layers, spread_over)
     if method == "block":
         block.layers_at_once = 1
-        block.run_layers = _FirstLayers(tuple(block.layers[:num_layers]), again, block.run_layers)
+        block.run_layers = _Chosen(tuple(block.layers[:num_layers]), again, block.run_layers)
     else:
         block.layers_at_once, block.run_layers = num_layers, again
 
 
 @dataclass(frozen=True)
-class _FirstLayers:
-    """`run_layers` of a block whose first layers are recomputed."""
+class _Chosen:
+    """`run_layers` of a block some of whose layers are recomputed; it is given one at a time."""
 
     chosen: tuple[nn.Module, ...]
     again: Any
     plain: Any
 
-    def __call__(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
+    def __call__(self, layers: Iterable[nn.Module], *inputs: Any) -> Tensor:
         # The layer is called inside, as a module: whoever hooks its calls, to bring its weights, is asked again.
         (layer,) = layers
         run = self.again if any(layer is one for one in self.chosen) else self.plain
-        return run(layers, hidden, inputs)
+        return run(layers, *inputs)
+
+
+def recompute_predictions(block: Any, config: TransformerConfig, layers_before: int, tp_group: Group = None) -> None:
+    """Make the layers of multi-token prediction (a MultiTokenPredictionBlock that was just built) forget what the
+    config says. Each has two inputs, so `uniform` keeps those of every one; `block` counts them after the
+    `layers_before` layers of the same stage."""
+    if config.recompute_granularity == "full":
+        spread_over = tp_group if config.distribute_saved_activations else None
+        chosen = tuple(block.layers)
+        if config.recompute_method == "block":
+            chosen = chosen[: max(0, (config.recompute_num_layers or 1) - layers_before)]
+        block.run_layers = _Chosen(chosen, Recomputed(block.run_layers, spread_over), block.run_layers)
+    else:
+        for layer in block.layers:
+            recompute_parts(layer.transformer_layer, chosen_modules(config))
 
 
 def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
-    """Recompute some parts of one layer. Raises UserError where the layer, a user's own, has no such part."""
-    for name in modules:
+    """Recompute some parts of one layer; of the parts of experts, those that it has. Raises UserError where the layer,
+    a user's own, has no such part."""
+    modules = list(modules)
+    for name in sorted(modules, key=lambda name: name == "mla_up_proj"):  # last: what keeps heads is known by then
         try:
-            if name == "core_attn":
-                _recompute(layer.self_attention.core_attention)
-            elif name == "mlp":
-                _recompute(layer.mlp)
-            elif name == "layernorm":
-                _forget_norm(layer, "attention", layer.input_layernorm)
-                _forget_norm(layer, "mlp", layer.pre_mlp_layernorm)
-            else:
-                raise AssertionError(f"recompute_modules {name}: the config should have refused it")
+            _WAYS[name](layer, modules)
         except AttributeError as error:
             raise UserError(
                 f"recompute_modules {name}: a {type(layer).__name__} has no such part ({error}); leave it out, or use "
@@ -77,16 +95,100 @@ def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
             ) from error
 
 
+def _again_attention(layer: Any, modules: Sequence[str]) -> None:
+    _recompute(layer.self_attention.core_attention)
+
+
+def _again_norms(layer: Any, modules: Sequence[str]) -> None:
+    _forget_norm(layer, layer.input_layernorm)
+    _forget_norm(layer, layer.pre_mlp_layernorm)
+
+
+def _again_heads(layer: Any, modules: Sequence[str]) -> None:
+    _forget_heads(layer.self_attention, layer.self_attention.core_attention)
+
+
+def _again_mlp(layer: Any, modules: Sequence[str]) -> None:
+    if not _has_experts(layer):
+        _recompute(layer.mlp)
+
+
+def _again_experts(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer):
+        _recompute(layer.mlp)
+
+
+def _again_activations(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer) and "moe" not in modules:  # which does these again with the rest
+        for mlp in getattr(layer.mlp.experts, "local_experts", [layer.mlp.experts]):
+            _forget_activation(mlp)
+
+
+def _again_shared_experts(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer) and "moe" not in modules:
+        _recompute(layer.mlp.shared_experts)
+
+
+_WAYS: dict[str, Callable[[Any, Sequence[str]], None]] = {
+    "core_attn": _again_attention,
+    "layernorm": _again_norms,
+    "mla_up_proj": _again_heads,
+    "mlp": _again_mlp,
+    "moe": _again_experts,
+    "moe_act": _again_activations,
+    "shared_experts": _again_shared_experts,
+}
+"""How each part of a layer is recomputed, beside which others."""
+
+
+def _has_experts(layer: Any) -> bool:
+    return hasattr(layer.mlp, "experts")
+
+
 def _recompute(module: Any) -> None:
     module.forward = Recomputed(module.forward)
 
 
-def _forget_norm(layer: Any, phase_name: str, norm: Any) -> None:
-    """Within a phase, nothing keeps the result of its norm."""
+def _forget_activation(mlp: Any) -> None:
+    """Nothing keeps what stands between the two products of an MLP: neither what the activation makes on its way nor
+    its result, which the second product wants for its weight gradient."""
+    forgotten = ForgottenResults(_InTuple(Recomputed(mlp.activate)), mlp.linear_fc2.forward)
+    mlp.activate, mlp.linear_fc2.forward = _OutOfTuple(forgotten.compute), forgotten
+
+
+@dataclass(frozen=True)
+class _InTuple:
+    """A function of one result, as one of several."""
+
+    function: Any
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, ...]:
+        return (self.function(*inputs),)
+
+
+@dataclass(frozen=True)
+class _OutOfTuple:
+    """The inverse."""
+
+    function: Any
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        (result,) = self.function(*inputs)
+        return result
+
+
+def _forget_heads(attention: Any, core_attention: Any) -> None:
+    """Nothing keeps the queries, keys and values that are made of latents."""
+    forgotten = ForgottenResults(attention.expand, core_attention.forward)
+    attention.expand, core_attention.forward = forgotten.compute, forgotten
+
+
+def _forget_norm(layer: Any, norm: Any) -> None:
+    """Within its phase, nothing keeps the result of a norm that attention or MLP reads."""
     if isinstance(norm, IdentityOp):
         return
-    (index,) = (index for index, phase in enumerate(layer.phases) if phase.name == phase_name)
+    (index,) = (index for index, phase in enumerate(layer.phases) if any(norm is one for one in phase.modules))
     phase = layer.phases[index]
-    forgotten = ForgottenOutput(norm.forward, phase.forward)
-    norm.forward = forgotten.compute
+    forgotten = phase.forward if isinstance(phase.forward, ForgottenOutput) else ForgottenOutput(phase.forward)
+    norm.forward = forgotten.forget(norm.forward)
     layer.phases[index] = dataclasses.replace(phase, forward=forgotten)

@@ -21,7 +21,8 @@ class SharedKeyValueLinear(nn.Module):
 
     The canonical weight is [groups, heads of a group + 2, d, h], and several ranks share a group. A rank holds the rows
     of its own query heads, `weight`; and the key and value rows of all groups, `key_value_weight`, the same on every
-    rank, with the gradient that comes through its own heads. So each rank has one box of either. Biases likewise.
+    rank, with the gradient that comes through its own heads. So each rank has one box of either. Biases likewise. With
+    `attention_output_gate` there are as many heads of gates after a group's queries, and `gate_weight` is a third box.
     """
 
     def __init__(self, config: TransformerConfig, bias: bool, tp_group: Group, backend: Backend) -> None:
@@ -34,26 +35,33 @@ class SharedKeyValueLinear(nn.Module):
         own_heads = heads // ranks_of_group
         self.group, place = divmod(group_rank(tp_group), ranks_of_group)
         """Number of the group whose keys and values this rank needs."""
-        rows = (groups, heads + 2, d)
+        gates = heads if config.attention_output_gate else 0
+        rows = (groups, heads + gates + 2, d)
         own = Box((self.group, place * own_heads, 0), (1, own_heads, d))
-        shared = Box((0, heads, 0), (groups, 2, d))
+        gate = Box((self.group, heads + place * own_heads, 0), (1, own_heads, d))
+        shared = Box((0, heads + gates, 0), (groups, 2, d))
         cut: dict[str, Any] = {"sharded_axes": frozenset({"tp"})}
         copied: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"})}
         self.weight = _weight(config, rows, own, **cut)
         self.key_value_weight = _weight(config, rows, shared, part_of=".weight", **copied)
+        self.gate_weight = _weight(config, rows, gate, part_of=".weight", **cut) if gates else None
         self.bias = _bias(config, rows, own, **cut) if bias else None
+        self.gate_bias = _bias(config, rows, gate, part_of=".bias", **cut) if bias and gates else None
         self.key_value_bias = _bias(config, rows, shared, part_of=".bias", **copied) if bias else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[..., h] -> ([..., (heads here + 2) * d], None): query heads, then the key and value head of their group."""
+        """[..., h] -> ([..., (heads here + 2) * d], None): query heads, gates if there are any, then the key and value
+        head of their group."""
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             input_ = copy_to_tensor_model_parallel_region(input_, self.tp_group)
-        query = self.backend.linear(input_, self.weight, self.bias)
+        own = [self.backend.linear(input_, self.weight, self.bias)]
+        if self.gate_weight is not None:
+            own.append(self.backend.linear(input_, self.gate_weight, self.gate_bias))
         key_value = self.backend.linear(input_, self.key_value_weight, self.key_value_bias)
         of_group = key_value.unflatten(-1, (self.groups, -1))[..., self.group, :]  # [..., 2 * d]
-        return torch.cat([query, of_group], -1), None
+        return torch.cat([*own, of_group], -1), None
 
 
 def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:

@@ -13,7 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class WrappedTorchNorm(nn.Module):
     """LayerNorm or RMSNorm of the last dimension, as `config.normalization` says.
 
-    With `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight`, and `bias` for LayerNorm.
+    With `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight`, and `bias` for LayerNorm,
+    as far as the config's `norm_affine` and `norm_bias` want them.
     """
 
     def __init__(
@@ -30,16 +31,21 @@ class WrappedTorchNorm(nn.Module):
         super().__init__()
         self.backend = backend or choose_backend(config)
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.normalization, self.output_type = config.normalization, config.params_dtype
         # Under sequence parallelism every rank sees its own tokens only.
         facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
         one = Constant(0.0 if self.zero_centered else 1.0)
-        self.weight = new_parameter(config, (hidden_size,), one, **facts)
+        self.register_parameter("weight", None)
         self.register_parameter("bias", None)
-        if config.normalization == "LayerNorm":
+        if config.norm_affine:
+            self.weight = new_parameter(config, (hidden_size,), one, **facts)
+        if config.normalization == "LayerNorm" and config.norm_affine and config.norm_bias:
             self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape, in the weight's type."""
-        if self.bias is None:
-            return self.backend.rms_norm(x, self.weight, self.eps, self.zero_centered)
-        return self.backend.layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)
+        """[..., hidden_size] -> the same shape, in the type of the model's weights."""
+        if self.normalization == "RMSNorm":
+            normed = self.backend.rms_norm(x, self.weight, self.eps, self.zero_centered)
+        else:
+            normed = self.backend.layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)
+        return normed if self.weight is not None else normed.to(self.output_type)

@@ -1,7 +1,7 @@
 """Configuration of a transformer: every published field, cut by concern into the mixins of `config/`."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,12 +15,20 @@ from megatron.core.pipeline_parallel.stages import pipeline_of, stage_problems
 from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
+from megatron.core.transformer.config.expert_problems import expert_problems
 from megatron.core.transformer.config.fusions import FusionConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
+from megatron.core.transformer.config.knob_problems import knob_problems
+from megatron.core.transformer.config.latent_attention_problems import latent_attention_problems
 from megatron.core.transformer.config.low_precision import LowPrecisionConfig
 from megatron.core.transformer.config.memory import MemoryConfig
 from megatron.core.transformer.config.moe import MoEConfig
+from megatron.core.transformer.config.position_problems import position_problems
+from megatron.core.transformer.config.positions import PositionConfig
+from megatron.core.transformer.config.prediction_problems import prediction_problems, predicts_apart
+from megatron.core.transformer.config.recompute_problems import recompute_problems
+from megatron.core.transformer.config.router_problems import router_problems
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
 
@@ -29,6 +37,7 @@ from megatron.core.transformer.config.token_mixers import TokenMixerConfig
 class TransformerConfig(
     ArchitectureConfig,
     AttentionConfig,
+    PositionConfig,
     InitializationConfig,
     FusionConfig,
     MemoryConfig,
@@ -43,7 +52,7 @@ class TransformerConfig(
 
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
     `add_qkv_bias` (with `add_bias_linear`), `params_dtype`, the three init methods, and the number of virtual pipeline
-    stages where a layout or a schedule says it. Output projections start with
+    stages, and `mtp_standalone`, where a layout or a schedule says it. Output projections start with
     a standard deviation that is smaller by sqrt(2 * num_layers), num_layers being those of the whole model.
 
     Raises UserError when a value is impossible or its feature is still to come.
@@ -58,7 +67,7 @@ class TransformerConfig(
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.kv_channels is None:
-            self.kv_channels = self.hidden_size // self.num_attention_heads
+            self.kv_channels = max(1, self.hidden_size // self.num_attention_heads)
         if self.num_query_groups is None:
             self.num_query_groups = self.num_attention_heads
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
@@ -67,6 +76,7 @@ class TransformerConfig(
         self.attention_softmax_in_fp32 = self.attention_softmax_in_fp32 or self.apply_query_key_layer_scaling
         chunks = pipeline_of(self).chunks  # a layout or a schedule may say how many
         self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+        self.mtp_standalone = predicts_apart(self)
         self._derive_init_methods()
 
     def _derive_init_methods(self) -> None:
@@ -101,9 +111,15 @@ def transformer_problems(config: Any) -> Iterator[str]:
     if all((getattr(config, name) or 0) >= 1 for name in _SIZES):
         yield from _head_problems(config)
         yield from _split_problems(config)
+    yield from position_problems(config)
+    yield from knob_problems(config)
+    yield from latent_attention_problems(config)
     yield from stage_problems(config)
+    yield from expert_problems(config)
+    yield from prediction_problems(config)
     yield from comm_type_problems(config)
-    yield from _recompute_problems(config)
+    yield from recompute_problems(config)
+    yield from router_problems(config)
 
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
@@ -111,7 +127,7 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 
 def _head_problems(config: Any) -> Iterator[str]:
     heads, groups = config.num_attention_heads, config.num_query_groups
-    if config.kv_channels is None and config.hidden_size % heads:
+    if config.kv_channels is None and config.hidden_size % heads and not config.multi_latent_attention:
         below = config.hidden_size - config.hidden_size % heads
         works = " or ".join(str(size) for size in (below, below + heads) if size > 0)
         yield (
@@ -144,45 +160,15 @@ def _split_problems(config: Any) -> Iterator[str]:
         yield f"{{tensor_model_parallel_size}} and {{num_query_groups}}: neither divides the other; {works} works"
 
 
-def _recompute_problems(config: Any) -> Iterator[str]:
-    if config.recompute_granularity == "full":
-        if config.recompute_method is None:
-            yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
-        if config.recompute_num_layers is None:
-            yield "{recompute_granularity} needs {recompute_num_layers:name}; 1 recomputes each layer by itself"
-    elif config.recompute_granularity == "selective":
-        for field in ("recompute_method", "recompute_num_layers"):
-            if getattr(config, field) is not None:
-                yield f"{{{field}}} goes with {{recompute_granularity:name}} full only"
-        yield from _recompute_module_problems(config.recompute_modules or ())
-    if config.distribute_saved_activations:
-        if config.recompute_granularity != "full":
-            yield "{distribute_saved_activations} spreads inputs of layers: it needs {recompute_granularity:name} full"
-        if config.sequence_parallel:
-            yield "{distribute_saved_activations}: {sequence_parallel:name} has spread them already; drop one"
-
-
-_RECOMPUTED = ("core_attn", "layernorm", "mlp")
-_RECOMPUTED_LATER = {
-    "moe": "a layer of experts",
-    "moe_act": "a layer of experts",
-    "shared_experts": "a layer of experts",
-    "mla_up_proj": "multi-latent attention",
-}
-
-
-def _recompute_module_problems(modules: Sequence[str]) -> Iterator[str]:
-    works = ", ".join(_RECOMPUTED)
-    for name in modules:
-        if name in _RECOMPUTED_LATER:
-            yield f"{{recompute_modules}}: not yet: {name} is a part of {_RECOMPUTED_LATER[name]}; {works} work"
-        elif name not in _RECOMPUTED:
-            yield f"{{recompute_modules}}: {name} is no part of a layer; {works} are"
-
-
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434)."""
+    """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
+
+    `kv_channels` has no meaning for it. Norms are RMSNorm unless the config says otherwise.
+    """
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = not_a_flag("RMSNorm")
+    """LayerNorm or RMSNorm."""
 
     multi_latent_attention: bool = not_a_flag(True)
     """Keys and values come from a low-rank state."""
@@ -214,13 +200,13 @@ class MLATransformerConfig(TransformerConfig):
     rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
     """YaRN: how many times longer the context is than the model was first trained for."""
 
-    original_max_position_embeddings: int = not_a_flag(4096)
+    original_max_position_embeddings: int = flag(4096, only_with="multi_latent_attention")
     """YaRN: the context that the model was first trained for."""
 
-    beta_fast: float = not_a_flag(32)
+    beta_fast: float = flag(32, only_with="multi_latent_attention")
     """YaRN: turns within that context above which frequencies stay."""
 
-    beta_slow: float = not_a_flag(1)
+    beta_slow: float = flag(1, only_with="multi_latent_attention")
     """YaRN: turns within that context below which frequencies are divided."""
 
     mscale: float = flag(1.0, only_with="multi_latent_attention")

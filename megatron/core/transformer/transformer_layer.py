@@ -25,12 +25,14 @@ class TransformerLayerSubmodules:
 
     input_layernorm: Spec = IdentityOp
     self_attention: Spec = IdentityOp
+    post_attention_layernorm: Spec = IdentityOp
     self_attn_bda: Spec = IdentityFuncOp
     pre_cross_attn_layernorm: Spec = IdentityOp
     cross_attention: Spec = IdentityOp
     cross_attn_bda: Spec = IdentityFuncOp
     pre_mlp_layernorm: Spec = IdentityOp
     mlp: Spec = IdentityOp
+    post_mlp_layernorm: Spec = IdentityOp
     mlp_bda: Spec = IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
@@ -49,7 +51,9 @@ class Phase:
 class TransformerLayer(MegatronModule):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both before they are added.
 
-    With `apply_residual_connection_post_layernorm` what is added to is the normed state.
+    By the config's `norm_placement` norms stand behind attention and MLP instead, x + norm(attention(x)), or there as
+    well; or the two stand side by side, x + attention(norm(x)) + mlp(norm(x)). What they give is multiplied by
+    `residual_multiplier`. With `apply_residual_connection_post_layernorm` what is added to is the normed state.
     """
 
     layer_type = LayerType.decoder
@@ -80,14 +84,28 @@ class TransformerLayer(MegatronModule):
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm, offer=offer)
-        self.mlp = build_module(submodules.mlp, config=config, offer={**offer, "tp_group": groups.tp})
+        self.post_attention_layernorm = build_module(submodules.post_attention_layernorm, **norm, offer=offer)
+        self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **norm, offer=offer)
+        self.norms = (
+            self.input_layernorm,
+            self.post_attention_layernorm,
+            self.pre_mlp_layernorm,
+            self.post_mlp_layernorm,
+        )
+        parts = {"tp_group": groups.tp, "pg_collection": groups, "layer_number": layer_number}
+        self.mlp = build_module(submodules.mlp, config=config, offer={**offer, **parts})
         self.mlp_bda = build_module(submodules.mlp_bda)
         if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
-            add_partial_gradient_axis("tp", self.input_layernorm, self.pre_mlp_layernorm)
-        self.phases: list[Phase] = [
-            Phase("attention", self.attention_phase, (self.input_layernorm, self.self_attention)),
-            Phase("mlp", self.mlp_phase, (self.pre_mlp_layernorm, self.mlp)),
-        ]
+            add_partial_gradient_axis("tp", *self.norms)
+        _check_placement(config.norm_placement, submodules)
+        self.phases: list[Phase] = self._phases()
+
+    def _phases(self) -> list[Phase]:
+        attention = (self.input_layernorm, self.self_attention, self.post_attention_layernorm)
+        mlp = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
+        if self.config.norm_placement.startswith("parallel"):
+            return [Phase("attention and mlp", self.parallel_phase, attention + mlp)]
+        return [Phase("attention", self.attention_phase, attention), Phase("mlp", self.mlp_phase, mlp)]
 
     @property
     def canonical_index(self) -> int:
@@ -103,14 +121,38 @@ class TransformerLayer(MegatronModule):
     def attention_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """x + dropout(attention(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
-        attended = self.self_attention(normed, inputs)
+        attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
         return self._add(self.self_attn_bda, attended, self._residual(hidden_states, normed), inputs, "self_attention")
 
     def mlp_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """x + dropout(mlp(norm(x)))."""
         normed = self.pre_mlp_layernorm(hidden_states)
-        transformed = self.mlp(normed)
+        transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
         return self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
+
+    def parallel_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+        """x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
+        normed = self.input_layernorm(hidden_states)
+        attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
+        residual = self._residual(hidden_states, normed)
+        residual = self._add(self.self_attn_bda, attended, residual, inputs, "self_attention")
+        if self.config.norm_placement == "parallel_two_norms":
+            normed = self.pre_mlp_layernorm(hidden_states)
+        transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
+        return self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
+
+    def _mlp(self, normed: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        reads_inputs = getattr(self.mlp, "reads_layer_inputs", False)  # a layer of experts does
+        return self.mlp(normed, inputs) if reads_inputs else self.mlp(normed)
+
+    def _branch(self, output_and_bias: tuple[Tensor, Tensor | None], norm: Any) -> tuple[Tensor, Tensor | None]:
+        """What attention or MLP gave, normed and multiplied as far as the config wants it."""
+        multiplier = self.config.residual_multiplier
+        if isinstance(norm, IdentityOp) and multiplier == 1.0:
+            return output_and_bias
+        output, bias = output_and_bias
+        output = norm(output if bias is None else output + bias)
+        return output if multiplier == 1.0 else output * multiplier, None
 
     def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
         return normed if self.config.apply_residual_connection_post_layernorm else hidden_states
@@ -128,3 +170,16 @@ class TransformerLayer(MegatronModule):
             return add(output_and_bias, residual, self.hidden_dropout)
         place = inputs.hidden_dropout_place(self.layer_number, site) if self.training else None
         return self.backend.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, place)
+
+
+def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:
+    """Raises UserError where a layer's spec lacks norms that the config wants, or has others."""
+    behind = submodules.post_attention_layernorm, submodules.post_mlp_layernorm
+    before = submodules.input_layernorm, submodules.pre_mlp_layernorm
+    unwanted = {"post": before, "parallel": before[1:]}.get(placement, ())
+    wanted = behind if placement in ("post", "sandwich") else ()
+    if IdentityOp in wanted or any(spec is not IdentityOp for spec in unwanted):
+        raise UserError(
+            f"norm_placement is {placement}, but the layer spec places norms otherwise; give it "
+            f"norm_placement={placement!r}"
+        )

@@ -49,12 +49,14 @@ def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None =
     counts[tuple(ranks)] += 1
     text = f"members {' '.join(map(str, ranks))} time {counts[tuple(ranks)]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    torchs_own = distributed_c10d._hash_ranks_to_str
+    torchs_own, device = distributed_c10d._hash_ranks_to_str, world.bound_device_id
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    # Of a world that is bound to a device torch splits a new group off, in which all of its ranks would have to join.
+    world.bound_device_id = None
     try:
         return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
-        distributed_c10d._hash_ranks_to_str = torchs_own
+        distributed_c10d._hash_ranks_to_str, world.bound_device_id = torchs_own, device
 
 
 def create_hierarchical_groups(

@@ -64,8 +64,9 @@ class CheckpointConfig:
     no_load_rng: bool = flag(False, no_effect="there is no random state to load")
     """Do not load random states."""
 
-    use_checkpoint_args: bool = not_yet(False)
-    """Take the model's settings from the checkpoint."""
+    use_checkpoint_args: bool = False
+    """Take the flags of the model from the checkpoint of --load, or else of --pretrained-checkpoint, whatever the
+    command line says; and those of the tokenizer where it says nothing."""
 
     dist_ckpt_strictness: Strictness = "assume_ok_unexpected"
     """What to do about tensors that a checkpoint lacks or has too many: stop, naming them, unless this is ignore_all or

@@ -114,6 +114,12 @@ def _positions(s: Settings) -> Iterator[str]:
 
 
 def _rotary(s: Settings) -> Iterator[str]:
+    if s.multi_latent_attention:
+        scalings = [field for field in s.values if field.startswith("rope_scaling_") and field != "rope_scaling_type"]
+        for field in (*scalings, "use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+            if s.is_given(field):
+                yield f"{{{field}}} does not go with {{multi_latent_attention:name}}; {{rope_type:name}} yarn scales"
+        return
     if s.position_embedding_type != "rope":
         return
     if not 0.0 < s.rotary_percent <= 1.0:
@@ -127,10 +133,15 @@ def _rotary(s: Settings) -> Iterator[str]:
             )
     if not s.rope_scaling_factor > 0:
         yield "{rope_scaling_factor} must be larger than 0"
+    if s.use_rope_scaling and s.rope_scaling_type not in (None, "llama3"):
+        yield "{use_rope_scaling} is {rope_scaling_type:name} llama3; it does not go with {rope_scaling_type}"
+
+
+_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
 
 
 def _one_activation(s: Settings) -> Iterator[str]:
-    given = [f"{{{field}}}" for field in ("swiglu", "squared_relu", "quick_geglu", "openai_gelu") if getattr(s, field)]
+    given = [f"{{{field}}}" for field in _ACTIVATIONS if getattr(s, field)]
     if len(given) > 1:
         yield f"{' and '.join(given)} choose different activations; give one"
 
@@ -338,12 +349,18 @@ def _profile(s: Settings) -> Iterator[str]:
 
 
 def _layout_invariance(s: Settings) -> Iterator[str]:
-    """With what there is so far only the mean over micro-batches depends on how samples are spread."""
+    """The mean over micro-batches depends on how samples are spread, and a balance that looks at what was seen so far
+    on the order in which they come."""
     masked = s.eod_mask_loss
     if s.layout_invariant and masked and not s.calculate_per_token_loss:
         yield (
             "{layout_invariant}: {eod_mask_loss} leaves micro-batches different numbers of tokens, over which the loss "
             "is averaged first; add {calculate_per_token_loss:name}"
+        )
+    if s.layout_invariant and s.num_moe_experts is not None and "global_aux_loss" in s.moe_router_load_balancing_type:
+        yield (
+            "{layout_invariant}: global_aux_loss of {moe_router_load_balancing_type} depends on the order in which "
+            "data parallel ranks see micro-batches; aux_loss and seq_aux_loss do not"
         )
 
 
@@ -362,6 +379,7 @@ RULES: tuple[Rule, ...] = (
     _gradient_types,
     _library,
     parallel_checks.ranks,
+    parallel_checks.ranks_of_experts,
     parallel_checks.parts_of_a_sequence,
     parallel_checks.virtual_stages,
     parallel_checks.sharding,

@@ -1,5 +1,6 @@
 """Values that follow from other values. Each function fills in what was left open; none judges (see `checks`)."""
 
+import math
 from collections.abc import Callable
 
 from megatron.core.datasets.utils import DEFAULT_SPLIT
@@ -30,17 +31,44 @@ def _mlp_width(s: Settings) -> None:
         s.derive("ffn_hidden_size", int((width * 2 / 3) / 64) * 64 if s.swiglu else width)
 
 
-def _heads(s: Settings) -> None:
+def _heads(s: Settings) -> str | None:
+    note = None
+    if s.is_given("num_query_groups") and not (s.group_query_attention or s.multi_latent_attention):
+        note = f"--num-query-groups {s.num_query_groups}: has no effect without --group-query-attention"
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
         s.derive("kv_channels", s.hidden_size // s.num_attention_heads)
     if not s.group_query_attention:
         s.derive("num_query_groups", s.num_attention_heads)
+    return note
+
+
+def _experts(s: Settings) -> str | None:
+    if s.num_moe_experts is None:
+        return None
+    pattern = s.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) == s.num_layers and not any(pattern):
+        return f"--num-experts {s.num_moe_experts}: has no effect, since --moe-layer-freq gives experts to no layer"
+    weights = s.moe_aux_loss_coeff if isinstance(s.moe_aux_loss_coeff, list) else [s.moe_aux_loss_coeff]
+    if s.moe_router_load_balancing_type in ("none", ["none"]) and any(weights):
+        said = " ".join(map(str, weights))
+        return f"--moe-aux-loss-coeff {said}: has no effect with --moe-router-load-balancing-type none"
+    return None
 
 
 def _positions(s: Settings) -> None:
     if s.max_position_embeddings is None:
         s.derive("max_position_embeddings", s.seq_length)
+
+
+def _latent_attention(s: Settings) -> str | None:
+    if not s.multi_latent_attention:
+        return None
+    if s.rope_type is None:
+        s.derive("rope_type", "yarn")
+    if s.is_given("kv_channels"):
+        return "--kv-channels: has no effect with --multi-latent-attention, whose heads have widths of their own"
+    return None
 
 
 def _number_formats(s: Settings) -> None:
@@ -56,9 +84,13 @@ def _ranks(s: Settings) -> str | None:
     note = None
     sizes = s.tensor_model_parallel_size, s.pipeline_model_parallel_size, s.context_parallel_size
     model_size = sizes[0] * sizes[1] * sizes[2]
-    if s.dry_run and not s.surroundings.world_size_is_given and model_size > 1:
-        s.derive("world_size", model_size)
-        note = f"--dry-run of {model_size} ranks, which one model takes; WORLD_SIZE=N says for how many"
+    least = model_size
+    if s.num_moe_experts is not None:  # whole grids of experts too
+        expert_tensor = s.expert_tensor_parallel_size or sizes[0]
+        least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
+    if s.dry_run and not s.surroundings.world_size_is_given and least > 1:
+        s.derive("world_size", least)
+        note = f"--dry-run of {least} ranks, which one model takes; WORLD_SIZE=N says for how many"
     s.derive("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
     return note
 
@@ -188,7 +220,9 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _encoder_spellings,
     _mlp_width,
     _heads,
+    _experts,
     _positions,
+    _latent_attention,
     _number_formats,
     _ranks,
     _backend,

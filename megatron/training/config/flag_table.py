@@ -23,6 +23,7 @@ from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.low_precision import LowPrecisionConfig
 from megatron.core.transformer.config.memory import MemoryConfig
 from megatron.core.transformer.config.moe import MoEConfig
+from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -41,6 +42,7 @@ from megatron.training.config.training import TrainingConfig
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (ArchitectureConfig, ModelConfig),
     "attention": (AttentionConfig,),
+    "positions": (PositionConfig,),
     "initial weights": (InitializationConfig,),
     "data": (DataConfig,),
     "tokenizer": (TokenizerConfig,),

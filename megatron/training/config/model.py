@@ -26,11 +26,11 @@ class ModelConfig:
     )
     """How the model knows positions: a learnt vector for each, rotation of queries and keys (rope), or not at all."""
 
-    rotary_base: int = flag(10000, only_with="position_embedding_type=rope")
+    rotary_base: int = flag(10000, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """With rope: base of the frequencies."""
 
-    rotary_percent: float = flag(1.0, only_with="position_embedding_type=rope")
-    """With rope: part of each head that is rotated."""
+    rotary_percent: float = flag(1.0, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
+    """With rope: part of each head that is rotated; with --multi-latent-attention, of --qk-pos-emb-head-dim."""
 
     rotary_seq_len_interpolation_factor: int | None = flag(None, only_with="position_embedding_type=rope")
     """With rope: divide positions by this, to reach longer sequences."""
@@ -38,8 +38,8 @@ class ModelConfig:
     use_rope_scaling: bool = flag(False, only_with="position_embedding_type=rope")
     """With rope: stretch the low frequencies as Llama 3.1 does."""
 
-    rope_scaling_factor: float = flag(8.0, only_with="use_rope_scaling")
-    """With --use-rope-scaling: how many times longer the context becomes."""
+    rope_scaling_factor: float = flag(8.0, only_with="position_embedding_type=rope")
+    """With --use-rope-scaling or --rope-scaling-type: how many times longer the context becomes."""
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
@@ -54,6 +54,9 @@ class ModelConfig:
 
     quick_geglu: bool = False
     """Gated MLP with the sigmoid form of GELU."""
+
+    geglu: bool = False
+    """Gated MLP with GELU in its tanh form."""
 
     openai_gelu: bool = False
     """MLP with GELU in its tanh form."""

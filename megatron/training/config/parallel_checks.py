@@ -27,6 +27,33 @@ def ranks(s: Settings) -> Iterator[str]:
     )
 
 
+def ranks_of_experts(s: Settings) -> Iterator[str]:
+    """The world is a whole number of grids of experts, and each of its ranks has tokens of its own."""
+    if s.num_moe_experts is None:
+        return
+    tensor = s.tensor_model_parallel_size
+    expert_tensor = tensor if s.expert_tensor_parallel_size is None else s.expert_tensor_parallel_size
+    size = expert_tensor * s.expert_model_parallel_size * s.pipeline_model_parallel_size
+    if size >= 1 and s.world_size % size:
+        name, more = "{expert_tensor_parallel_size}", ""
+        if s.expert_tensor_parallel_size is None:
+            name = f"{{expert_tensor_parallel_size:name}} {tensor} (as {{tensor_model_parallel_size:name}})"
+            without = size // tensor if tensor > 1 else size
+            if s.world_size % without == 0 and without < size:
+                more = ", as would {expert_tensor_parallel_size:name} 1"
+        products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
+        yield (
+            f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {name} x "
+            f"{{expert_model_parallel_size}} x {{pipeline_model_parallel_size}}; sizes whose product is {products} "
+            f"would{more}"
+        )
+    if tensor > 1 and not s.sequence_parallel and not s.skip_train:
+        yield (
+            "{num_moe_experts} with {tensor_model_parallel_size}: experts are trained with {sequence_parallel:name} "
+            "only, since without it all tensor parallel ranks would send the same tokens; add it"
+        )
+
+
 def parts_of_a_sequence(s: Settings) -> Iterator[str]:
     """Context parallel ranks take two equal pieces of a sequence each, sequence parallel ones equal shares of those."""
     length, context, tensor = s.seq_length or 0, s.context_parallel_size, s.tensor_model_parallel_size
@@ -80,15 +107,25 @@ def sharding(s: Settings) -> Iterator[str]:
             "{use_torch_fsdp2} shards weights, gradients and optimizer state, {data_parallel_sharding_strategy} less; "
             "give one"
         )
-    instances, replicas = s.num_distributed_optimizer_instances, s.data_parallel_size * s.context_parallel_size
-    if instances < 1:
+    if s.num_distributed_optimizer_instances < 1:
         yield "{num_distributed_optimizer_instances} must be at least 1"
-    elif s.use_distributed_optimizer and replicas > 0 and replicas % instances:
-        near = " or ".join(map(str, nearest_divisors(replicas, instances)))
-        yield (
-            f"{{num_distributed_optimizer_instances}} does not divide the {replicas} data and context parallel ranks; "
-            f"{near} does"
-        )
+    elif s.use_distributed_optimizer:
+        yield from _instances(s)
+
+
+def _instances(s: Settings) -> Iterator[str]:
+    """Copies of the shards come out even, among the replicas of dense weights and among those of experts."""
+    replicas = {"data and context parallel ranks": s.data_parallel_size * s.context_parallel_size}
+    if s.num_moe_experts is not None:
+        tensor = s.expert_tensor_parallel_size or s.tensor_model_parallel_size
+        of_experts = tensor * s.expert_model_parallel_size * s.pipeline_model_parallel_size
+        if of_experts > 0 and s.world_size % of_experts == 0:
+            replicas["data parallel ranks of an expert"] = s.world_size // of_experts
+    instances = s.num_distributed_optimizer_instances
+    for what, count in replicas.items():
+        if count > 0 and count % instances:
+            near = " or ".join(map(str, nearest_divisors(count, instances)))
+            yield f"{{num_distributed_optimizer_instances}} does not divide the {count} {what}; {near} does"
 
 
 def _multiples_near(number: int, of: int) -> str:

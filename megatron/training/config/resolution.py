@@ -13,7 +13,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parameters import XavierUniform
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_of, problems_of
 from megatron.training.config.command_line import CommandLine
@@ -119,8 +119,8 @@ def _not_yet(settings: Settings) -> list[str]:
 
 def _is_looked_at(flag: Flag, settings: Settings) -> bool:
     """Whether the flag that this one goes with is set so that this one matters."""
-    parent = parent_of(flag)
-    if parent is None:
+    parent, other_way = parent_of(flag), flag.declaration.or_with
+    if parent is None or (other_way is not None and getattr(settings, other_way)):
         return True
     other, wanted = parent
     value = getattr(settings, other.field)
@@ -167,7 +167,8 @@ def _in_flags(problem: str, settings: Settings) -> str:
 def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, Any]) -> PretrainConfig:
     """Make the config objects out of settings that were checked."""
     values = settings.values
-    transformer = TransformerConfig(**transformer_fields(TransformerConfig, values))
+    config_class = MLATransformerConfig if settings.multi_latent_attention else TransformerConfig
+    transformer = config_class(**transformer_fields(config_class, values))
     config = PretrainConfig(
         model=_part(ModelConfig, settings, transformer=transformer),
         parallel=_part(ParallelConfig, settings),
@@ -211,13 +212,16 @@ def transformer_fields(config_class: type[TransformerConfig], values: Mapping[st
     `values` may lack fields; the library's defaults stand for them.
     """
     names = {field.name for field in dataclasses.fields(config_class) if declaration_of(field).exposed}
+    if issubclass(config_class, MLATransformerConfig):  # it restates fields whose flags others state
+        names |= {"multi_latent_attention", "normalization", "rotary_base", "rotary_percent"}
     fields = {name: value for name, value in values.items() if name in names}
+    if fields.get("rope_type", "") is None:
+        del fields["rope_type"]
     app = SimpleNamespace(**{name: values.get(name, default) for name, default in APP_SWITCHES.items()})
-    fields |= {name: values[name] for name in ("rotary_base", "rotary_percent") if name in values and name in names}
     fields |= {name: values[name] for name in ("virtual_pipeline_model_parallel_size",) if name in values}
     if not app.group_query_attention:
         fields.pop("num_query_groups", None)
-    fields["gated_linear_unit"] = app.swiglu or app.quick_geglu
+    fields["gated_linear_unit"] = app.swiglu or app.quick_geglu or app.geglu
     fields["activation_func"] = _activation(app)
     fused_gelu = app.bias_gelu_fusion and fields.get("add_bias_linear", True)
     fields["bias_activation_fusion"] = app.bias_swiglu_fusion if fields["gated_linear_unit"] else fused_gelu
@@ -233,6 +237,7 @@ APP_SWITCHES: dict[str, Any] = {
     "swiglu": False,
     "squared_relu": False,
     "quick_geglu": False,
+    "geglu": False,
     "openai_gelu": False,
     "bias_gelu_fusion": True,
     "bias_swiglu_fusion": True,
@@ -248,4 +253,4 @@ def _activation(app: SimpleNamespace) -> Any:
         return quick_gelu
     if app.squared_relu:
         return squared_relu
-    return gelu_tanh if app.openai_gelu else gelu
+    return gelu_tanh if app.openai_gelu or app.geglu else gelu

@@ -36,6 +36,8 @@ def translate_all(occurrences: list[Occurrence]) -> tuple[list[Occurrence], list
             implied += translation.implied
             today += translation.occurrences
             warnings[translation.warning] = None
+    if any(occurrence.spelling == _POSITIONS for occurrence in today) and _NO_POSITIONS.warning in warnings:
+        warnings = {_SAID_ELSEWHERE if line == _NO_POSITIONS.warning else line: None for line in warnings}
     return implied + today, list(warnings)
 
 
@@ -46,7 +48,7 @@ def translate(occurrence: Occurrence) -> Translation | None:
         method = Occurrence("--recompute-method", words or ("uniform",))
         return _becomes(occurrence, (_FULL, method), implied=(Occurrence("--recompute-num-layers", ("1",)),))
     if spelling == "--no-position-embedding":  # beside --use-rotary-position-embeddings it only means: not learnt ones
-        return _becomes(occurrence, (), implied=(Occurrence("--position-embedding-type", ("none",)),))
+        return _NO_POSITIONS
     if spelling in _RENAMED:
         return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
     if spelling in _NOW:
@@ -63,6 +65,10 @@ def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurr
 def _text(occurrence: Occurrence) -> str:
     return " ".join((occurrence.spelling, *occurrence.words))
 
+
+_POSITIONS = "--position-embedding-type"
+_NO_POSITIONS = _becomes(Occurrence("--no-position-embedding"), (), implied=(Occurrence(_POSITIONS, ("none",)),))
+_SAID_ELSEWHERE = f"--no-position-embedding: retired; the positions are those of {_POSITIONS}"
 
 _FULL_RECOMPUTATION = frozenset({"--activations-checkpoint-method", "--checkpoint-activations"})
 _FULL = Occurrence("--recompute-granularity", ("full",))

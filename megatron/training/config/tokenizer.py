@@ -59,7 +59,8 @@ class TokenizerConfig:
 
     vocab_size: int | None = None
     """NullTokenizer: ids of the text; one more ends a document. TikTokenizer: size of the vocabulary, special tokens
-    included; 131072 when not given. Other tokenizers know their size, and this must not be less."""
+    included; 131072 when not given. Other tokenizers know their size; the model may have more entries than that, as
+    models of others do, and then this is their number."""
 
     padded_vocab_size: int | None = flag(None, no_effect=_PADDING)
     """Size of the embedding; when not given, the vocabulary's size rounded up (--make-vocab-size-divisible-by)."""
@@ -132,6 +133,10 @@ class TokenizerConfig:
     def family(self) -> str:
         """The tokenizer's type, given or by default."""
         return self.tokenizer_type or "GPT2BPETokenizer"
+
+    def model_vocab_size(self, ids: int) -> int:
+        """Entries of the vocabulary of a model whose tokenizer has so many ids."""
+        return ids if self.family == "NullTokenizer" else max(ids, self.vocab_size or 0)
 
 
 def tokenizer_problems(config: TokenizerConfig) -> Iterator[str]:

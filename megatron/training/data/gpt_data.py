@@ -22,7 +22,7 @@ def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatas
     prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
     if is_first_rank():
         for prefix in sorted(prefixes):
-            check_data(prefix, tokenizer, tokenizer.vocab_size, warn=_warn)
+            check_data(prefix, tokenizer, config.tokenizer.model_vocab_size(tokenizer.vocab_size), warn=_warn)
     assert data.seq_length is not None
     return GPTDatasetConfig(
         random_seed=config.seed,

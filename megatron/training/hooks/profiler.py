@@ -63,6 +63,7 @@ class TorchProfiler(Hook):
         *,
         record_shapes: bool = False,
         with_stack: bool = False,
+        all_threads: bool = False,
     ) -> None:
         _check_steps(start, end)
         self.start, self.end = start, end
@@ -70,6 +71,9 @@ class TorchProfiler(Hook):
         self.trace: Path | None = None
         """The file, once it is written."""
         self._options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
+        if all_threads:
+            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self._options["experimental_config"] = config
         self._profiler: Any = None
         self._first = 0
 
@@ -115,8 +119,10 @@ def make_profiler(
     directory: str | Path | None,
     record_shapes: bool = False,
     with_stack: bool = False,
+    all_threads: bool = False,
 ) -> Hook | None:
-    """The profiler that the flags ask for; None on a rank that is not in `ranks`.
+    """The profiler that the flags ask for; None on a rank that is not in `ranks`. `all_threads`: PyTorch's records also
+    what is computed on a CPU by threads other than the one that runs the steps.
 
     Raises UserError where the steps make no sense or there is no `directory` for PyTorch's traces.
     """
@@ -127,7 +133,9 @@ def make_profiler(
         return NsightProfiler(start, end, record_shapes=record_shapes)
     if directory is None:
         raise UserError("--use-pytorch-profiler writes into --tensorboard-dir or --save; neither is given")
-    return TorchProfiler(start, end, directory, rank, record_shapes=record_shapes, with_stack=with_stack)
+    return TorchProfiler(
+        start, end, directory, rank, record_shapes=record_shapes, with_stack=with_stack, all_threads=all_threads
+    )
 
 
 def _check_steps(start: int, end: int) -> None:

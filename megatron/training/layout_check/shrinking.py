@@ -7,17 +7,19 @@ the splits allow; numbers are float64, data is made up, and nothing is saved.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling, is_to_come, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
 from megatron.training.run_description import command_line_of
 
-_MODEL_GROUPS = ("model", "attention", "initial weights", "optimizer")
+_PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention")
+_MODEL_GROUPS = ("model", *_PARTS_OF_LAYERS, "initial weights", "optimizer")
 _LAYOUT_GROUPS = ("number formats, seed and ranks", "data parallel", "memory", "kernels", "pipeline stages")
 _MODEL_TOO = {"seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
 _LAYOUT_TOO = {"cp_comm_type", "use_distributed_optimizer", "overlap_param_gather"}
@@ -38,6 +40,10 @@ _FORMATS |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_
 """Flags of the kept groups that do not go with float64, or with a learning rate of our own."""
 
 
+_SHORT = {"attention_chunk_size": 5, "rope_scaling_original_length": 8, "nope_temperature_floor": 3}
+"""Flags that count tokens, and how many there are in a small run at most."""
+
+
 @dataclass
 class Sizes:
     """Ranks along each dimension of a layout."""
@@ -46,13 +52,19 @@ class Sizes:
     context: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
+    """The ranks of a stage are shared out a second time, for experts."""
+    expert_tensor: int = 1
 
     @property
     def ranks(self) -> int:
         return self.tensor * self.context * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} x data {self.data}"
+        split = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} x data {self.data}"
+        if self.expert * self.expert_tensor == 1:
+            return split
+        return f"{split}, experts over {self.expert} x {self.expert_tensor} tensor"
 
 
 @dataclass
@@ -133,9 +145,26 @@ def fitting(config: PretrainConfig, processes: int) -> tuple[Sizes, list[str]]:
             f"(--processes {sizes.ranks} takes it in)"
         )
         setattr(sizes, name, 1)
+    if transformer.num_moe_experts is not None:
+        asked.expert, asked.expert_tensor = grid.expert, grid.expert_tensor or grid.tensor
+        notes += _share_experts_out(sizes, asked)
     if sizes != asked:
         notes.insert(0, f"layout: {sizes} instead of {asked}")
     return sizes, notes
+
+
+def _share_experts_out(sizes: Sizes, asked: Sizes) -> list[str]:
+    """Two ranks or so in each dimension of the grid of experts, as far as the ranks of a stage suffice."""
+    left, notes = sizes.tensor * sizes.context * sizes.data, []
+    for name, wanted in (("expert_tensor", asked.expert_tensor), ("expert", asked.expert)):
+        like_tensor = name == "expert_tensor" and wanted == asked.tensor
+        size = sizes.tensor if like_tensor else min(2, wanted)
+        if left % size:
+            size = 1
+            notes.append(f"{name.replace('_', ' ')} parallelism is left out: too few ranks are left")
+        setattr(sizes, name, size)
+        left //= size
+    return notes
 
 
 def comm_types(transformer: TransformerConfig) -> list[str]:
@@ -155,6 +184,7 @@ class _Shape:
         self.config, self.sizes, self.steps, self.notes = config, sizes, steps, notes
         self.left_out: set[str] = {"world_size", "data_parallel_size", "num_query_groups", "group_query_attention"}
         self.left_out |= {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}
+        self.left_out |= {"moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"}
         self.left_out |= {"microbatch_group_size_per_vp_stage", "ddp_bucket_size", "ddp_num_buckets", "spec"}
         self.num_layers, self._stage_words = self._stages()
 
@@ -228,9 +258,21 @@ class _Shape:
         }
         listed = [word for name, value in words.items() for word in (f"--{name}", str(value))]
         listed += ["--mock-data", "--fp64", *self._group_words(heads), *self._pattern_words()]
+        listed += [*self._expert_words(), *self._latent_words(), *self._per_channel_words()]
+        if transformer.mtp_num_layers:
+            listed += ["--mtp-num-layers", str(min(2, transformer.mtp_num_layers))]
         if transformer.window_size is not None:
             listed += ["--window-size", ",".join(str(min(reach, 5)) for reach in transformer.window_size)]
-        return listed
+        return [*listed, *self._length_words()]
+
+    def _length_words(self) -> list[str]:
+        """Numbers of tokens that rows have to be longer than, for what begins there to be met."""
+        transformer, words = self.config.transformer, []
+        for name, short in _SHORT.items():
+            given = getattr(transformer, name)
+            if given is not None and self.config.provenance.get(name) in ("flag", "script"):
+                words += [spelling_of(name), str(min(given, short))]
+        return words
 
     def _group_words(self, heads: int) -> list[str]:
         transformer, tensor = self.config.transformer, self.sizes.tensor
@@ -243,10 +285,62 @@ class _Shape:
             small = 1 if groups == 1 else heads // 2
         return ["--group-query-attention", "--num-query-groups", str(small)]
 
+    def _expert_words(self) -> list[str]:
+        """Experts and their groups: few, and the same rules of choosing among them."""
+        transformer, sizes = self.config.transformer, self.sizes
+        if transformer.num_moe_experts is None:
+            return []
+        groups, width = transformer.moe_router_num_groups, 8 * sizes.expert_tensor
+        per_group = 1
+        if groups and transformer.moe_router_group_topk:
+            per_group = min(2, max(1, transformer.moe_router_topk // transformer.moe_router_group_topk))
+        topk = (2 * per_group) if groups else min(transformer.moe_router_topk, 3)
+        words: dict[str, Any] = {
+            "num-experts": 8 * max(1, sizes.expert // 8),
+            "moe-ffn-hidden-size": width,
+            "moe-router-topk": topk,
+        }
+        if groups:
+            words |= {"moe-router-num-groups": 4, "moe-router-group-topk": 2}
+            if transformer.moe_router_group_score_topk:
+                words["moe-router-group-score-topk"] = min(per_group, transformer.moe_router_group_score_topk)
+        if transformer.moe_shared_expert_intermediate_size:
+            words["moe-shared-expert-intermediate-size"] = 8 * sizes.tensor
+        if transformer.moe_latent_size:
+            words["moe-latent-size"] = 16
+        pattern = transformer.moe_layer_freq
+        if isinstance(pattern, list):  # a few of its entries, from the first to the last
+            taken = [str(pattern[layer * len(pattern) // self.num_layers]) for layer in range(self.num_layers)]
+            words["moe-layer-freq"] = f"[{','.join(taken)}]"
+        else:
+            words["moe-layer-freq"] = min(pattern, self.num_layers)
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+
+    def _latent_words(self) -> list[str]:
+        transformer = self.config.transformer
+        if not isinstance(transformer, MLATransformerConfig):
+            return []
+        words = {"kv-lora-rank": 12, "qk-head-dim": 6, "qk-pos-emb-head-dim": 4, "v-head-dim": 8}
+        if transformer.q_lora_rank is not None:
+            words["q-lora-rank"] = 10
+        return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+
+    def _per_channel_words(self) -> list[str]:
+        """Lists with a number for each pair of channels that is turned."""
+        words = []
+        for name in ("rope_scaling_short_factor", "rope_scaling_long_factor"):
+            factors = getattr(self.config.transformer, name)
+            if factors is not None:
+                self.left_out.add(name)
+                pairs = int(8 * self.config.model.rotary_percent) // 2
+                taken = [str(factors[pair * len(factors) // pairs]) for pair in range(pairs)]
+                words += [spelling_of(name), *taken]
+        return words
+
     def _pattern_words(self) -> list[str]:
         """Patterns over layers, cut or repeated to the number of layers."""
         words = []
-        for name in ("window_attn_skip_freq", "no_rope_freq"):
+        for name in ("window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq"):
             pattern = getattr(self.config.transformer, name)
             if pattern is None:
                 continue
@@ -264,6 +358,9 @@ class _Shape:
         words += ["--pipeline-model-parallel-size", str(sizes.pipeline), *self._stage_words]
         if sizes.tensor == 1:
             self._leave_out("sequence_parallel", "tp_comm_overlap")
+        if transformer.num_moe_experts is not None:
+            words += ["--expert-model-parallel-size", str(sizes.expert)]
+            words += ["--expert-tensor-parallel-size", str(sizes.expert_tensor)]
         words += self._context_words()
         if transformer.recompute_num_layers is not None:
             words += ["--recompute-num-layers", str(min(2, transformer.recompute_num_layers))]

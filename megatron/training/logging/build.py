@@ -1,12 +1,16 @@
 """The log that the flags ask for."""
 
+from collections.abc import Sequence
 from dataclasses import fields
+
+from torch import nn
 
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import Environment
 from megatron.training.logging.display import make_display
 from megatron.training.logging.flops import ModelShape, peak_tflops, training_flops
 from megatron.training.logging.jsonl import JsonlLog
+from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
 from megatron.training.logging.records import LogSink
 from megatron.training.logging.tensorboard import TagChoices, tensorboard_log
@@ -15,7 +19,11 @@ from megatron.training.state import TrainState
 
 
 def build_log(
-    config: PretrainConfig, environment: Environment, state: TrainState, padded_vocab_size: int
+    config: PretrainConfig,
+    environment: Environment,
+    state: TrainState,
+    padded_vocab_size: int,
+    model: Sequence[nn.Module],
 ) -> TrainingLog:
     """This rank's part of the log; only one of the ranks that have the losses writes. Raises UserError for a file or
     folder that cannot be written."""
@@ -44,6 +52,13 @@ def build_log(
         flops_per_sample=training_flops(shape, 1),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
+        layers=LayerReports(
+            model,
+            groups,
+            environment.device,
+            stages_tell=transformer.num_moe_experts is not None or bool(transformer.mtp_num_layers),
+        ),
+        per_layer=transformer.moe_per_layer_logging,
     )
 
 

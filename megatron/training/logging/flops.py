@@ -5,11 +5,14 @@ nothing for embeddings, norms or what is computed twice. Backward counts twice t
 [m, k] and [k, n] costs 6 m k n.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megatron.core.transformer.layer_patterns import has_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,11 @@ class LatentAttention:
     qk_pos_emb_head_dim: int
     v_head_dim: int
 
+    @classmethod
+    def of(cls, config: Any) -> "LatentAttention":
+        """The sizes that an `MLATransformerConfig` has."""
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
@@ -33,6 +41,17 @@ class MixtureOfExperts:
     ffn_hidden_size: int
     router_topk: int
     shared_expert_size: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "MixtureOfExperts":
+        """Of a `TransformerConfig` with experts."""
+        numbers = range(1, 1 + config.num_layers + (config.mtp_num_layers or 0))
+        return cls(
+            num_layers=sum(has_experts(config, number) for number in numbers),
+            ffn_hidden_size=config.moe_ffn_hidden_size,
+            router_topk=config.moe_router_topk,
+            shared_expert_size=config.moe_shared_expert_intermediate_size or 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +75,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any, *, padded_vocab_size: int, seq_length: int, **other: Any) -> "ModelShape":
-        """The shape of a dense model from its `TransformerConfig`; `other` are further fields of this class."""
+        """The shape of a model from its `TransformerConfig`; `other` are further fields of this class."""
         return cls(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -65,6 +84,10 @@ class ModelShape:
             num_query_groups=config.num_query_groups,
             kv_channels=config.kv_channels,
             gated_linear_unit=config.gated_linear_unit,
+            attention_output_gate=config.attention_output_gate,
+            mtp_num_layers=config.mtp_num_layers or 0,
+            latent_attention=LatentAttention.of(config) if config.multi_latent_attention else None,
+            moe=MixtureOfExperts.of(config) if config.num_moe_experts is not None else None,
             padded_vocab_size=padded_vocab_size,
             seq_length=seq_length,
             **other,

@@ -8,8 +8,9 @@ Kinds of lines, told apart by their keys:
     {"iteration": 10, "event": "save", ...}
 
 A training line exists for every iteration; its values are that iteration's own, only the speed is the mean over the
-interval between two log lines. `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a
-value that is not finite is null, and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
+interval between two log lines, as are numbers that layers report, which the last iteration of the interval has.
+`"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
+and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
 A run that resumes at iteration N continues the file: lines beyond N, which the resumed run will make again, and a last
 line torn by a kill are moved to `<name>.superseded.jsonl` beside it, so that the file itself never holds two lines for
@@ -104,6 +105,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "consumed samples": step.consumed_samples,
         "tokens": step.tokens,
         **step.losses,
+        **step.reported,
         "grad norm": step.grad_norm,
         "learning rate": step.learning_rate,
         "loss scale": step.loss_scale,

@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -254,7 +255,7 @@ class StepMetrics:
             {name: _ratio(next(host), next(host)) for name in pending.names} for _ in range(len(pending.values))
         ]
         finite = [bool(next(host)) for _ in pending.gradients_finite]
-        measured = dict(pending.on_host)
+        measured: dict[str, Any] = dict(pending.on_host)
         for name in pending.on_device:
             measured[name] = next(host)
         applied = bool(measured.pop("update_applied", True))

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training iteration, as it was: nothing here is averaged over iterations."""
+    """One training iteration, as it was: nothing here but `reported` is averaged over iterations."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -25,6 +25,8 @@ class StepRecord:
     grad_norm: float | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
+    reported: Mapping[str, float] = field(default_factory=dict)
+    """What layers report, by tag: means over the iterations since the last record that has any."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class LogRecord:
     elapsed_ms_per_iteration: float
     learning_rate: float | None
     losses: Mapping[str, float]
-    """Averages over the iterations since the last line whose update was applied."""
+    """Averages over the iterations since the last line whose update was applied; what layers add to the loss comes
+    last, over all iterations since the last line."""
     loss_scale: float = 1.0
     grad_norm: float | None = None
     skipped_samples: int = 0

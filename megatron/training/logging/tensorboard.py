@@ -50,6 +50,8 @@ class ScalarLog(LogSink):
         for step in steps:
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
+            for tag, value in step.reported.items():  # once a log line
+                self._both(tag, value, step.iteration, step.consumed_samples)
         if steps:
             self._interval(steps[-1], speed)
 

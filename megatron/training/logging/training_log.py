@@ -14,6 +14,7 @@ Every rank has one and calls the same methods; only the rank that logs gives it 
 """
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -22,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.training.logging.finite import NonFinite
+from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
 from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
@@ -40,6 +42,8 @@ class TrainingLog:
         flops_per_sample: of forward and backward; None: no throughput.
         peak_tflops: of one device; None: no utilisation.
         log_throughput: put the throughput into the log line.
+        layers: reads what layers report; None: they report nothing.
+        per_layer: hand on their numbers layer by layer too.
         now: wall time for the line's stamp.
     """
 
@@ -55,6 +59,8 @@ class TrainingLog:
         flops_per_sample: float | None = None,
         peak_tflops: float | None = None,
         log_throughput: bool = False,
+        layers: LayerReports | None = None,
+        per_layer: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
@@ -66,6 +72,8 @@ class TrainingLog:
         self.flops_per_sample = flops_per_sample
         self.peak_tflops = peak_tflops
         self.log_throughput = log_throughput
+        self.layers = layers
+        self.per_layer = per_layer
         self._now = now
         self._since_line = StepClock()
         self._since_flush = StepClock()
@@ -128,7 +136,7 @@ class TrainingLog:
             sink.close()
 
     def _read(self, *, reset: bool) -> MetricsInterval:
-        interval = self.metrics.collect(reset=reset)
+        interval = self._with_layers(self.metrics.collect(reset=reset), reset)
         seconds = self._since_flush.seconds()
         if interval.steps:
             self._since_flush.restart()
@@ -141,6 +149,15 @@ class TrainingLog:
             print(f"non-finite: {found}", file=sys.stderr, flush=True)
             self.event("non-finite", found.iteration, what=str(found))
         return interval
+
+    def _with_layers(self, interval: MetricsInterval, reset: bool) -> MetricsInterval:
+        """The interval with what layers report: for files with its last iteration, for the line since the last one."""
+        if self.layers is None or not interval.steps:
+            return interval
+        read, line = self.layers.collect(reset=reset)
+        last = dataclasses.replace(interval.steps[-1], reported=read.tags(per_layer=self.per_layer))
+        losses = {**interval.losses, **line.line()}
+        return dataclasses.replace(interval, steps=(*interval.steps[:-1], last), losses=losses)
 
     def _line(self, *, reset: bool, skipped_samples: int) -> tuple[NonFinite, ...]:
         interval = self._read(reset=reset)

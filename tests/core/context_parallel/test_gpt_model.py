@@ -32,6 +32,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": (6, 0),
     },
     "no positions": {"position_embedding_type": "none", "softmax_type": "learnable"},
+    "ALiBi, bounded, dropout": {
+        "position_embedding_type": "none",
+        "alibi": True,
+        "attn_logit_softcapping": 1.5,
+        "attention_dropout": 0.2,
+    },
+    "ALiBi, packed": {"position_embedding_type": "none", "alibi": True, "packed": True},
+    "chunks, a gate": {
+        "attention_chunk_size": 5,
+        "attention_chunk_skip_freq": 2,
+        "attention_output_gate": True,
+        "no_rope_freq": 2,
+        "nope_temperature_scale": 0.5,
+        "nope_temperature_floor": 3,
+    },
+    "chunks, packed, dynamic frequencies": {
+        "attention_chunk_size": 5,
+        "packed": True,
+        "rope_scaling_type": "dynamic",
+        "rope_scaling_original_length": 7,
+    },
 }
 
 

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
 from megatron.core.dist_checkpointing.planning import share_out
 from megatron.core.dist_checkpointing.reading import load
-from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box, Constant, declare, name_parameters
 
@@ -188,7 +188,7 @@ import resource, torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 from pathlib import Path
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 chunk = Chunk("a", (100000,), Box.whole((100000,)), None, torch.zeros(100000))
@@ -237,7 +237,7 @@ import resource, torch
 from pathlib import Path
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.reading import load
-from megatron.core.dist_checkpointing.writing import _write_rank, save
+from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
 from megatron.core.parameters import Box
 chunk = Chunk("a", ({count},), Box.whole(({count},)), None, torch.ones({count}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -253,3 +253,47 @@ def test_the_tracker_is_a_bare_number(tmp_path):
     save_step(tmp_path, 123456789)
     assert read_tracker(tmp_path).step == 123456789
     assert (tmp_path / "iter_123456789").is_dir()
+
+
+def test_streamed_tensors_are_asked_for_as_their_turn_comes(tmp_path):
+    """In order, once each, and those of a file only when the file before is written."""
+    chunks = [make_chunk("a", (300, 1000)), make_chunk("b", (4, 3), Box((0, 0), (2, 3)), dtype=torch.bfloat16)]
+    chunks.append(make_chunk("b", (4, 3), Box((2, 0), (2, 3)), dtype=torch.bfloat16))
+    values = {chunk: chunk.flat.clone() for chunk in chunks}
+    places = {Chunk(c.name, c.global_shape, c.box, None, c.tensor.to("meta")): c for c in chunks}
+    first, *others = places
+    asked = []
+
+    def values_of(chunk):
+        asked.append((chunk.name, len(list((tmp_path / "streamed").glob("*.tmp-*/rank_*.json")))))
+        return values[places[chunk]]
+
+    saved = save_streamed(
+        tmp_path / "streamed", [[first], others], values_of, step="release", common={"note": 1}, config={"x": 2}
+    )
+    assert asked == [("a", 0), ("b", 1), ("b", 1)]
+    assert names(saved.folder) == [
+        MANIFEST,
+        *(f"rank_{n:05d}.{end}" for n in range(2) for end in ("json", "safetensors")),
+    ]
+    assert read_tracker(tmp_path / "streamed").step == "release"
+    wanted = [make_chunk("a", (300, 1000), empty=True), make_chunk("b", (4, 3), dtype=torch.bfloat16, empty=True)]
+    loaded = load(tmp_path / "streamed", wanted)
+    assert loaded.manifest.common == {"note": 1} and loaded.manifest.config == {"x": 2}
+    assert all(torch.equal(chunk.flat, filled(chunk)) for chunk in wanted)
+
+
+def test_a_stream_that_breaks_leaves_nothing(tmp_path):
+    save_step(tmp_path, 3)
+    before = names(tmp_path)
+
+    def values_of(chunk):
+        raise BrokenCheckpoint("x.safetensors", "cut short")
+
+    chunk = make_chunk("a", (4,))
+    with pytest.raises(BrokenCheckpoint, match="cut short"):
+        save_streamed(tmp_path, [[chunk]], values_of, step="release", common={}, config={})
+    with pytest.raises(BrokenCheckpoint, match="2 elements of a are in no file"):
+        half = make_chunk("a", (4,), Box((0,), (2,)))
+        save_streamed(tmp_path, [[half]], lambda chunk: chunk.flat, step="release", common={}, config={})
+    assert names(tmp_path) == before

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,6 +46,47 @@ def test_products_wait_until_they_are_asked_for_and_are_the_same_then() -> None:
         assert sum(parameter is layer.weight for parameter in landed) == number + 1
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.main_grad, expected[name]), name  # type: ignore[arg-type]
+
+
+def test_products_that_lag_come_when_called_for_and_at_the_latest_with_the_end_of_backward() -> None:
+    inputs = [torch.randn(5, 6, dtype=torch.float64) for _ in range(2)]
+    expected = gradients_at_once(inputs)
+    layer, landed = layer_with_sinks()
+    queue = WeightGradientQueue(layer.parameters())
+    seen: list[list[int]] = []
+
+    def count() -> int:
+        return sum(parameter is layer.weight for parameter in landed)
+
+    for number, x in enumerate(inputs):
+        x = x.clone().requires_grad_()
+        with queue.lagging() as catch_up:
+            hidden = layer(x)
+
+            def look(gradient: Tensor, *, calls: bool = number == 1, catch_up: Callable[[], None] = catch_up) -> None:
+                before = count()
+                if calls:
+                    catch_up()
+                seen.append([before, count()])
+
+            x.register_hook(look)  # the last thing in this backward
+            hidden.pow(2).sum().backward()
+            assert count() == number + 1
+    assert seen == [[0, 0], [1, 2]]
+    queue.catch_up()  # nothing lags any more
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.main_grad, expected[name]), name  # type: ignore[arg-type]
+
+
+def test_a_backward_that_fails_leaves_nothing_that_lags() -> None:
+    layer, landed = layer_with_sinks()
+    queue = WeightGradientQueue(layer.parameters())
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    x.register_hook(lambda gradient: 1 // 0)
+    with pytest.raises(ZeroDivisionError), queue.lagging():
+        layer(x).pow(2).sum().backward()
+    queue.catch_up()
+    assert not any(parameter is layer.weight for parameter in landed) and not queue.takes_products
 
 
 def test_outside_of_it_products_are_computed_at_once() -> None:

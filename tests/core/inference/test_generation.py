@@ -8,7 +8,7 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PROMPTS = [[3, 7, 1], [5], [9, 2, 8, 30, 11, 4], [6, 6]]
@@ -17,12 +17,31 @@ MODELS = {
     "rope, grouped": ({"num_query_groups": 2}, {"position_embedding_type": "rope"}),
     "window": ({"window_size": (3, 0)}, {"position_embedding_type": "rope"}),
     "sink": ({"softmax_type": "learnable"}, {"position_embedding_type": "none"}),
+    "chunks, no positions in every other layer": (
+        {
+            "attention_chunk_size": 4,
+            "attention_chunk_skip_freq": 2,
+            "no_rope_freq": 2,
+            "qk_l2_norm": True,
+            "nope_temperature_scale": 0.5,
+            "nope_temperature_floor": 3,
+        },
+        {"position_embedding_type": "rope"},
+    ),
+    "ALiBi, bounded, a gate": (
+        {"alibi": True, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "attention_output_gate": True},
+        {"position_embedding_type": "none"},
+    ),
+    "a base for windows": (
+        {"window_size": (3, 0), "window_attn_skip_freq": 2, "rotary_base_local": 10.0, "norm_placement": "parallel"},
+        {"position_embedding_type": "rope"},
+    ),
 }
 
 
 def build(settings: dict, model: dict) -> GPTModel:
     config = TransformerConfig(num_layers=3, hidden_size=16, num_attention_heads=4, fp64=True, **settings)
-    gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=24, **model)
+    gpt = GPTModel(config, get_gpt_decoder_block_spec(config, False), vocab_size=37, max_sequence_length=24, **model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -103,3 +122,11 @@ def test_what_does_not_fit_is_refused() -> None:
     context.begin(torch.tensor([2]), 2)
     with pytest.raises(UserError, match="context is full: max_sequence_length 2"):
         context.advance()
+
+
+def test_frequencies_that_depend_on_the_row_want_rows_that_stay_short() -> None:
+    scaling = {"rope_scaling_type": "dynamic", "rope_scaling_original_length": 12}
+    model = build(scaling, {"position_embedding_type": "rope"})
+    assert generate(model, PROMPTS, 6, GREEDY) == [again_and_again(model, prompt, 6) for prompt in PROMPTS]
+    with pytest.raises(UserError, match=r"context of 13 tokens is longer than 12 \(rope_scaling_original_length\)"):
+        generate(model, PROMPTS, 7, GREEDY)

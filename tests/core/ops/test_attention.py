@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends import LOCAL, plan_attention
+from megatron.core.backends import LOCAL, plan_attention, plan_attention_blocks
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.attention_kernels import (
@@ -31,6 +31,16 @@ VARIANTS = {
 }
 
 
+CHANGED = {
+    "bounded": AttentionVariant(0.3, True, cap=0.5),
+    "ALiBi": AttentionVariant(0.3, True, slopes=(9.0, 9.0, 0.5, 0.2, 0.1, 0.7)),
+    "ALiBi both ways, bounded, window": AttentionVariant(
+        0.3, False, window=(3, 2), cap=0.5, slopes=(9.0, 9.0, 0.5, 0.2, 0.1, 0.7)
+    ),
+}
+"""Scores that are more than scaled products; slopes of six heads, of which the last four are here."""
+
+
 def problem(sq: int, sk: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(sq, 2, 4, 6), (sk, 2, 2, 6), (sk, 2, 2, 5)]
@@ -51,7 +61,13 @@ def loops(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, call: Atte
                 visible &= not any(min(i, j) < edge <= max(i, j) for edge in call.cu_seqlens.tolist())
             if visible:
                 seen.append(j)
-        p = torch.softmax(torch.stack([q[i, row, head] @ k[j, row, group] * variant.scale for j in seen]), 0)
+        scores = torch.stack([q[i, row, head] @ k[j, row, group] * variant.scale for j in seen])
+        if variant.cap is not None:
+            scores = variant.cap * torch.tanh(scores / variant.cap)
+        if variant.slopes is not None:
+            slope = variant.slopes[call.first_head + head]
+            scores = scores - slope * torch.tensor([abs(here - j) for j in seen], dtype=torch.float64)
+        p = torch.softmax(scores, 0)
         rows.append(sum(weight * v[j, row, group] for weight, j in zip(p, seen, strict=True)))
     return torch.stack(rows).view(sq, b, a, -1)
 
@@ -69,6 +85,12 @@ def check(kernel, inputs: tuple, variant: AttentionVariant, call: AttentionCall)
 @pytest.mark.parametrize("sizes", [(7, 7), (3, 7)])
 def test_against_loops(kernel, variant: str, sizes: tuple[int, int]) -> None:
     check(kernel, problem(*sizes), VARIANTS[variant], AttentionCall())
+
+
+@pytest.mark.parametrize("variant", CHANGED)
+@pytest.mark.parametrize("sizes", [(7, 7), (3, 7)])
+def test_scores_that_are_more_than_scaled_products(variant: str, sizes: tuple[int, int]) -> None:
+    check(attention, problem(*sizes), CHANGED[variant], AttentionCall(first_head=2))
 
 
 @pytest.mark.parametrize("kernel", [attention, sdpa_attention])
@@ -121,10 +143,27 @@ def test_choice_of_kernels() -> None:
         (dropping, Situation("cuda", half, True, False), UNFUSED),
         (dropping, Situation("cuda", half, False, False), SDPA_CUDA),
         (sink, Situation("cpu", half, False, False), UNFUSED),
+        (AttentionVariant(1.0, True, cap=5.0), Situation("cuda", half, True, False), UNFUSED),
+        (AttentionVariant(1.0, True, slopes=(0.5,)), Situation("cuda", half, True, True), UNFUSED),
+        (AttentionVariant(1.0, True, chunk=5), Situation("cuda", half, True, True), VARLEN),
     ]:
         assert plan(variant, situation.dtype).choices[situation].kernel is kernel, situation
     for asked in (AttnBackend.unfused, AttnBackend.local):
         assert {choice.kernel for choice in plan(plain, asked=asked).choices.values()} == {UNFUSED}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"cap": 5.0}, "it has no bound of scores (5.0)"),
+        ({"slopes": (0.5,)}, "it has no scores that fall with distance (ALiBi)"),
+        ({"chunk": 4}, "it has no chunks of attention"),
+    ],
+)
+def test_fused_blocks_say_what_they_cannot(more: dict, reason: str) -> None:
+    config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
+    described = plan_attention_blocks(LOCAL, AttentionVariant(1.0, True, **more), config).describe("cuda")
+    assert described == f"unfused blocks, since cuDNN and flash blocks: {reason}"
 
 
 def test_choice_and_fallback_can_be_printed() -> None:

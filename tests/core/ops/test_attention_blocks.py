@@ -75,6 +75,9 @@ VARIANTS = {
     "all keys": AttentionVariant(0.4, False),
     "window": AttentionVariant(0.4, True, window=(3, 0)),
     "window both ways": AttentionVariant(0.4, False, window=(2, 4)),
+    "bounded": AttentionVariant(0.4, True, cap=0.7),
+    "ALiBi": AttentionVariant(0.4, False, slopes=(0.5, 0.25, 0.1, 0.05)),
+    "bounded, ALiBi, window": AttentionVariant(0.4, True, window=(3, 0), cap=0.7, slopes=(0.5, 0.25, 0.1, 0.05)),
 }
 UNFUSED = block_attention, block_attention_backward
 

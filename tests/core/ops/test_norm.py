@@ -35,6 +35,22 @@ def test_values_and_gradients(rms: bool, zero_centered: bool) -> None:
         assert torch.allclose(a, e, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("rms", [False, True])
+def test_without_weights(rms: bool) -> None:
+    x, one = values(3, 4, 6), torch.ones(6, dtype=torch.float64)
+    result = rms_norm(x, None, 1e-3) if rms else layer_norm(x, None, None, 1e-3)
+    expected = plain(x, one, None if rms else 0 * one, False)
+    dy = values(3, 4, 6, seed=3).detach()
+    assert torch.allclose(result, expected, rtol=1e-13, atol=1e-13)
+    found, wanted = (torch.autograd.grad(y, x, dy)[0] for y in (result, expected))
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-13)
+    half = x.detach().bfloat16()
+    result = rms_norm(half, None, 1e-3) if rms else layer_norm(half, None, None, 1e-3)
+    expected = plain(half.double(), one, None if rms else 0 * one, False)
+    assert result.dtype is torch.bfloat16
+    assert ((result.double() - expected).abs() <= expected.abs() * 2**-8 + 1e-6).all()
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("stream", [torch.bfloat16, torch.float32])

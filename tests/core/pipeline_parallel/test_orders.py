@@ -1,9 +1,11 @@
 """The lists of all schedules: who computes what in which order, what is held, what waits. No communication."""
 
+import dataclasses
+
 import pytest
 
 from megatron.core.pipeline_parallel.action_lists import actions_of, lists_of, one_stage
-from megatron.core.pipeline_parallel.actions import COMPUTES, Action, Kind, show
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, Kind, pair, show
 from megatron.core.pipeline_parallel.orders import Schedule, computations
 from megatron.core.pipeline_parallel.simulator import Costs, play, simulate
 from megatron.core.pipeline_parallel.stages import Pipeline
@@ -13,7 +15,7 @@ COUNTS = (1, 2, 3, 4, 5, 8, 13)
 
 
 def schedules(forward_only: bool = False, ahead: int = 1) -> list[Schedule]:
-    found = []
+    found = [] if forward_only else paired(ahead)
     for size in SIZES:
         for count in COUNTS:
             plain = [Schedule(name, Pipeline(size), count, forward_only, ahead=ahead) for name in ("1f1b", "zb-h1")]
@@ -25,6 +27,18 @@ def schedules(forward_only: bool = False, ahead: int = 1) -> list[Schedule]:
             ]
             found += [*plain, v, *several]
     return found
+
+
+def paired(ahead: int = 1) -> list[Schedule]:
+    """Those whose forwards and backwards take turns."""
+    interleaved = [
+        Schedule("interleaved", Pipeline(size, chunks), count, False, group, ahead, pairs=True)
+        for size in SIZES
+        for count in COUNTS
+        for chunks in (2, 3)
+        for group in (None, size + 1, size + 3)
+    ]
+    return [Schedule("1f1b", Pipeline(1), count, ahead=ahead, pairs=True) for count in COUNTS] + interleaved
 
 
 def test_lists_can_be_read() -> None:
@@ -47,7 +61,8 @@ def test_every_schedule_goes_through_and_does_each_thing_once(ahead: int, forwar
         chunks = range(schedule.pipeline.chunks)
         wanted = {(k, n, c) for k in kinds for n in range(schedule.num_microbatches) for c in chunks}
         for spans in timeline.spans:
-            done = [(span.action.kind, span.action.micro_batch, span.action.chunk) for span in spans]
+            parts = [part for span in spans for part in span.action.parts]
+            done = [(part.kind, part.micro_batch, part.chunk) for part in parts]
             assert len(done) == len(wanted) and set(done) == wanted, schedule
 
 
@@ -56,8 +71,9 @@ def test_micro_batches_keep_their_order_in_every_chunk() -> None:
     for schedule in schedules():
         for actions in lists_of(schedule):
             for chunk in range(schedule.pipeline.chunks):
+                parts = [part for action in actions for part in action.parts if part.chunk == chunk]
                 for kind in COMPUTES:
-                    numbers = [a.micro_batch for a in actions if a.kind is kind and a.chunk == chunk]
+                    numbers = [part.micro_batch for part in parts if part.kind is kind]
                     assert numbers == sorted(numbers), schedule
 
 
@@ -65,7 +81,8 @@ def test_gradients_are_free_to_be_reduced_before_each_chunks_last_computation_of
     for schedule in schedules():
         for actions in lists_of(schedule):
             for chunk in range(schedule.pipeline.chunks):
-                mine = [a for a in actions if a.chunk == chunk and (a.kind in COMPUTES or a.kind is Kind.SYNC)]
+                parts = [part for action in actions for part in action.parts if part.chunk == chunk]
+                mine = [p for p in parts if p.kind is Kind.SYNC or p.kind in COMPUTES - {Kind.FORWARD}]
                 assert [a.kind for a in mine].count(Kind.SYNC) == 1
                 assert mine[-2].kind is Kind.SYNC and mine[-1].micro_batch == schedule.num_microbatches - 1
     assert all(a.kind is not Kind.SYNC for s in schedules(forward_only=True) for a in actions_of(s, 0))
@@ -84,6 +101,35 @@ def test_receives_are_posted_in_the_order_of_sending_and_ahead_of_their_use() ->
             if action.kind is Kind.RECEIVE_BACKWARD:
                 between = actions[where[str(action)] : where["B" + str(action)[2:]]]
                 assert sum(a.kind in COMPUTES for a in between) >= 1, action
+
+
+def test_pairs_are_as_many_as_there_can_be() -> None:
+    """Alone are the forwards that fill the pipeline and the backwards that empty it; no rank holds more than one chunk
+    of a micro-batch beyond what it holds without pairs, and a step takes hardly longer."""
+    assert show(one_stage(4, pairs=True)) == "F0 F1|B0 F2|B1 F3|B2 S3 B3"
+    assert show(one_stage(1, pairs=True)) == "F0 S0 B0"
+    for schedule in paired():
+        pipeline, full = schedule.pipeline, schedule.num_microbatches % schedule.pipeline.pipeline_size == 0
+        plain = simulate(dataclasses.replace(schedule, pairs=False))
+        timeline = simulate(schedule)
+        for rank, actions in enumerate(lists_of(schedule)):
+            more = timeline.peak_activations(rank) - plain.peak_activations(rank)
+            assert -1e-9 < more < 1 / pipeline.chunks + 1e-9
+            if full and schedule.group_size is None:
+                count = schedule.num_microbatches * pipeline.chunks
+                ahead = 2 * (pipeline.pipeline_size - rank - 1) + (pipeline.chunks - 1) * pipeline.pipeline_size + 1
+                assert sum(a.kind is Kind.PAIR for a in actions) == max(0, count - ahead)
+        if full and schedule.group_size is None:
+            assert timeline.length <= plain.length + 3 * pipeline.pipeline_size, schedule
+
+
+def test_a_pair_needs_what_both_its_parts_need() -> None:
+    """The simulator would notice a pair of one micro-batch's own forward and backward, on one stage."""
+    lists = [[pair(Action(Kind.FORWARD, 0), Action(Kind.BACKWARD, 0))]]
+    with pytest.raises(AssertionError, match="before its forward"):
+        play(lists, Pipeline(1))
+    costs = Costs(1.0, 2.0, 4.0)
+    assert [span.stop for span in play([one_stage(2, pairs=True)], Pipeline(1), costs).spans[0]] == [1.0, 8.0, 14.0]
 
 
 # What is held and what waits -----------------------------------------------------------------------------------------

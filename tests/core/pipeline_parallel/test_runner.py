@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import recorded
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -128,11 +129,13 @@ class Watched(StageModel):
     def forward(self, *batch: Tensor) -> Tensor:
         self.events.append(f"F.{self.number}")
         output = super().forward(*batch)
+        if self.auxiliary:
+            output = attach_loss(output, sum(p.pow(2).sum() for p in self.parameters()), self.scale)
         self.output = weakref.ref(output)
         return output
 
-    def take_auxiliary_losses(self) -> list[Tensor]:
-        return [parameter.pow(2).sum() for parameter in self.parameters()] if self.auxiliary else []
+    def set_auxiliary_scale(self, scale: Tensor) -> None:
+        self.scale = scale
 
 
 def watched_chunks(groups: ProcessGroupCollection, settings: Any, events: list[str]) -> list[Watched]:
@@ -223,7 +226,7 @@ def auxiliary_losses(schedule: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_what_stages_add_to_the_loss_counts_once_a_micro_batch(schedule: str) -> None:
-    """A stage that is not the last has roots too; the loss scale is all roots'."""
+    """A stage that is not the last adds to the loss too, by the same scale."""
     gradients, _ = expected(3)
     found: dict[str, Tensor] = {}
     for rank in run_on_ranks(auxiliary_losses, 2, SCHEDULES[schedule]):

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.tokens import RandomPlace, Tokens
 from megatron.core.transformer.recompute import recompute_parts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -46,7 +46,8 @@ def build(**settings) -> GPTModel:
         attention_dropout=settings.pop("attention_dropout", 0.1),
         **{"fp64": True} | settings,
     )
-    return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=50, max_sequence_length=LENGTH)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(config, spec, vocab_size=50, max_sequence_length=LENGTH)
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -81,6 +82,19 @@ def test_no_bit_changes(way, precision):
 def test_a_gated_model_with_norms_of_queries_and_keys(way):
     settings = {"gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
     assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich", "parallel", "parallel_two_norms"])
+@pytest.mark.parametrize("way", ["uniform", "layernorm", "all parts"])
+def test_wherever_norms_stand(way, placement):
+    assert_equal(gradients(build(norm_placement=placement, **WAYS[way])), gradients(build(norm_placement=placement)))
+
+
+@pytest.mark.parametrize(("placement", "count"), [("parallel", 1), ("parallel_two_norms", 2), ("sandwich", 2)])
+def test_norms_that_a_product_reads_are_forgotten(placement, count):
+    settings = {"norm_placement": placement}
+    saved = (kept_bytes(**settings) - kept_bytes(**settings, **WAYS["layernorm"])) / LAYERS / HIDDEN
+    assert saved == pytest.approx(count, abs=0.1)
 
 
 def kept_bytes(**settings) -> int:
@@ -165,7 +179,10 @@ def test_a_part_that_a_layer_does_not_have_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "not yet: moe_act is a part of a"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+            "moe_act is a part of a layer of experts",
+        ),
         ({"recompute_granularity": "selective", "recompute_modules": ["gelu"]}, "gelu is no part of a layer"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, "needs recompute_method uniform or block"),
         ({"distribute_saved_activations": True}, "it needs recompute_granularity full"),

@@ -97,9 +97,11 @@ def test_abbreviations_are_not_taken() -> None:
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    problems = problems_of("--lr abc --hiden-size 3 --swiglu 1 --global-batch-size 5 --bf16 --fp16 --num-experts 4")
+    problems = problems_of(
+        "--lr abc --hiden-size 3 --swiglu 1 --global-batch-size 5 --bf16 --fp16 --hybrid-context-parallel"
+    )
     assert [problem.split()[0] for problem in problems] == [
-        "--lr", "--hiden-size:", "--swiglu", "--num-experts", "--fp16", "--global-batch-size",
+        "--lr", "--hiden-size:", "--swiglu", "--hybrid-context-parallel:", "--fp16", "--global-batch-size",
     ]  # fmt: skip
 
 
@@ -191,6 +193,16 @@ def test_old_positions() -> None:
     assert read("--no-position-embedding")["position_embedding_type"] == "none"
     assert read("--use-rotary-position-embeddings --no-position-embedding")["position_embedding_type"] == "rope"
     assert read("--no-position-embedding --position-embedding-type rope")["position_embedding_type"] == "rope"
+
+
+@pytest.mark.parametrize("words", ["--position-embedding-type rope", "--use-rotary-position-embeddings"])
+def test_no_learnt_positions_beside_rotary_ones_are_not_said_to_be_none(words: str) -> None:
+    config = configured(f"{words} --no-position-embedding")
+    assert config.model.position_embedding_type == "rope"
+    (note,) = (note for note in config.notes if note.startswith("--no-position-embedding"))
+    assert note == "--no-position-embedding: retired; the positions are those of --position-embedding-type"
+    (note,) = (note for note in configured("--no-position-embedding").notes if note.startswith("--no-position"))
+    assert note.endswith("taken as --position-embedding-type none")
 
 
 def test_each_retired_flag_warns_once() -> None:

@@ -13,6 +13,20 @@ LAYOUTS = [
     (6, "--tensor-model-parallel-size 4", "6 ranks (WORLD_SIZE) do not divide by 4, which is --tensor-model-parallel-"),
     (6, "--tensor-model-parallel-size 4", "4 or 8 ranks would, as would sizes whose product is 3 or 6"),
     (12, "--pipeline-model-parallel-size 2 --context-parallel-size 4", "do not divide by 8, which is --tensor-model-"),
+    # experts
+    (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 4 --expert-model-parallel-size 2",
+        "2 ranks (WORLD_SIZE) do not divide by 4, which is --expert-tensor-parallel-size 2 (as "
+        "--tensor-model-parallel-size) x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; sizes "
+        "whose product is 2 would, as would --expert-tensor-parallel-size 1",
+    ),
+    (
+        3,
+        "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "which is --expert-tensor-parallel-size 1 x --expert-model-parallel-size 2 x --pipeline-model-parallel-size 1; "
+        "sizes whose product is 1 or 3 would",
+    ),
     # the model
     (8, "--tensor-model-parallel-size 8", "--tensor-model-parallel-size 8 does not divide --num-attention-heads 4; 4 "),
     (
@@ -100,6 +114,12 @@ LAYOUTS = [
         6,
         "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
         "--num-distributed-optimizer-instances 4 does not divide the 6 data and context parallel ranks; 3 or 6 does",
+    ),
+    (
+        4,
+        "--use-distributed-optimizer --num-distributed-optimizer-instances 2 --num-experts 4 "
+        "--expert-model-parallel-size 4",
+        "--num-distributed-optimizer-instances 2 does not divide the 1 data parallel ranks of an expert; 1 does",
     ),
     (
         2,

@@ -52,6 +52,47 @@ def test_activations() -> None:
     assert kind("--squared-relu")[:2] == (squared_relu, False)
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--num-query-groups 2", "--num-query-groups 2: has no effect without --group-query-attention"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01",
+            "--moe-aux-loss-coeff 0.01: has no effect with --moe-router-load-balancing-type none",
+        ),
+        (
+            "--num-experts 4 --moe-layer-freq [0]*2",
+            "--num-experts 4: has no effect, since --moe-layer-freq gives experts to no layer",
+        ),
+        (
+            "--num-experts 4 --moe-shared-expert-gate",
+            "--moe-shared-expert-gate: has no effect without --moe-shared-expert-intermediate-size",
+        ),
+        (
+            "--num-experts 4 --moe-shared-expert-overlap",
+            "--moe-shared-expert-overlap: has no effect without --moe-shared-expert-intermediate-size",
+        ),
+        (
+            "--num-experts 4 --moe-token-drop-policy position",
+            "--moe-token-drop-policy position: has no effect without --moe-expert-capacity-factor",
+        ),
+        (
+            "--num-experts 4 --moe-router-bias-update-rate 0.1",
+            "--moe-router-bias-update-rate 0.1: has no effect without --moe-router-enable-expert-bias",
+        ),
+    ],
+)
+def test_what_nothing_reads_is_said(flags: str, note: str) -> None:
+    assert note in configured(flags).notes
+    working = (
+        "--group-query-attention --num-query-groups 2 --num-experts 4 --moe-layer-freq [0,1] --moe-aux-loss-coeff 0.01 "
+        "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --moe-shared-expert-overlap "
+        "--moe-expert-capacity-factor 2 --moe-token-drop-policy position --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
+    )
+    assert not [line for line in configured(working).notes if "has no effect" in line]
+
+
 def test_query_groups_count_only_with_their_switch() -> None:
     assert configured("--num-query-groups 2").transformer.num_query_groups == 4
     assert configured("--group-query-attention --num-query-groups 2").transformer.num_query_groups == 2
@@ -226,10 +267,13 @@ RULES = [
     ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
-    ("--num-experts 8", "--num-experts 8: not yet"),
-    ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8: not yet; what works so far is 1"),
+    ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
+    ("--num-experts 8 --expert-model-parallel-size 2", "1 ranks (WORLD_SIZE) do not divide by 2, which is"),
+    (
+        "--num-experts 8 --tensor-model-parallel-size 2",
+        "--num-experts 8 with --tensor-model-parallel-size 2: experts are trained with --sequence-parallel only",
+    ),
     ("--fp8-format hybrid", "--fp8-format hybrid: not yet"),
-    ("--multi-latent-attention", "--multi-latent-attention: not yet"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),
@@ -276,7 +320,10 @@ RULES = [
         "--layout-invariant: --eod-mask-loss leaves micro-batches different numbers",
     ),
     ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
-    ("--recompute-activations --recompute-modules mlp moe", "--recompute-modules mlp moe: not yet: moe is a part of"),
+    (
+        "--recompute-activations --recompute-modules mlp moe",
+        "--recompute-modules mlp moe: moe is a part of a layer",
+    ),
     ("--recompute-activations --recompute-modules gelu", "--recompute-modules gelu: gelu is no part of a layer"),
     (
         "--distribute-saved-activations --recompute-activations",

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -104,6 +105,25 @@ def test_torch_profiler_records_the_steps_asked_for(tmp_path, first, last, expec
     assert list((tmp_path / "profiles").iterdir()) == [hook.trace]
     assert hook.trace.name.startswith("rank_00002.")
     assert steps_in(hook.trace) == expected
+
+
+@pytest.mark.parametrize(("all_threads", "products"), [(False, 1), (True, 2)])
+def test_torch_profiler_records_other_threads_if_asked_to(tmp_path, all_threads, products):
+    hook = make_profiler(
+        rank=0, ranks=[0], start=0, end=1, use_pytorch_profiler=True, directory=tmp_path, all_threads=all_threads
+    )
+
+    def compute():
+        torch.ones(8, 8) @ torch.ones(8, 8)
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(compute).result()  # the thread is there before the profiler
+        hook.before_step(0)
+        compute()
+        other.submit(compute).result()
+        hook.after_step(1)
+    events = json.loads(hook.trace.read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::mm" for event in events) == products
 
 
 def test_a_run_that_never_gets_there_writes_no_profile(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import Surroundings
@@ -15,6 +16,15 @@ LLAMA = (
     "--train-iters 1000 --data-path some_text_document --split 99,1,0 --tokenizer-type HuggingFaceTokenizer "
     "--tokenizer-model there --save here --tensorboard-dir logs --attention-backend flash --lr-decay-style cosine "
     "--group-query-attention --num-query-groups 8"
+)
+
+
+DEEPSEEK = (
+    "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --moe-router-num-groups 8 "
+    "--moe-router-group-topk 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-shared-expert-intermediate-size 2048 "
+    "--moe-layer-freq ([0]*3+[1]*29) --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--sequence-parallel --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-router-topk-scaling-factor 2.5"
 )
 
 
@@ -45,7 +55,7 @@ LAYOUT_FIELDS = {
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "overlap_p2p_comm"),
     *("hierarchical_context_parallel_sizes", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     *("recompute_modules", "batch_p2p_comm", "deallocate_pipeline_outputs", "tp_comm_overlap"),
-    "microbatch_group_size_per_vp_stage",
+    *("microbatch_group_size_per_vp_stage", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 }
 
 
@@ -102,6 +112,16 @@ def test_kinds_of_heads_and_patterns_stay():
     assert layout.transformer.no_rope_freq == [0, 0, 0, 1, 0, 0, 0, 1]
 
 
+def test_what_begins_after_some_tokens_is_met():
+    flags = "--attention-chunk-size 8192 --attention-chunk-skip-freq 4 --no-rope-freq 4 --nope-temperature-scale 0.1"
+    flags += " --nope-temperature-floor 8192 --rope-scaling-type dynamic --rope-scaling-original-length 4096"
+    _, layout, _ = small_of(f"{flags} --pipeline-model-parallel-size 4", 4)
+    transformer = layout.transformer
+    assert transformer.attention_chunk_size == 5 and transformer.attention_chunk_skip_freq == [1, 1, 1, 0, 1, 1, 1, 0]
+    assert (transformer.nope_temperature_floor, transformer.rope_scaling_original_length) == (3, 8)
+    assert layout.data.seq_length > 8
+
+
 def test_what_does_not_fit_is_told():
     flags = "--tensor-model-parallel-size 2 --context-parallel-size 2 --pipeline-model-parallel-size 2"
     small, _, _ = small_of(flags, 16)
@@ -123,3 +143,44 @@ def test_one_rank_has_nothing_to_compare():
 def test_what_is_unknown_is_told():
     with pytest.raises(UserError, match="--tensor-parallel: unknown flag"):
         config_of("--tensor-parallel 2", 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "sizes"),
+    [
+        ("--tensor-model-parallel-size 4 --expert-model-parallel-size 16", 64, (2, 1, 1, 4, 2, 2)),
+        (
+            "--tensor-model-parallel-size 4 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1",
+            64,
+            (2, 1, 1, 4, 2, 1),
+        ),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 8 --expert-model-parallel-size 64 "
+            "--expert-tensor-parallel-size 1",
+            512,
+            (2, 1, 2, 2, 2, 1),
+        ),
+    ],
+)
+def test_experts_stay_shared_out(flags: str, ranks: int, sizes: tuple[int, ...]) -> None:
+    small, layout, plain = small_of(f"{DEEPSEEK} {flags}", ranks)
+    split = small.sizes
+    assert (split.tensor, split.context, split.pipeline, split.data, split.expert, split.expert_tensor) == sizes
+    assert (layout.grid.expert, layout.grid.expert_tensor) == sizes[4:]
+    transformer = plain.transformer
+    assert (transformer.num_moe_experts, transformer.moe_router_topk) == (8, 4)
+    assert (transformer.moe_router_num_groups, transformer.moe_router_group_topk) == (4, 2)
+    assert transformer.moe_layer_freq[0] == 0 and transformer.moe_layer_freq[-1] == 1
+    assert transformer.moe_router_enable_expert_bias and transformer.moe_shared_expert_intermediate_size == 16
+
+
+def test_latents_stay_latents() -> None:
+    flags = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --rotary-scaling-factor 40"
+    flags = LLAMA.replace("--group-query-attention --num-query-groups 8", flags)
+    config = configure(
+        words_that_matter(f"{flags} --tensor-model-parallel-size 8".split()), surroundings=Surroundings(16, False)
+    )
+    small = shrink(config, 8, 3)
+    plain = configure(small.plain_words, surroundings=Surroundings(1, False)).transformer
+    assert isinstance(plain, MLATransformerConfig)
+    assert (plain.q_lora_rank, plain.kv_lora_rank, plain.rotary_scaling_factor) == (10, 12, 40)

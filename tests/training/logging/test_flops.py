@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.activation import squared_relu
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.logging.flops import (
     LatentAttention,
     MixtureOfExperts,
@@ -54,6 +54,27 @@ def test_experts_and_mtp_by_hand():
     assert flops_per_token(shape) == mlp + attention + mtp + 6 * 8 * 128 * 2
 
 
+def test_a_config_says_what_its_layers_are():
+    config = MLATransformerConfig(
+        num_layers=3,
+        hidden_size=8,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        mtp_num_layers=2,
+        num_moe_experts=8,
+        moe_layer_freq=[0, 1, 1],
+        moe_ffn_hidden_size=16,
+        moe_router_topk=3,
+        moe_shared_expert_intermediate_size=20,
+    )
+    shape = ModelShape.from_config(config, padded_vocab_size=128, seq_length=16)
+    assert shape.mtp_num_layers == 2 and shape.latent_attention == LatentAttention.of(config)
+    assert shape.moe == MixtureOfExperts(num_layers=4, ffn_hidden_size=16, router_topk=3, shared_expert_size=20)
+    plain = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=4)
+    shape = ModelShape.from_config(plain, padded_vocab_size=128, seq_length=16)
+    assert shape.mtp_num_layers == 0 and shape.latent_attention is None and shape.moe is None
+
+
 @pytest.mark.parametrize(("q_lora_rank", "queries"), [(None, 8 * 4 * 6), (3, 3 * (8 + 4 * 6 + 1))])
 def test_latent_attention_by_hand(q_lora_rank, queries):
     mla = LatentAttention(q_lora_rank=q_lora_rank, kv_lora_rank=5, qk_head_dim=4, qk_pos_emb_head_dim=2, v_head_dim=3)
@@ -89,6 +110,16 @@ MODELS = {
         "rope": True,
         "padding": 128,
     },
+    "latent attention": {
+        "config": {"q_lora_rank": 40, "qk_layernorm": True, "gated_linear_unit": True},
+        "latent": {"kv_lora_rank": 36, "qk_head_dim": 14, "qk_pos_emb_head_dim": 6, "v_head_dim": 12},
+        "tied": False,
+    },
+    "latent attention, queries at once": {
+        "config": {"q_lora_rank": None},
+        "latent": {"kv_lora_rank": 24, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 20},
+        "tied": True,
+    },
 }
 
 
@@ -97,7 +128,9 @@ def test_formula_counts_what_a_model_computes(model):
     """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half."""
     vocab, padding, seq, batch = 300, model.get("padding", 4), 32, 2
     padded = -(-vocab // padding) * padding
-    config = TransformerConfig(
+    latent = model.get("latent", {})
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        multi_latent_attention=bool(latent),
         num_layers=3,
         hidden_size=64,
         num_attention_heads=4,
@@ -106,10 +139,11 @@ def test_formula_counts_what_a_model_computes(model):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **model["config"],
+        **latent,
     )
     gpt = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        gpt_layer_spec_of(config, 1),
         vocab_size=vocab,
         max_sequence_length=seq,
         share_embeddings_and_output_weights=model["tied"],
@@ -121,8 +155,11 @@ def test_formula_counts_what_a_model_computes(model):
         gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).mean().backward()
     counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     scores = sum(flops for op, flops in counts.items() if "bmm" in op)
-    queries = config.kv_channels * config.num_attention_heads
-    assert scores == 3 * 2 * 2 * queries * seq * seq * batch * config.num_layers  # only attention is batched
+    widths = (config.kv_channels, config.kv_channels)
+    if latent:
+        widths = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+    products = sum(widths) * config.num_attention_heads * seq * seq
+    assert scores == 3 * 2 * products * batch * config.num_layers  # only attention is batched
     counted = sum(counts.values()) - scores / 2
     formula = training_flops(ModelShape.from_config(config, padded_vocab_size=padded, seq_length=seq), batch)
     assert formula == pytest.approx(counted, rel=0.01)

@@ -28,6 +28,14 @@ def test_families():
     assert build_tokenizer(null).vocab_size == 50258 and build_tokenizer(null).pad == 7
 
 
+def test_a_model_may_have_more_entries_than_its_tokenizer_ids():
+    hf = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(GOLDEN / "hf")}
+    assert TokenizerConfig(**hf).model_vocab_size(600) == 600
+    assert TokenizerConfig(**hf, vocab_size=640).model_vocab_size(600) == 640
+    assert build_tokenizer(TokenizerConfig(**hf, vocab_size=640)).vocab_size == 600
+    assert TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99).model_vocab_size(100) == 100
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -7,17 +7,21 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import group_size
 from megatron.core.ops.cross_entropy import vocabulary_part
+from megatron.core.ops.soft_cap import soft_cap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelHead(ColumnParallelLinear):
     """hidden W^T with W [vocabulary, h] cut by rows over the tensor parallel ranks; see `ColumnParallelLinear`.
 
+    The config's `logit_scale` s and `final_logit_softcapping` c make c tanh(s logits / c) of them.
     `output_size` is the vocabulary without padding. Padding takes no part in a softmax: it is cut off gathered logits,
     and -inf in a rank's part of them.
     """
 
+    config: TransformerConfig
     borrowed_parameters: tuple[nn.Parameter, ...] = ()
     """What `forward` is given and uses although it stands elsewhere in the model: the embedding of a tied head."""
 
@@ -36,6 +40,9 @@ class LanguageModelHead(ColumnParallelLinear):
         [s, b, vocabulary], or with more than one rank and no gathering [s, b, stored rows]; None). With `labels`
         [s, b]: (the loss of each token [s, b], in float32 at least; None), the same on every rank."""
         weight = self.weight if weight is None else weight
+        if self.config.logit_scale != 1.0:
+            input_ = input_ * self.config.logit_scale
+        cap = self.config.final_logit_softcapping
         if labels is not None:
             loss = self.backend.head_loss(
                 input_.flatten(0, 1),  # [t, h]
@@ -45,13 +52,16 @@ class LanguageModelHead(ColumnParallelLinear):
                 self.output_size,
                 self.gradient_group,
                 gathers=self.sequence_parallel,
+                cap=cap,
             )
             return loss.view(labels.shape), None
         logits = self.backend.linear(input_, weight, self.bias, self.gradient_group, gathers=self.sequence_parallel)
+        if cap is not None:
+            logits = soft_cap(logits, cap)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             logits = gather_from_tensor_model_parallel_region(logits, self.tp_group)
         elif group_size(self.tp_group) > 1:
-            return self._without_padding(logits), None
+            return self._without_padding(logits if cap is None else logits.clone()), None
         return logits[..., : self.output_size], None
 
     def _without_padding(self, logits: Tensor) -> Tensor:

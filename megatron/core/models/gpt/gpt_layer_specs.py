@@ -5,11 +5,24 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_patterns import has_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -29,46 +42,107 @@ def get_gpt_layer_local_spec(
     use_kitchen: bool = False,
     use_kitchen_attention: bool = False,
     kitchen_attention_backend: str = "sdpa",
+    *,
+    norm_placement: str = "pre",
+    qk_norm_scope: str = "head",
 ) -> ModuleSpec:
-    """A GPT layer of plain torch. `normalization` changes nothing: the config's counts."""
-    asked = {
-        "num_experts": num_experts,
-        "multi_latent_attention": multi_latent_attention,
-        "fp8": fp8,
-        "qk_l2_norm": qk_l2_norm,
-        "use_kitchen": use_kitchen,
-        "use_kitchen_attention": use_kitchen_attention,
-    }
+    """A GPT layer of plain torch. `normalization` changes nothing: the config's counts. Our own keywords
+    `norm_placement` and `qk_norm_scope` are as the config's fields of those names."""
+    asked = {"fp8": fp8, "use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
     for name, value in asked.items():
         if value:
             raise UserError(f"not yet: {name} {value} in a layer spec")
-    head_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
+    before = IdentityOp if norm_placement == "post" else WrappedTorchNorm
+    behind = WrappedTorchNorm if norm_placement in ("post", "sandwich") else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=WrappedTorchNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=DotProductAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
+            input_layernorm=before,
+            self_attention=(
+                _latent_attention(qk_layernorm)
+                if multi_latent_attention
+                else _attention(_query_key_norm(qk_layernorm, qk_l2_norm, qk_norm_scope))
             ),
+            post_attention_layernorm=behind,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            pre_mlp_layernorm=IdentityOp if norm_placement == "parallel" else before,
+            mlp=_dense() if num_experts is None else _experts(moe_grouped_gemm),
+            post_mlp_layernorm=behind,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
             },
         ),
+    )
+
+
+def _query_key_norm(qk_layernorm: bool | None, qk_l2_norm: bool | None, scope: str) -> type:
+    if qk_layernorm:
+        return AllHeadsNorm if scope == "full" else WrappedTorchNorm
+    return L2Norm if qk_l2_norm else IdentityOp
+
+
+def _attention(norm: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _latent_attention(qk_layernorm: bool | None) -> ModuleSpec:
+    latent_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ReplicatedLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ReplicatedLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=latent_norm,
+            kv_layernorm=latent_norm,
+        ),
+    )
+
+
+def _dense() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _experts(grouped: bool | None) -> ModuleSpec:
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=GroupedMLP if grouped else SequentialMLP, submodules=parts),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
+        ),
+    )
+
+
+def gpt_layer_spec_of(config: TransformerConfig, layer_number: int) -> ModuleSpec:
+    """The spec of one layer (counted from 1 over the whole model) that a config describes."""
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts(config, layer_number) else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        qk_l2_norm=config.qk_l2_norm,
+        norm_placement=config.norm_placement,
+        qk_norm_scope=config.qk_norm_scope,
     )
 
 
@@ -80,10 +154,46 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of a GPT that a pipeline stage has, and of its last norm. `pp_rank`: default, this rank's."""
+    """Specs of the layers of a GPT that a pipeline stage has, and of its last norm, as the config describes them.
+    `pp_rank`: default, this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, qk_l2_norm=qk_l2_norm)
     rank = default_collection().rank("pp") if pp_rank is None else pp_rank
     layers = stage_map(config).part(rank, vp_stage or 0).layers
-    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=WrappedTorchNorm)
+    specs = [gpt_layer_spec_of(config, number) for number in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> ModuleSpec | None:
+    """Specs of the layers of multi-token prediction of a pipeline stage, each made as the decoder's last layer; None
+    where the stage has none. `spec`: of the stage's decoder layers, of all or of one. `pp_rank`: default, this rank's.
+    """
+    if use_transformer_engine:
+        raise UserError("not yet: use_transformer_engine in a multi-token prediction spec; set it to False")
+    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    depths = stage_map(config).part(rank, vp_stage or 0).prediction_layers
+    if not depths:
+        return None
+    last: ModuleSpec = gpt_layer_spec_of(config, config.num_layers)
+    if isinstance(spec, ModuleSpec) and not isinstance(spec.submodules, TransformerBlockSubmodules):
+        last = spec
+    else:
+        block = spec if isinstance(spec, TransformerBlockSubmodules) else spec.submodules
+        last = block.layer_specs[-1] if block.layer_specs else last
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            # Under sequence parallelism each rank has its own tokens: to gather both inputs of all would cost more than
+            # to sum a gradient of [h, 2h] once a step.
+            eh_proj=ReplicatedLinear if config.sequence_parallel else ColumnParallelLinear,
+            transformer_layer=last,
+        ),
+    )
+    submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * depths)
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=submodules)

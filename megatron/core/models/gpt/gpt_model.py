@@ -1,5 +1,6 @@
 """GPT: embedding, a stack of transformer layers, a head over the vocabulary (Radford et al. 2019)."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -7,9 +8,18 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.latent_rotary_embedding import latent_rotary_embedding
+from megatron.core.models.common.embeddings.query_scale import query_scale
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, rope_scaling_of
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.predictions import (
+    PredictionLosses,
+    TokensAhead,
+    check_copies_have_groups,
+    states_into_stage,
+    tokens_ahead,
+)
 from megatron.core.ops.dropout import DropoutTokens, dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
@@ -17,9 +27,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 class GPTModel(LanguageModule):
@@ -33,7 +44,11 @@ class GPTModel(LanguageModule):
     gives all tokens also under sequence parallelism.
 
     A chunk with `post_process` alone has a copy of an embedding that its head shares: of one canonical name, started
-    from the same values, and one with it when gradients are summed.
+    from the same values, and one with it when gradients are summed. So has a chunk of `mtp_block_spec`, the layers that
+    predict tokens further ahead (`mtp_num_layers`): their losses are tied to the hidden states that the head reads.
+
+    With `multi_latent_attention` the config says all about rotary positions, which are there whatever
+    `position_embedding_type`; the keywords of this class for them change nothing.
 
     Raises UserError for what is still to come.
     """
@@ -69,8 +84,6 @@ class GPTModel(LanguageModule):
             raise UserError(
                 f"not yet: position_embedding_type {position_embedding_type}; learned_absolute, rope, none work"
             )
-        if mtp_block_spec is not None:
-            raise UserError("not yet: mtp_block_spec")
         self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
         if self.vocab_size != vocab_size and vocab_padding_multiple is None:
             vocab_padding_multiple = int(vocab_size)
@@ -78,8 +91,11 @@ class GPTModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
-        is_copied = share_embeddings_and_output_weights and pre_process != post_process
-        if pre_process:
+        predicts, elsewhere = mtp_block_spec is not None, bool(config.mtp_num_layers) and mtp_block_spec is None
+        self.mtp_process = predicts
+        shares = share_embeddings_and_output_weights
+        if pre_process or predicts:
+            positions_tied = not pre_process or elsewhere
             self.embedding = LanguageModelEmbedding(
                 config,
                 self.vocab_size,
@@ -88,10 +104,14 @@ class GPTModel(LanguageModule):
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 tp_group=self.pg_collection.tp,
                 vocab_padding_multiple=vocab_padding_multiple,
-                tied=is_copied,
+                tied=positions_tied or (shares and not post_process),
+                positions_tied=positions_tied,
             )
         self.rotary_pos_emb: RotaryEmbedding | None = None
-        if position_embedding_type == "rope":
+        self.rotary_pos_emb_local: RotaryEmbedding | None = None
+        if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
+            self.rotary_pos_emb = latent_rotary_embedding(config)
+        elif position_embedding_type == "rope":
             assert config.kv_channels is not None
             self.rotary_pos_emb = RotaryEmbedding(
                 config.kv_channels,
@@ -99,18 +119,30 @@ class GPTModel(LanguageModule):
                 config.rotary_interleaved,
                 seq_len_interpolation_factor,
                 rotary_base,
-                rope_scaling,
-                rope_scaling_factor,
+                scaling=rope_scaling_of(config, rope_scaling_factor, llama3=rope_scaling),
             )
+            if config.rotary_base_local is not None and config.window_size is not None:
+                self.rotary_pos_emb_local = RotaryEmbedding(
+                    config.kv_channels, rotary_percent, config.rotary_interleaved, rotary_base=config.rotary_base_local
+                )
         self.decoder = TransformerBlock(
             config,
             transformer_layer_spec,
             pre_process=pre_process,
-            post_process=post_process,
+            post_process=predicts if config.mtp_num_layers else post_process,  # its norm stands before what predicts
             pg_collection=self.pg_collection,
             vp_stage=vp_stage,
         )
+        self.states_in = states_into_stage(config, self.pg_collection, vp_stage, predicts)
+        self.mtp: MultiTokenPredictionBlock | None = None
+        if mtp_block_spec is not None:
+            self.mtp = MultiTokenPredictionBlock(
+                config, mtp_block_spec, vp_stage, self.pg_collection, layers_before=len(self.decoder.layers)
+            )
+        self.prediction_losses = PredictionLosses(config) if post_process and config.mtp_num_layers else None
         if post_process:
+            is_borrowed = shares and (pre_process or predicts)
+            is_copied = shares and not is_borrowed
             copy = {"tied": True, "part_of": "embedding.word_embeddings.weight"} if is_copied else {}
             self.output_layer = LanguageModelHead(
                 config.hidden_size,
@@ -119,7 +151,7 @@ class GPTModel(LanguageModule):
                 init_method=config.embedding_init_method if is_copied else config.init_method,
                 bias=False,
                 gather_output=not parallel_output,
-                skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
+                skip_weight_param_allocation=is_borrowed,
                 tp_group=self.pg_collection.tp,
                 vocab_padding_multiple=vocab_padding_multiple,
                 **copy,
@@ -127,6 +159,8 @@ class GPTModel(LanguageModule):
             if self.output_layer.weight is None:
                 self.output_layer.borrowed_parameters = (self.embedding.word_embeddings.weight,)
         name_parameters(self)
+        if config.mtp_num_layers:
+            check_copies_have_groups(self, self.pg_collection)
         if config.perform_initialization:
             initialize_parameters(self, config.seed)
 
@@ -152,32 +186,50 @@ class GPTModel(LanguageModule):
 
         `input_ids` [b, s]. `position_ids` [b, s]: None counts from 0 in each row or packed document. `attention_mask`
         (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
-        `decoder_input` [s, b, h] takes the embedding's place. `tokens` says what the tokens are and where they stand in
-        the run; without it (or `packed_seq_params`) they are whole rows. With `inference_context` the tokens continue
-        those it has seen, and the logits are those of each row's next token, [b, 1, vocab_size]. A stage that is not
-        the last gives hidden states [s, b, h], and a later one wants them by `set_input_tensor` and knows its tokens by
-        `tokens` or the shapes of the rest. Under sequence parallelism hidden states, `decoder_input` too, are this
-        rank's [s / ranks, b, h].
+        `decoder_input` [s, b, h] takes the embedding's place. `loss_mask` [b, s] is of the labels, for losses that the
+        model adds itself: those of tokens further ahead, where labels are given in training. `tokens` says what the
+        tokens are and where they stand in the run; without it (or `packed_seq_params`) they are whole rows. With
+        `inference_context` the tokens continue those it has seen, and the logits are those of each row's next token,
+        [b, 1, vocab_size]. A stage that is not the last gives hidden states [s, b, h], and a later one wants them by
+        `set_input_tensor` and knows its tokens by `tokens` or the shapes of the rest. Under sequence parallelism hidden
+        states, `decoder_input` too, are this rank's [s / ranks, b, h].
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
         context = inference_context or inference_params
         if context is not None and self.sequence_parallel:
             raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
+        if context is not None and self.rotary_pos_emb is not None:
+            self.rotary_pos_emb.check_cache(context.max_sequence_length)
         given = decoder_input if decoder_input is not None else self.decoder.input_tensor
         ids = input_ids if decoder_input is None else None
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
-        tokens = self.describe_tokens(tokens, ids, given, position_ids, packed_seq_params, learned)
+        one = given if given is None else given[: given.shape[0] // self.states_in]
+        tokens = self.describe_tokens(tokens, ids, one, position_ids, packed_seq_params, learned)
         hidden, inputs = self._embed(input_ids, given, tokens, attention_mask, context)
+        ahead = self._ahead(input_ids, labels, loss_mask, inputs) if context is None else []
+        predicted = self._embed_ahead(ahead, inputs)
         hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
+        if self.mtp is not None and predicted:
+            predicted = self.mtp(hidden, predicted, inputs)
         if not self.post_process:
-            return hidden
+            return torch.cat([hidden, *predicted]) if predicted else hidden
+        if self.states_in > 1:
+            hidden, *predicted = hidden.to(self.config.params_dtype).chunk(self.states_in)
         if context is not None:
             hidden, runtime_gather_output = context.select_last(hidden), True
         weight = next(iter(self.output_layer.borrowed_parameters), None)
-        labels = None if labels is None else labels.t()  # [s, b]
-        result, _ = self.output_layer(hidden, weight, runtime_gather_output, labels=labels)
-        return result.transpose(0, 1).contiguous()  # [b, s] or [b, s, vocabulary]
+
+        def losses_of(states: Tensor, labels: Tensor) -> Tensor:
+            return self.output_layer(states, weight, labels=labels.t())[0]  # [s, b]
+
+        if self.prediction_losses is not None and ahead:
+            group, scale = self.pg_collection.cp, self.auxiliary_scale
+            hidden = self.prediction_losses(hidden, predicted, ahead, losses_of, group, scale)
+        if labels is not None:
+            return losses_of(hidden, labels).t().contiguous()  # [b, s]
+        result, _ = self.output_layer(hidden, weight, runtime_gather_output)
+        return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the stage before, for the next forward."""
@@ -185,7 +237,7 @@ class GPTModel(LanguageModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The weight of the head where embedding and head share it; None where this stage has neither."""
-        if self.pre_process:
+        if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
@@ -204,20 +256,54 @@ class GPTModel(LanguageModule):
         dropout = self._dropout(tokens, source.device)
         inputs = LayerInputs(
             tokens,
-            rotation=self.rotary_pos_emb(positions) if self.rotary_pos_emb is not None else None,
+            rotation=self.rotary_pos_emb(positions, tokens) if self.rotary_pos_emb is not None else None,
+            local_rotation=self.rotary_pos_emb_local(positions) if self.rotary_pos_emb_local is not None else None,
+            query_scale=query_scale(self.config, positions),
             attention_mask=attention_mask,
             dropout=dropout,
             hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
             inference_context=context,
+            auxiliary_scale=self.auxiliary_scale,
+            baton=self.baton,
         )
         if given is None:
             given = self._embedded(input_ids, positions, inputs)
         return given, inputs
 
-    def _embedded(self, input_ids: Tensor | None, positions: Tensor, inputs: LayerInputs) -> Tensor:
+    def _ahead(
+        self, input_ids: Tensor | None, labels: Tensor | None, loss_mask: Tensor | None, inputs: LayerInputs
+    ) -> list[TokensAhead]:
+        """For each depth what is read of the tokens so many places on; nothing where nothing is predicted: a stage
+        without such layers, a forward that no gradient follows. What goes to another stage is always computed."""
+        trains = labels is not None and self.training and torch.is_grad_enabled()
+        rows: dict[str, Tensor] = {}
+        if self.mtp is not None and (trains or not self.post_process):
+            if input_ids is None:
+                raise UserError("a stage that predicts several tokens (mtp_num_layers) needs input_ids")
+            rows["ids"] = input_ids
+            if self.embedding.position_embeddings is not None:
+                rows["positions"] = position_ids(inputs.tokens, input_ids.device).expand_as(input_ids)
+        if self.prediction_losses is not None and trains:
+            assert labels is not None
+            rows["labels"] = labels
+            rows["loss_mask"] = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
+        return tokens_ahead(self.config.mtp_num_layers or 0, inputs.tokens, self.pg_collection.cp, **rows)
+
+    def _embed_ahead(self, ahead: Sequence[TokensAhead], inputs: LayerInputs) -> list[Tensor]:
+        """The embeddings of the tokens ahead. Before the decoder runs, so that a table that is sharded comes once."""
+        first = self.config.num_layers + 1
+        return [
+            self._embedded(one.ids, one.positions, inputs, layer)
+            for layer, one in enumerate(ahead, first)
+            if one.ids is not None
+        ]
+
+    def _embedded(
+        self, input_ids: Tensor | None, positions: Tensor | None, inputs: LayerInputs, layer_number: int = 0
+    ) -> Tensor:
         if not self.sequence_parallel or self.embedding.scatter_to_sequence_parallel:
-            return self.embedding(input_ids, positions, inputs.hidden_dropout_place(0, "embedding"))
-        whole = self.embedding(input_ids, positions, inputs.dropout_place(0, "embedding"))
+            return self.embedding(input_ids, positions, inputs.hidden_dropout_place(layer_number, "embedding"))
+        whole = self.embedding(input_ids, positions, inputs.dropout_place(layer_number, "embedding"))
         return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
     def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:

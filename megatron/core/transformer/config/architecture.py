@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.config_fields import flag, not_a_flag
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,24 @@ class ArchitectureConfig:
     layernorm_zero_centered_gamma: bool = flag(False, on="--apply-layernorm-1p")
     """Store norm weights minus one, so that they start at zero."""
 
+    norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"] = "pre"
+    """Norms of a layer: of what attention and MLP read (pre), of what they give (post), both (sandwich), or pre with
+    both reading the same hidden states: through one norm (parallel) or one each (parallel_two_norms)."""
+
+    norm_affine: bool = flag(True, off="--no-norm-affine")
+    """Norms have weights."""
+
+    norm_bias: bool = flag(True, off="--no-norm-bias", only_with="normalization=LayerNorm")
+    """Norms of kind LayerNorm have a bias beside their weights."""
+
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Linear layers of attention and MLP have a bias."""
+
+    attention_output_bias: bool | None = flag(None, on="--attention-output-bias", off="--no-attention-output-bias")
+    """The output projection of attention has a bias; as --disable-bias-linear says when not given."""
+
+    mlp_bias: bool | None = flag(None, on="--mlp-bias", off="--no-mlp-bias")
+    """Both products of the MLP have a bias; as --disable-bias-linear says when not given."""
 
     gated_linear_unit: bool = not_a_flag(False)
     """The MLP multiplies its activation by a second product (gate and up); --swiglu sets it."""
@@ -65,10 +81,22 @@ class ArchitectureConfig:
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual after the norm, as the first BERT did."""
 
+    embedding_multiplier: float = 1.0
+    """Factor of the embedding's output, rounded to the type of its weights as in the models that have it."""
+
+    residual_multiplier: float = 1.0
+    """Factor of what attention and MLP give before it is added to the residual stream."""
+
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+
+    final_logit_softcapping: float | None = None
+    """Bound c of the logits: c tanh(logits / c)."""
+
     calculate_per_token_loss: bool = False
     """Average the loss over all tokens of the global batch, not over each micro-batch first."""
 
-    mtp_num_layers: int | None = not_yet(None)
+    mtp_num_layers: int | None = None
     """Multi-token prediction layers, each one token further ahead."""
 
     mtp_loss_scaling_factor: float | None = flag(0.1, only_with="mtp_num_layers")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.config_fields import flag, not_yet
 from megatron.core.flag_grammars import integer_tuple, layer_pattern
 from megatron.core.transformer.enums import AttnBackend
 
@@ -15,8 +15,12 @@ class AttentionConfig:
     attention_backend: AttnBackend = AttnBackend.auto
     """Implementation of attention: flash, fused, unfused (also called local), or auto: the best that can do it."""
 
-    softmax_scale: float | None = not_a_flag(None)
-    """Factor of the scores; 1/sqrt(kv_channels) when None."""
+    softmax_scale: float | None = None
+    """Factor of the scores; when not given 1 / sqrt(width of a query head), and what YaRN wants with
+    --multi-latent-attention."""
+
+    attn_logit_softcapping: float | None = None
+    """Bound c of the scores: c tanh(score / c)."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """What stands in the softmax's denominator beside the keys: nothing, a one, or a learnt logit a head."""
@@ -48,11 +52,27 @@ class AttentionConfig:
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")
     """With --window-size: layers that keep full attention: every N-th, or a list expression with a 0 for each."""
 
-    qk_layernorm: bool = False
-    """Norm of queries and keys, a head at a time."""
+    attention_chunk_size: int | None = None
+    """A query sees keys of its own chunk of so many tokens only, counted from where its row or document begins."""
 
-    qk_l2_norm: bool = not_yet(False)
-    """Norm of queries and keys to unit root mean square, without weights, after rotary positions."""
+    attention_chunk_skip_freq: int | list[int] | None = flag(
+        None, parse=layer_pattern, only_with="attention_chunk_size"
+    )
+    """With --attention-chunk-size: layers that keep full attention: every N-th, or a list expression with a 0 for
+    each."""
+
+    clip_qkv: float | None = None
+    """Bound of the absolute values of queries, keys and values, before they are normed and turned."""
+
+    qk_layernorm: bool = False
+    """Norm of queries and keys, of the same kind as the layers' norms."""
+
+    qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
+    """With --qk-layernorm: what is normed together: each head (head), or all heads of a token (full)."""
+
+    qk_l2_norm: bool = False
+    """Norm of queries and keys to unit root mean square, without weights (epsilon 1e-6), a head at a time; in layers
+    with rotary positions."""
 
     qk_clip: bool = not_yet(False)
     """Scale query and key weights down when attention scores grow too large."""
@@ -66,8 +86,8 @@ class AttentionConfig:
     log_max_attention_logit: bool = not_yet(False)
     """Log the largest attention score."""
 
-    attention_output_gate: bool = not_yet(False)
-    """Multiply attention's output by a learnt gate."""
+    attention_output_gate: bool = False
+    """Multiply attention's output by the sigmoid of a gate, a projection of the same tokens."""
 
     apply_query_key_layer_scaling: bool = flag(
         False, no_effect="it cancels out of a softmax in float32, which is how it is computed"
@@ -77,8 +97,9 @@ class AttentionConfig:
     attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is computed in float32 at least, always")
     """Compute the softmax of attention in float32."""
 
-    multi_latent_attention: bool = not_yet(False)
-    """Multi-head latent attention: keys and values from a low-rank state."""
+    multi_latent_attention: bool = False
+    """Multi-head latent attention: keys and values from a low-rank state. A part of each head is turned by its
+    position, whatever --position-embedding-type."""
 
     cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
     """With --context-parallel-size: how ranks exchange keys and values (p2p, a2a, all_gather, a2a+p2p), one word for

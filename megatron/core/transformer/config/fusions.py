@@ -39,7 +39,11 @@ class FusionConfig:
     fused_single_qkv_rope: bool = not_a_flag(False)
     """Rotary positions on the joint QKV tensor."""
 
-    use_fused_weighted_squared_relu: bool = flag(False, only_with="num_moe_experts")
+    use_fused_weighted_squared_relu: bool = flag(
+        False,
+        only_with="num_moe_experts",
+        no_effect="on a GPU an expert's activation and the router's weights are one kernel, whatever the activation",
+    )
     """Squared relu of experts together with the router's weights in one kernel."""
 
     disable_bf16_reduced_precision_matmul: bool = not_yet(False)

@@ -21,7 +21,8 @@ class MemoryConfig:
     """With --recompute-granularity full: layers in a group (uniform), or layers recomputed (block)."""
 
     recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
-    """With --recompute-granularity selective: parts of a layer that are recomputed; core_attn when not given."""
+    """With --recompute-granularity selective: parts of a layer that are recomputed (core_attn, layernorm, mlp,
+    mla_up_proj, moe, moe_act, shared_experts); core_attn when not given."""
 
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
     """With full recomputation: spread the kept layer inputs over tensor parallel ranks."""

@@ -276,3 +276,13 @@ def test_refusals_name_the_value() -> None:
         gpt(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(UserError, match=r"attention_backend flash cannot compute this attention"):
         build({"attention_backend": AttnBackend.flash, "softmax_type": "learnable"}, {})
+
+
+def test_the_factor_of_an_embedding_is_rounded_as_its_weights_are() -> None:
+    sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "use_cpu_initialization": True}
+    config = TransformerConfig(embedding_multiplier=3072**0.5, bf16=True, params_dtype=torch.bfloat16, **sizes)
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=11, max_sequence_length=8, **ROPE).eval()
+    ids = torch.arange(8)[None]
+    assert torch.tensor(3072**0.5).bfloat16() == 55.5
+    expected = model.embedding.word_embeddings.weight[:8, None] * 55.5
+    assert torch.equal(model.embedding(ids, ids), expected)

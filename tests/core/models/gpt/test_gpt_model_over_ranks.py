@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RandomPlace, Tokens
@@ -27,6 +27,7 @@ LLAMA = {
     "add_bias_linear": False,
     "ffn_hidden_size": 24,
 }
+ALL_HEADS = {"qk_layernorm": True, "qk_norm_scope": "full"}
 ROPE = {"position_embedding_type": "rope"}
 UNTIED = {"share_embeddings_and_output_weights": False}
 
@@ -44,6 +45,54 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "MQA": (2, {"num_query_groups": 1, "qk_layernorm": True}, ROPE),
     "four ranks, two groups": (4, {"num_query_groups": 2, "qk_layernorm": True}, {**ROPE, **UNTIED}),
     "four ranks, MQA, no biases": (4, {**LLAMA, "num_query_groups": 1}, ROPE),
+    "all heads normed together, norms behind": (
+        2,
+        {**LLAMA, "num_query_groups": 2, **ALL_HEADS, "norm_placement": "post", "clip_qkv": 0.9},
+        ROPE,
+    ),
+    "four ranks, two groups, all heads normed together, a gate with biases": (
+        4,
+        {"num_query_groups": 2, "normalization": "RMSNorm", **ALL_HEADS, "attention_output_gate": True},
+        ROPE,
+    ),
+    "a gate, norms on both sides, factors": (
+        2,
+        {
+            **LLAMA,
+            "attention_output_gate": True,
+            "norm_placement": "sandwich",
+            "embedding_multiplier": 1.7,
+            "residual_multiplier": 0.6,
+            "logit_scale": 1.3,
+            "attention_output_bias": True,
+            "mlp_bias": True,
+        },
+        {**ROPE, **UNTIED},
+    ),
+    "side by side, bounded, ALiBi": (
+        2,
+        {
+            "norm_placement": "parallel",
+            "norm_bias": False,
+            "attn_logit_softcapping": 1.1,
+            "final_logit_softcapping": 0.8,
+            "alibi": True,
+        },
+        {"position_embedding_type": "none", "vocab_padding_multiple": 16},
+    ),
+    "side by side with two norms, chunks, queries that grow": (
+        2,
+        {
+            "norm_placement": "parallel_two_norms",
+            "qk_l2_norm": True,
+            "attention_chunk_size": 5,
+            "no_rope_freq": 2,
+            "nope_temperature_scale": 0.7,
+            "nope_temperature_floor": 3,
+        },
+        ROPE,
+    ),
+    "no weights in norms": (2, {**LLAMA, "normalization": "LayerNorm", "norm_affine": False}, ROPE),
 }
 
 
@@ -67,7 +116,7 @@ def build(
         **layout,
     )
     keywords = {"vocab_size": 37, "max_sequence_length": 16, "share_embeddings_and_output_weights": True} | model
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    spec = gpt_layer_spec_of(config, 1)
     if norm is not None:
         parts = spec.submodules
         attention = parts.self_attention.submodules
@@ -109,6 +158,11 @@ def on_a_rank(
     model.eval()
     logits = model(batch()[0], runtime_gather_output=True)
     errors["logits"] = error(logits.detach(), expected["logits"])
+    own = model(batch()[0])  # this rank's part of the vocabulary, and padding
+    wanted = expected["logits"][..., own.shape[-1] * rank :][..., : own.shape[-1]]
+    errors["own logits"] = error(own[..., : wanted.shape[-1]].detach(), wanted)
+    assert (own[..., wanted.shape[-1] :] == -torch.inf).all()
+    own[..., : wanted.shape[-1]].sum().backward()
     return errors
 
 

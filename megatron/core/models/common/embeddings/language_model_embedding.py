@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
@@ -34,10 +35,11 @@ class PositionEmbedding(MegatronModule):
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """word(token) + position(position), then dropout.
+    """word(token) * embedding_multiplier + position(position), then dropout.
 
     Under sequence parallelism with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own
-    keywords: `vocab_padding_multiple`, and `tied`: another pipeline stage has a copy of the words' table.
+    keywords: `vocab_padding_multiple`, and `tied` and `positions_tied`: another pipeline stage has a copy of the words'
+    table, of the positions'.
     """
 
     backward_reads_weights = False
@@ -54,6 +56,7 @@ class LanguageModelEmbedding(MegatronModule):
         *,
         vocab_padding_multiple: int | None = None,
         tied: bool = False,
+        positions_tied: bool = False,
     ) -> None:
         super().__init__(config)
         if num_tokentypes:
@@ -76,12 +79,21 @@ class LanguageModelEmbedding(MegatronModule):
         self.position_embeddings: PositionEmbedding | None = None
         if position_embedding_type == "learned_absolute":
             partial = frozenset({"tp"} if self.scatters else ())
-            self.position_embeddings = PositionEmbedding(config, max_sequence_length, partial_gradient_axes=partial)
+            self.position_embeddings = PositionEmbedding(
+                config,
+                max_sequence_length,
+                partial_gradient_axes=partial,
+                tied=positions_tied,
+                tied_over="pos_embd",
+            )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutPlace | None = None) -> Tensor:
         """int64 [b, s] and [b or 1, s] -> [s, b, h], or this rank's part of it, [s / ranks, b, h]. Nothing is dropped
         without a `place`, which is that of the tokens that are given back."""
         hidden = self.word_embeddings(input_ids) if self.scatters else self.word_embeddings(input_ids.t())
+        multiplier = self.config.embedding_multiplier
+        if multiplier != 1.0:
+            hidden = hidden * torch.tensor(multiplier, dtype=hidden.dtype).item()
         if self.position_embeddings is not None:
             positions = position_ids.t()  # [s, b or 1]
             if self.scatters:

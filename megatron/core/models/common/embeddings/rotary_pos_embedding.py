@@ -1,22 +1,23 @@
 """Rotary positions: from a model's settings and token positions to the angles' cosines and sines."""
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group
+from megatron.core.exceptions import UserError
 from megatron.core.ops.rope import Rotation
-
-# The scaling with which Llama 3.1 was lengthened (Grattafiori et al. 2024).
-_LOW_FREQUENCY_FACTOR, _HIGH_FREQUENCY_FACTOR, _OLD_CONTEXT = 1.0, 4.0, 8192
+from megatron.core.ops.rope_frequencies import RopeScaling, frequencies_of_length, scaled_frequencies
+from megatron.core.tokens import Tokens, row_lengths
 
 
 class RotaryEmbedding(nn.Module):
     """Angles position * base^(-2i/r) for i < r/2, with r = kv_channels * rotary_percent channels of each head turned.
 
     `seq_len_interpolation_factor` divides the positions. `rope_scaling` stretches low frequencies by
-    `rope_scaling_factor`, as Llama 3.1. Angles are float32, as in the models that were published with them.
+    `rope_scaling_factor`, as Llama 3.1; our own `scaling` says it for every known way. Angles are float32, as in the
+    models that were published with them.
     """
 
     def __init__(
@@ -30,36 +31,87 @@ class RotaryEmbedding(nn.Module):
         rope_scaling_factor: float = 8.0,
         use_cpu_initialization: bool = False,
         cp_group: Group = None,
+        *,
+        scaling: RopeScaling | None = None,
     ) -> None:
         super().__init__()
-        turned = kv_channels if rotary_percent >= 1.0 else int(kv_channels * rotary_percent)
-        self.rotary_interleaved = rotary_interleaved
+        self.turned = kv_channels if rotary_percent >= 1.0 else int(kv_channels * rotary_percent)
+        self.rotary_base, self.rotary_interleaved = rotary_base, rotary_interleaved
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
-        exponent = torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned
-        inverse = 1.0 / (float(rotary_base) ** exponent)
+        if scaling is None and rope_scaling:
+            scaling = RopeScaling("llama3", rope_scaling_factor)
+        self.scaling = scaling
+        if scaling is not None:
+            _check_channels(scaling, self.turned)
         # Neither parameter nor buffer: a cast of the model to half precision leaves it alone.
-        self._inverse_frequency = {"cpu": scale_as_llama3(inverse, rope_scaling_factor) if rope_scaling else inverse}
+        self._inverse_frequency = {"cpu": scaled_frequencies(self.turned, rotary_base, scaling)}
 
     def inverse_frequency(self, device: torch.device) -> Tensor:
-        """Radians a position, float32 [r / 2]; kept for each device that asked."""
+        """Radians a position, float32 [r / 2]; kept for each device that asked. Of short rows, where that depends on
+        how long a row is."""
         key = str(device)
         if key not in self._inverse_frequency:
             self._inverse_frequency[key] = self._inverse_frequency["cpu"].to(device)
         return self._inverse_frequency[key]
 
-    def forward(self, positions: Tensor) -> Rotation:
-        """int64 [b or 1, s] -> the rotation of each token: cosines and sines, float32 [s, b or 1, 1, r / 2]."""
+    def forward(self, positions: Tensor, tokens: Tokens | None = None) -> Rotation:
+        """int64 [b or 1, s] -> the rotation of each token: cosines and sines, float32 [s, b or 1, 1, r / 2]. How long
+        rows and packed documents are `tokens` says; without it they reach from position 0 to the largest one given."""
         position = positions.t().to(torch.float32)[:, :, None, None]  # [s, b, 1, 1]
         if self.seq_len_interpolation_factor is not None:
             position = position * (1.0 / self.seq_len_interpolation_factor)
-        angle = position * self.inverse_frequency(positions.device)
-        return Rotation(angle.cos(), angle.sin(), self.rotary_interleaved)
+        if self.scaling is not None and self.scaling.depends_on_length:
+            lengths = positions.amax(1, keepdim=True) + 1 if tokens is None else row_lengths(tokens, positions.device)
+            lengths = lengths.t()[:, :, None, None]  # [s or 1, b or 1, 1, 1]
+            angle = position * frequencies_of_length(self.turned, self.rotary_base, self.scaling, lengths)
+        else:
+            angle = position * self.inverse_frequency(positions.device)
+        amplitude = 1.0 if self.scaling is None else self.scaling.amplitude
+        if amplitude == 1.0:
+            return Rotation(angle.cos(), angle.sin(), self.rotary_interleaved)
+        return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, self.rotary_interleaved)
+
+    def check_cache(self, max_sequence_length: int) -> None:
+        """Raises UserError where rows that are written token by token may outgrow frequencies that depend on how long
+        a row is: keys in a cache keep those of the shorter row."""
+        scaling = self.scaling
+        if scaling is not None and scaling.depends_on_length and max_sequence_length > scaling.original_length:
+            raise UserError(
+                f"rope_scaling_type {scaling.kind}: an inference context of {max_sequence_length} tokens is longer "
+                f"than {scaling.original_length} (rope_scaling_original_length), beyond which frequencies change as a "
+                "row grows; make it no longer than that"
+            )
 
 
-def scale_as_llama3(inverse_frequency: Tensor, factor: float) -> Tensor:
-    """Frequencies of the longer context: long wavelengths stretched by `factor`, short ones left, and between them a
-    mixture."""
-    wavelength = 2.0 * math.pi / inverse_frequency
-    kept = (_OLD_CONTEXT / wavelength - _LOW_FREQUENCY_FACTOR) / (_HIGH_FREQUENCY_FACTOR - _LOW_FREQUENCY_FACTOR)
-    kept = kept.clamp(0.0, 1.0)
-    return (1.0 - kept) * inverse_frequency / factor + kept * inverse_frequency
+def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeScaling | None:
+    """What a TransformerConfig says about frequencies. `llama3` is a published way to say it for that kind alone."""
+    kind = config.rope_scaling_type
+    if llama3 and kind not in (None, "llama3"):
+        raise UserError(f"rope_scaling asks for llama3, rope_scaling_type for {kind}; give one of them")
+    if kind is None and not llama3:
+        return None
+    return RopeScaling(
+        kind or "llama3",
+        factor,
+        config.rope_scaling_original_length,
+        low_freq_factor=config.rope_scaling_low_freq_factor,
+        high_freq_factor=config.rope_scaling_high_freq_factor,
+        beta_fast=config.rope_scaling_beta_fast,
+        beta_slow=config.rope_scaling_beta_slow,
+        truncate=config.rope_scaling_truncate,
+        short_factor=tuple(config.rope_scaling_short_factor or ()),
+        long_factor=tuple(config.rope_scaling_long_factor or ()),
+        attention_factor=config.rope_scaling_attention_factor,
+    )
+
+
+def _check_channels(scaling: RopeScaling, turned: int) -> None:
+    """Raises UserError for numbers that do not fit the channels of a head that are turned."""
+    for name, numbers in (("short", scaling.short_factor), ("long", scaling.long_factor)):
+        if scaling.kind == "longrope" and len(numbers) != turned // 2:
+            raise UserError(
+                f"rope_scaling_{name}_factor has {len(numbers)} numbers; {turned} channels of a head are turned, which "
+                f"takes {turned // 2}"
+            )
+    if scaling.kind == "dynamic" and turned <= 2:
+        raise UserError(f"rope_scaling_type dynamic: {turned} channels of a head are turned; it takes 4 at least")

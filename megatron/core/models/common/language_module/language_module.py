@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.layer_inputs import Baton
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,10 +26,20 @@ class LanguageModule(MegatronModule):
         self.backend = choose_backend(config)
         self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
         self.random_place: RandomPlace | None = None
+        self.auxiliary_scale: Tensor | None = None
+        self.baton: Baton | None = None
 
     def set_random_place(self, place: RandomPlace | None) -> None:
         """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
         self.random_place = place
+
+    def set_auxiliary_scale(self, scale: Tensor | None) -> None:
+        """What losses that layers add to the model's count by in gradients from here on; None: 1."""
+        self.auxiliary_scale = scale
+
+    def set_baton(self, baton: Baton | None) -> None:
+        """Who shares this process's time with the forwards from here on, and their backwards."""
+        self.baton = baton
 
     def describe_tokens(
         self,

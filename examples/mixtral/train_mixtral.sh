@@ -1,0 +1,77 @@
+#!/bin/bash
+# Train Mixtral:   ./train_mixtral.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py, which win over those here]
+#
+# CHECKPOINTS  folder to save into, and to go on from
+# TOKENIZER    folder with a tokenizer.json, or MOCK: text is ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: made-up data
+#
+# SIZE=8x7b (default) or tiny, which any laptop trains. GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT say
+# where, TP, PP, EP how the model is shared out, PRETRAINED names a checkpoint to take weights from.
+set -euo pipefail
+
+CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
+shift 3
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+case ${SIZE:-8x7b} in
+8x7b)
+    MODEL=(
+        --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-experts 8
+        --num-attention-heads 32 --group-query-attention --num-query-groups 8
+        --seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings 32768
+    )
+    VOCABULARY=32000 BATCH=256
+    : "${GPUS_PER_NODE:=8}" "${TP:=1}" "${PP:=1}" "${EP:=8}"
+    ;;
+tiny)
+    MODEL=(
+        --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-experts 4
+        --num-attention-heads 4 --group-query-attention --num-query-groups 2
+        --seq-length "${SEQ_LENGTH:-64}" --max-position-embeddings 64
+    )
+    VOCABULARY=512 BATCH=8
+    : "${GPUS_PER_NODE:=2}" "${TP:=1}" "${PP:=1}" "${EP:=2}"
+    ;;
+*)
+    echo "SIZE=$SIZE: 8x7b and tiny are there" >&2
+    exit 2
+    ;;
+esac
+
+MODEL+=(
+    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+    --position-embedding-type rope --rotary-base 1000000 --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
+    --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+)
+LAYOUT=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --moe-token-dispatcher-type alltoall --moe-grouped-gemm
+)
+[ "$TP" -gt 1 ] && LAYOUT+=(--sequence-parallel)
+TRAINING=(
+    --bf16 --micro-batch-size 1 --global-batch-size "$BATCH" --train-iters 100000
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.005
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
+    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
+)
+[ -n "${PRETRAINED:-}" ] && TRAINING+=(--pretrained-checkpoint "$PRETRAINED")
+if [ "$TOKENIZER" = MOCK ]; then
+    TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
+else
+    TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
+fi
+if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
+
+LAUNCH=(
+    torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
+    --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}"
+)
+if [[ " $* " == *" --dry-run "* ]]; then # one process says what all would hold
+    export WORLD_SIZE=$(($GPUS_PER_NODE * ${NNODES:-1}))
+    LAUNCH=(python)
+fi
+exec "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"

@@ -1,0 +1,91 @@
+#!/bin/bash
+# Train Qwen3:   ./train_qwen3.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py, which win over those here]
+#
+# CHECKPOINTS  folder to save into, and to go on from
+# TOKENIZER    folder with a tokenizer.json, or MOCK: text is ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: made-up data
+#
+# SIZE=0.6b, 8b (default), 30b-a3b (experts), or tiny and tiny-moe, which any laptop trains. GPUS_PER_NODE, NNODES,
+# NODE_RANK, MASTER_ADDR, MASTER_PORT say where, TP, PP, EP how the model is shared out, PRETRAINED names a checkpoint to
+# take weights from.
+set -euo pipefail
+
+CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
+shift 3
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+UNTIED=--untie-embeddings-and-output-weights VOCABULARY=151936 BATCH=256
+LONGEST=(--seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings 40960)
+EXPERTS=() WORLD=8
+case ${SIZE:-8b} in
+0.6b)
+    MODEL=(--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --num-query-groups 8)
+    MODEL+=(--kv-channels 128 "${LONGEST[@]}")
+    : "${TP:=1}" "${PP:=1}" "${EP:=1}"
+    ;;
+8b)
+    MODEL=(--num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --num-query-groups 8)
+    MODEL+=(--kv-channels 128 "${LONGEST[@]}" $UNTIED)
+    : "${TP:=2}" "${PP:=1}" "${EP:=1}"
+    ;;
+30b-a3b)
+    MODEL=(--num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --num-query-groups 4)
+    MODEL+=(--kv-channels 128 "${LONGEST[@]}" $UNTIED)
+    EXPERTS=(--num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8)
+    : "${TP:=1}" "${PP:=1}" "${EP:=8}"
+    ;;
+tiny | tiny-moe)
+    MODEL=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2)
+    MODEL+=(--kv-channels 32 --seq-length "${SEQ_LENGTH:-64}" --max-position-embeddings 64)
+    VOCABULARY=512 BATCH=8 WORLD=2
+    if [ "$SIZE" = tiny-moe ]; then
+        MODEL+=($UNTIED)
+        EXPERTS=(--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2)
+        : "${TP:=1}" "${EP:=2}"
+    fi
+    : "${TP:=2}" "${PP:=1}" "${EP:=1}"
+    ;;
+*)
+    echo "SIZE=$SIZE: 0.6b, 8b, 30b-a3b, tiny and tiny-moe are there" >&2
+    exit 2
+    ;;
+esac
+
+MODEL+=(
+    --group-query-attention --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
+    --position-embedding-type rope --rotary-base 1000000 --attention-dropout 0 --hidden-dropout 0 --init-method-std 0.02
+)
+LAYOUT=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+[ "$TP" -gt 1 ] && LAYOUT+=(--sequence-parallel)
+if [ ${#EXPERTS[@]} -gt 0 ]; then
+    MODEL+=("${EXPERTS[@]}" --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-dtype fp32)
+    LAYOUT+=(--expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1)
+    LAYOUT+=(--moe-token-dispatcher-type alltoall --moe-grouped-gemm)
+fi
+TRAINING=(
+    --bf16 --micro-batch-size 1 --global-batch-size "$BATCH" --train-iters 100000
+    --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.005
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+    --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
+    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
+)
+[ -n "${PRETRAINED:-}" ] && TRAINING+=(--pretrained-checkpoint "$PRETRAINED")
+if [ "$TOKENIZER" = MOCK ]; then
+    TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
+else
+    TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
+fi
+if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
+
+LAUNCH=(
+    torchrun --nproc_per_node "${GPUS_PER_NODE:-$WORLD}" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
+    --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}"
+)
+if [[ " $* " == *" --dry-run "* ]]; then # one process says what all would hold
+    export WORLD_SIZE=$((${GPUS_PER_NODE:-$WORLD} * ${NNODES:-1}))
+    LAUNCH=(python)
+fi
+exec "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"

@@ -1,0 +1,77 @@
+"""Reading any program's safetensors files: which tensors one holds, and their elements, by offset and size."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.data_file import DTYPES, MAX_HEADER_BYTES
+from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
+
+
+@dataclass(frozen=True)
+class TensorInFile:
+    """Where a tensor lies."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Its first byte in the file."""
+    nbytes: int
+
+
+def read_header(path: Path) -> dict[str, TensorInFile]:
+    """The tensors of a safetensors file by name. Raises BrokenCheckpoint where it is none, or not whole."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes give no length of a header")
+            fields = json.loads(file.read(length))
+    except OSError as error:
+        raise BrokenCheckpoint(path, error.strerror or str(error)) from error
+    except ValueError as error:
+        raise BrokenCheckpoint(path, f"not a safetensors file: its header is no JSON ({error})") from error
+    try:
+        return {
+            name: _located(path, name, entry, 8 + length, size)
+            for name, entry in fields.items()
+            if name != "__metadata__"
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BrokenCheckpoint(path, f"not a safetensors file ({error!r})") from error
+
+
+def _located(path: Path, name: str, entry: dict[str, Any], data_begin: int, file_size: int) -> TensorInFile:
+    word, shape = str(entry["dtype"]), tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    if word not in DTYPES:
+        raise BrokenCheckpoint(path, f"{name} is of type {word}; {', '.join(sorted(DTYPES))} can be read")
+    dtype = DTYPES[word]
+    if torch.Size(shape).numel() * dtype.itemsize != end - begin:
+        raise BrokenCheckpoint(path, f"{name} of shape {list(shape)} and type {word} has {end - begin} bytes")
+    if not 0 <= begin <= end <= file_size - data_begin:
+        raise BrokenCheckpoint(path, f"{name} ends at byte {data_begin + end}, the file at {file_size}")
+    return TensorInFile(path, dtype, shape, data_begin + begin, end - begin)
+
+
+def read_tensor(place: TensorInFile) -> Tensor:
+    """A tensor's elements, in its shape. Raises BrokenCheckpoint."""
+    flat = torch.empty(place.nbytes, dtype=torch.uint8)
+    try:
+        with open(place.path, "rb", buffering=0) as file:
+            file.seek(place.offset)
+            done, content = 0, flat.numpy().data
+            while done < place.nbytes:
+                got = file.readinto(content[done:])
+                if not got:
+                    raise BrokenCheckpoint(place.path, f"{place.nbytes - done} bytes are missing at its end")
+                done += got
+    except OSError as error:
+        raise BrokenCheckpoint(place.path, error.strerror or str(error)) from error
+    return flat.view(place.dtype).view(place.shape)

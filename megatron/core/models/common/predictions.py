@@ -1,0 +1,126 @@
+"""What a language model predicts further ahead than the next token: the tokens in question, and their losses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import Group, all_reduce
+from megatron.core.context_parallel.ahead import rows_ahead
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attached_loss import attach_loss
+from megatron.core.parameters import info_of
+from megatron.core.pipeline_parallel.stages import stage_map, states_into_stages
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.reported import Reported
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""Hidden states [s, b, h] and labels [b, s] to the loss of each token, [s, b]."""
+
+
+@dataclass(frozen=True)
+class TokensAhead:
+    """For each token what stands some places on in its row or document, [b, s]; 0 where that ends before."""
+
+    ids: Tensor | None = None
+    positions: Tensor | None = None
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+
+
+def tokens_ahead(depths: int, tokens: Tokens, cp_group: Group, **rows: Tensor) -> list[TokensAhead]:
+    """The fields of `TokensAhead` that are given as rows [b, s], so many places on as the depth, from 1. One exchange
+    among context parallel ranks."""
+    if not rows:
+        return []
+    found = rows_ahead(list(rows.values()), depths, tokens, cp_group)
+    return [TokensAhead(**dict(zip(rows, ahead, strict=True))) for ahead in found]
+
+
+def states_into_stage(
+    config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None, predicts: bool
+) -> int:
+    """How many hidden states a model chunk gets for each token: behind the stage that predicts further ahead, those of
+    the decoder and of each depth. Raises UserError for a chunk that has such layers (`predicts`) where the config has
+    none, or lacks them."""
+    stages = stage_map(config)
+    part = stages.part(groups.rank("pp"), vp_stage or 0)
+    if predicts != bool(part.prediction_layers):
+        raise UserError(
+            f"mtp_block_spec is {'given' if predicts else 'missing'}, while mtp_num_layers {config.mtp_num_layers} "
+            f"puts {part.prediction_layers} layers on this stage; "
+            "get_gpt_mtp_block_spec(config, spec, use_transformer_engine) gives what belongs there"
+        )
+    return states_into_stages(config, stages)[part.stage]
+
+
+def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -> None:
+    """Raises UserError where a copy of an embedding is not a member of the group over which its gradient is summed."""
+    if groups.size("pp") == 1:
+        return
+    for parameter in model.parameters():
+        info = info_of(parameter)
+        if info.tied and groups.rank(info.tied_over) < 0:
+            function = {"embd": "get_embedding_ranks", "pos_embd": "get_position_embedding_ranks"}[info.tied_over]
+            raise UserError(
+                f"{info.name} stands on this pipeline stage too, for layers that predict several tokens "
+                f"(mtp_num_layers), but the group {info.tied_over} does not have its rank: give "
+                f"initialize_model_parallel({function}=...)"
+            )
+
+
+class PredictionLoss(nn.Module):
+    """One depth's loss, reported as `mtp_{depth} loss`: the mean over unmasked tokens."""
+
+    def __init__(self, config: TransformerConfig, depth: int) -> None:
+        super().__init__()
+        self.name = f"mtp_{depth} loss"
+        self.reported = Reported(config.num_layers + depth)
+
+    def forward(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Losses and mask [s, b] -> the sum of the unmasked losses."""
+        total = (losses * mask).sum()
+        self.reported.add(self.name, total, mask.sum())
+        return total
+
+
+class PredictionLosses(nn.Module):
+    """Adds to the model's loss the mean over depths of each one's masked mean, times `mtp_loss_scaling_factor`.
+
+    A micro-batch's mean is over its tokens of all context parallel parts. With a loss per token it is the sum instead:
+    gradients are divided by the tokens of the global batch when they are finalised.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        depths = config.mtp_num_layers or 0
+        self.weight = (config.mtp_loss_scaling_factor or 0.0) / depths
+        self.is_per_token = config.calculate_per_token_loss
+        self.depths = nn.ModuleList(PredictionLoss(config, depth) for depth in range(1, depths + 1))
+
+    def forward(
+        self,
+        carrier: Tensor,
+        hidden: Sequence[Tensor],
+        ahead: Sequence[TokensAhead],
+        head: Head,
+        cp_group: Group,
+        scale: Tensor | None,
+    ) -> Tensor:
+        """`carrier`, with the losses of all depths tied to it: hidden states [s, b, h], labels and mask of each. They
+        count in gradients by `scale` (None: 1)."""
+        masks = [one.loss_mask for one in ahead if one.loss_mask is not None]
+        divisors = torch.ones(len(masks), dtype=torch.float64, device=carrier.device)
+        if not self.is_per_token:
+            divisors = all_reduce(torch.stack([mask.sum(dtype=torch.float64) for mask in masks]), cp_group).clamp(min=1)
+        # One after the other, so that backward is through with one head and its logits before it begins with the next.
+        for depth, module in enumerate(self.depths):
+            labels = ahead[depth].labels
+            assert labels is not None
+            losses = head(hidden[depth], labels)  # [s, b]
+            total = module(losses, masks[depth].t().to(losses.dtype))
+            carrier = attach_loss(carrier, total * (self.weight / divisors[depth]).to(total.dtype), scale)
+        return carrier

@@ -1,0 +1,58 @@
+"""RMSNorm of a vector whose elements are shared out over a group of ranks."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.ops.precision import at_least_float32, widened
+
+
+def rms_norm_over_ranks(
+    inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool = False, group: Group = None, first: int = 0
+) -> Tensor:
+    """`ops.norm.rms_norm` of the last dimension, of which every rank has equally many elements; its weights are those
+    from number `first` on.
+
+    Ranks may have copies of the same elements, all equally many: each then gives its part of their gradient.
+    """
+    return _NormOverRanks.apply(inputs, weight, epsilon, zero_centered, group, first)
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """As `ops.norm`, with two sums over the group: of squares in forward, of g n in backward. Where c ranks have copies
+    of an element, both sums and their number of addends have it c times."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool, group: Group, first: int
+    ) -> Tensor:
+        x = widened(inputs)
+        count = x.shape[-1] * group_size(group)
+        squares = all_reduce(x.square().sum(-1, keepdim=True), group)
+        inverse_rms = torch.rsqrt(squares / count + epsilon)
+        ctx.save_for_backward(inputs, inverse_rms)
+        ctx.weight = weight  # the parameter, not a saved tensor: see ops/linear.py
+        ctx.count, ctx.zero_centered, ctx.group, ctx.first = count, zero_centered, group, first
+        return (x * inverse_rms * _factor(weight, zero_centered, first, x.shape[-1])).to(weight.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        (inputs, inverse_rms), weight = ctx.saved_tensors, ctx.weight.detach()
+        width = inputs.shape[-1]
+        dy = output_gradient.to(inverse_rms.dtype)
+        normalized = inputs.to(inverse_rms.dtype) * inverse_rms
+        weight_gradient = torch.zeros_like(weight)
+        weight_gradient[ctx.first : ctx.first + width] = (dy * normalized).reshape(-1, width).sum(0)
+        dy = dy * _factor(weight, ctx.zero_centered, ctx.first, width)
+        projection = all_reduce((dy * normalized).sum(-1, keepdim=True), ctx.group) / ctx.count
+        inputs_gradient = ((dy - normalized * projection) * inverse_rms).to(inputs.dtype)
+        return inputs_gradient, weight_gradient, None, None, None, None
+
+
+def _factor(weight: Tensor, zero_centered: bool, first: int, width: int) -> Tensor:
+    factor = weight[first : first + width].to(at_least_float32(weight.dtype))
+    return factor + 1.0 if zero_centered else factor

@@ -1,0 +1,97 @@
+"""Copying tokens into rows, one for each expert they go to, and summing rows into tokens again.
+
+The two are each other's gradient. Both read rows and write each output once, in a fixed order: no atomic additions, so
+the last bit is the same at every run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Which row is a copy of which token."""
+
+    source: Tensor
+    """int64 [n]: the token that each row is a copy of."""
+    places: Tensor
+    """int64 [t, k]: the rows that are copies of each token; -1: fewer than k are."""
+
+
+def rows_of_tokens(tokens: Tensor, copies: Copies) -> Tensor:
+    """[t, h] -> [n, h]: the row of each copy."""
+    return tokens.index_select(0, copies.source)
+
+
+def tokens_of_rows(rows: Tensor, copies: Copies) -> Tensor:
+    """[n, h] -> [t, h]: the sum of each token's copies, in float32 at least, rounded once."""
+    if copies.places.shape[1] == 1 and copies.source.shape[0] == copies.places.shape[0]:  # every token has one
+        return rows.index_select(0, copies.places[:, 0])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = rows.new_zeros(copies.places.shape[0], rows.shape[1], dtype=wide)
+    if rows.shape[0]:
+        for place in copies.places.unbind(1):
+            total += rows.index_select(0, place.clamp(min=0)) * (place >= 0)[:, None]
+    return total.to(rows.dtype)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Implementations of the two functions above."""
+
+    rows: Callable[[Tensor, Copies], Tensor] = rows_of_tokens
+    tokens: Callable[[Tensor, Copies], Tensor] = tokens_of_rows
+
+
+PLAIN_MOVES = Moves()
+
+
+def permute(tokens: Tensor, copies: Copies, moves: Moves = PLAIN_MOVES) -> Tensor:
+    """`rows_of_tokens`, differentiable: the gradient of a token is the sum of its copies'."""
+    return _Moved.apply(tokens, copies, moves.rows, moves.tokens)
+
+
+def unpermute(rows: Tensor, copies: Copies, moves: Moves = PLAIN_MOVES) -> Tensor:
+    """`tokens_of_rows`, differentiable: the gradient of a row is its token's."""
+    return _Moved.apply(rows, copies, moves.tokens, moves.rows)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        copies: Copies,
+        move: Callable[[Tensor, Copies], Tensor],
+        move_gradient: Callable[[Tensor, Copies], Tensor],
+    ) -> Tensor:
+        ctx.copies, ctx.move_gradient = copies, move_gradient
+        return move(inputs, copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.move_gradient(gradient.contiguous(), ctx.copies), None, None, None
+
+
+def copies_by_group(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
+    """Copies that lie by group, within a group by token, of tokens of which each goes to k different groups.
+
+    `groups` int64 [t, k]; `kept` bool [t, k] or None: False leaves a copy out; `rows`: how many copies there are. Gives
+    the copies, and which of the t * k choices each row is (int64 [rows]). Does not wait for the device.
+    """
+    flat = groups.flatten()
+    if kept is not None:
+        flat = torch.where(kept.flatten(), flat, num_groups)  # behind all others
+    order = flat.to(torch.int32).argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.shape[0], device=order.device)
+    if kept is not None:
+        place = torch.where(kept.flatten(), place, -1)
+    choice = order[:rows]
+    return Copies(choice // groups.shape[1], place.view_as(groups)), choice

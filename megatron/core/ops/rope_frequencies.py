@@ -1,0 +1,149 @@
+"""Frequencies of rotary positions, and the ways of changing them for rows longer than those of a first training.
+
+Pure functions of numbers; everything is float32, in the order of operations of the models that were published, because
+an angle is a frequency times a position and so shows a frequency's last bit.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How frequencies are changed. Which of the numbers count depends on the kind."""
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float
+    """How many times longer the rows become; for dynamic, how fast the base grows with them."""
+    original_length: int = 8192
+    """The longest row of the first training."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    """llama3: see `llama3_frequencies`."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    """yarn: see `yarn_frequencies`."""
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    """longrope: divisors of each frequency in rows up to `original_length`, and in longer ones."""
+    attention_factor: float | None = None
+    """Factor of cosines and sines; None: the kind's own."""
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Frequencies of a row depend on how long it is."""
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of cosines and sines; twice so of a score between turned channels."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "yarn":
+            return yarn_concentration(self.factor)
+        if self.kind == "longrope" and self.factor > 1.0:
+            return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
+        return 1.0
+
+
+def plain_frequencies(turned: int, base: float) -> Tensor:
+    """base^(-2i/turned) radians a position for i < turned/2, [turned/2] (Su et al. 2021)."""
+    return 1.0 / (float(base) ** _exponents(turned))
+
+
+def scaled_frequencies(turned: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """Frequencies [turned/2] of rows up to `original_length`."""
+    frequencies = plain_frequencies(turned, base)
+    if scaling is None or scaling.kind == "dynamic":
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_length
+        return llama3_frequencies(frequencies, scaling.factor, low, high, length)
+    if scaling.kind == "yarn":
+        betas = scaling.beta_fast, scaling.beta_slow
+        return yarn_frequencies(turned, base, scaling.factor, scaling.original_length, *betas, scaling.truncate)
+    return longrope_frequencies(turned, base, torch.tensor(scaling.short_factor, dtype=torch.float32))
+
+
+def frequencies_of_length(turned: int, base: float, scaling: RopeScaling, length: Tensor) -> Tensor:
+    """Frequencies of rows of various lengths, for a scaling that depends on them: int64 [..., 1] -> [..., turned/2]."""
+    if scaling.kind == "dynamic":
+        return dynamic_frequencies(turned, base, scaling.factor, scaling.original_length, length)
+    divisors = torch.tensor([scaling.short_factor, scaling.long_factor], dtype=torch.float32, device=length.device)
+    short, long = longrope_frequencies(turned, base, divisors)
+    return torch.where(length > scaling.original_length, long, short)
+
+
+def dynamic_frequencies(turned: int, base: float, factor: float, original_length: int, length: Tensor) -> Tensor:
+    """A base that grows with the length n of the row, beyond the original n0, by (f n/n0 - (f - 1))^(r/(r - 2)): the
+    lowest frequency then fits the row, the highest stays. int64 [..., 1] -> [..., turned/2]."""
+    longer = length.clamp(min=original_length)
+    growth = (factor * longer / original_length) - (factor - 1)
+    bases = base * growth ** (turned / (turned - 2))
+    return 1.0 / (bases ** _exponents(turned, length.device))
+
+
+def llama3_frequencies(
+    frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+) -> Tensor:
+    """Divided by `factor` where the original length has fewer than `low_freq_factor` wavelengths, left where it has
+    more than `high_freq_factor`, and between them a mixture (Grattafiori et al. 2024)."""
+    wavelength = 2.0 * math.pi / frequencies
+    kept = (original_length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    kept = kept.nan_to_num(1.0).clamp(0.0, 1.0)  # where there is nothing in between, 0 / 0 is possible
+    return (1.0 - kept) * frequencies / factor + kept * frequencies
+
+
+def yarn_frequencies(
+    turned: int,
+    base: float,
+    factor: float,
+    original_length: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> Tensor:
+    """Left where the original length has more than `beta_fast` wavelengths, divided by `factor` where it has fewer than
+    `beta_slow`, and between them a mixture that changes evenly with the channel; the channels at both ends are
+    rounded outwards if `truncate` (Peng et al. 2023, arXiv:2309.00071). [turned/2]."""
+    low, high = (
+        turned * math.log(original_length / (beta * 2.0 * math.pi)) / (2.0 * math.log(base))
+        for beta in (beta_fast, beta_slow)
+    )
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, turned - 1)
+    if low == high:
+        high += 0.001
+    channel = torch.arange(turned // 2, dtype=torch.float32, device="cpu")
+    kept = 1.0 - ((channel - low) / (high - low)).clamp(0.0, 1.0)
+    wavelengths = float(base) ** _exponents(turned)
+    return 1.0 / (factor * wavelengths) * (1.0 - kept) + 1.0 / wavelengths * kept
+
+
+def yarn_concentration(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
+    """Factor of cosines and sines that goes with `yarn_frequencies`: m(mscale) / m(mscale_all_dim) with
+    m(x) = 0.1 x ln(factor) + 1."""
+    return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing becomes longer."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def longrope_frequencies(turned: int, base: float, divisors: Tensor) -> Tensor:
+    """Each frequency divided by a number of its own, which was searched for (Ding et al. 2024, arXiv:2402.13753).
+    [..., turned/2]."""
+    return 1.0 / (divisors * float(base) ** _exponents(turned, divisors.device))
+
+
+def _exponents(turned: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.arange(0, turned, 2, dtype=torch.float32, device=device) / turned

@@ -1,0 +1,210 @@
+"""Choosing experts for tokens: scores, groups, the best few, balance by Sinkhorn, and who finds room.
+
+Pure functions of one rank's logits [t, experts], or of those of a whole micro-batch. Nothing depends on the order of
+equal numbers in a sort or on how many tokens are looked at together: of equals the first wins, so that a token's
+experts are the same in every layout, also where half-precision logits are often equal.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import Pending
+from megatron.core.ops.precision import widened
+from megatron.core.parameters import gradient_sink
+
+ScoreFunction = Literal["softmax", "sigmoid"]
+
+_TINY = 1e-20
+"""Added to sums that are divided by."""
+
+
+def router_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[t, h] x [experts, h] (+ [experts]) -> [t, experts], computed in `dtype`, which is not narrower than theirs.
+
+    Inputs are kept as they are given, not in the wider type, and the weight's gradient goes to its sink unrounded.
+    """
+    return _RouterLogits.apply(inputs, weight, bias, dtype)
+
+
+class _RouterLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.dtype = weight, dtype  # the parameter, not a saved tensor: see ops/linear.py
+        return F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (inputs,), weight = ctx.saved_tensors, ctx.weight
+        needs_inputs, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        inputs_gradient = weight_gradient = bias_gradient = None
+        if needs_inputs:
+            inputs_gradient = (gradient @ weight.detach().to(ctx.dtype)).to(inputs.dtype)
+        if needs_weight:
+            sink, columns = gradient_sink(weight), inputs.detach()
+            if sink is None:
+                weight_gradient = (gradient.t() @ columns.to(ctx.dtype)).to(weight.dtype)
+            else:
+                puts_off = getattr(sink, "puts_off", False)
+                sink.add_product(gradient, _Narrow(columns, ctx.dtype) if puts_off else columns.to(ctx.dtype))
+        if needs_bias:
+            bias_gradient = gradient.sum(0)
+        return inputs_gradient, weight_gradient, bias_gradient, None
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """Inputs of a product that is put off, kept in their own type until it is run."""
+
+    rows: Tensor
+    dtype: torch.dtype
+
+    def start_gather(self) -> Pending:
+        return Pending(self.rows.to(self.dtype), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The best few
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How logits become experts and weights."""
+
+    topk: int
+    """Experts of a token."""
+    score_function: ScoreFunction = "softmax"
+    scores_first: bool = False
+    """Softmax over all experts, of which the best are taken; else over the best. A sigmoid is always taken first."""
+    renormalises: bool = False
+    """The weights of the picked are divided by their sum."""
+    factor: float | None = None
+    """What weights are multiplied by in the end."""
+    num_groups: int | None = None
+    """Groups of neighbouring experts, of equal size, of which a token chooses `groups_kept` first."""
+    groups_kept: int = 0
+    group_score_of: int = 0
+    """How many of a group's best scores are added up to the group's own."""
+
+
+def choose_experts(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Experts int64 [t, k], the best first, and their weights [t, k], in float32 at least.
+
+    `bias` [experts] is added to scores where they are compared, and not to weights (Wang et al. 2024,
+    arXiv:2408.15664). Gradients reach the logits through the weights.
+    """
+    scores = widened(logits)
+    late_softmax = rule.score_function == "softmax" and not rule.scores_first
+    if not late_softmax:
+        scores = torch.sigmoid(scores) if rule.score_function == "sigmoid" else torch.softmax(scores, -1)
+    compared = scores.detach() if bias is None else scores.detach() + bias
+    if rule.num_groups is not None:
+        compared = within_best_groups(compared, rule.num_groups, rule.groups_kept, rule.group_score_of)
+    experts = best(compared, rule.topk)
+    weights = scores.gather(1, experts)
+    if late_softmax:
+        weights = torch.softmax(weights, -1)
+    if rule.renormalises:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    if rule.factor:
+        weights = weights * rule.factor
+    return experts, weights
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indices int64 [t, count] of the greatest along the last dimension, descending; of equals the first."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
+
+
+def within_best_groups(scores: Tensor, num_groups: int, kept: int, score_of: int) -> Tensor:
+    """Scores [t, experts] with -inf outside of the `kept` best of `num_groups` groups of neighbours; a group's score is
+    the sum of its `score_of` best (DeepSeek-AI 2024, arXiv:2405.04434 and 2412.19437)."""
+    grouped = scores.unflatten(-1, (num_groups, -1))  # [t, groups, experts / groups]
+    group_scores = grouped.topk(score_of, -1).values.sum(-1)
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best(group_scores, kept), True)
+    return grouped.masked_fill(~chosen[..., None], float("-inf")).flatten(1)
+
+
+def balance_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+    """The scores [t, experts] by which balance is judged: each token's sum to 1."""
+    scores = widened(logits)
+    if score_function == "softmax":
+        return torch.softmax(scores, -1)
+    scores = torch.sigmoid(scores)
+    return scores / (scores.sum(-1, keepdim=True) + _TINY)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What couples the tokens of a micro-batch
+
+
+@torch.no_grad()
+def sinkhorn(cost: Tensor, tolerance: float = 1e-4, at_once: int = 16, at_most: int = 1024) -> Tensor:
+    """The positive matrix [t, experts] scaled by rows and columns so that all tokens and all experts have equal shares
+    (Sinkhorn and Knopp 1967), until the mean change of the columns' factors is at most `tolerance`. Those of a matrix
+    of tiny numbers are so great that their last digits never come to rest: after `at_most` iterations that is that.
+
+    Iterations are done `at_once` before the host asks the device whether it was enough: those past the end change
+    nothing.
+    """
+    tokens, experts = cost.shape
+    rows, columns = cost.new_ones(tokens), cost.new_ones(experts)
+    if tokens == 0:
+        return cost
+    epsilon = 1e-8
+    done = torch.zeros((), dtype=torch.bool, device=cost.device)
+    for first in range(0, at_most, at_once):
+        if first and done:
+            break
+        for _ in range(min(at_once, at_most - first)):
+            new_rows = 1 / (tokens * (cost @ columns + epsilon))
+            new_columns = 1 / (experts * (new_rows @ cost + epsilon))
+            close = (new_columns - columns).abs().mean() <= tolerance
+            rows, columns = torch.where(done, rows, new_rows), torch.where(done, columns, new_columns)
+            done = done | close | ~new_columns.isfinite().all()
+    return columns * cost * rows[:, None]
+
+
+@torch.no_grad()
+def within_capacity(experts: Tensor, capacity: int, wish: Tensor | None, order: Tensor | None = None) -> Tensor:
+    """Which of the pairs (token, its j-th expert) find room, bool [t, k], if each expert takes `capacity` tokens.
+
+    An expert takes those with the greatest `wish` [t, k], of equals the first; without wishes, the first. Tokens are
+    counted as they lie, or by `order` (int64 [t], all different).
+    """
+    tokens, k = experts.shape
+    pairs = torch.arange(tokens * k, device=experts.device)
+    if order is not None:  # pairs of one expert are of different tokens: ties within a token do not matter
+        pairs = torch.argsort(order)[:, None].mul(k).add(pairs[:k]).flatten()
+    if wish is not None:
+        pairs = pairs[torch.sort(wish.flatten()[pairs], descending=True, stable=True).indices]
+    chosen, by_expert = torch.sort(experts.flatten()[pairs], stable=True)
+    pairs = pairs[by_expert]
+    first = torch.searchsorted(chosen, chosen)  # where the run of each pair's expert begins
+    found = torch.arange(tokens * k, device=experts.device) - first < capacity
+    return torch.empty_like(found).scatter_(0, pairs, found).view(tokens, k)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def straight_through(tensor: Tensor, numbers: Tensor) -> Tensor:
+    """`numbers`; the gradient goes to `tensor`, of the same shape and type, as if they were its own."""
+    return _StraightThrough.apply(tensor, numbers)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, numbers: Tensor) -> Tensor:
+        return numbers
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

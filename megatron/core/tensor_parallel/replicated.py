@@ -1,0 +1,57 @@
+"""A linear layer that every tensor parallel rank holds whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import Group
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.parameters import Constant
+from megatron.core.tensor_parallel.layers import drop_empty_extra_state
+from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
+from megatron.core.tensor_parallel.storage import new_parameter
+
+
+class ReplicatedLinear(ShardedStateModule):
+    """y = x W^T + b with all of W [output_size, input_size] on every rank.
+
+    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank computes
+    its own tokens, and nothing is exchanged but the weight's gradient, once a step: for a layer that is narrow beside
+    its number of tokens. Without, all ranks compute the same.
+
+    `gather_output`, `is_expert`, `tp_comm_buffer_name` and `tp_group` change nothing: they are there so that this class
+    may stand where a `ColumnParallelLinear` does.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Callable[[Tensor], Any],
+        bias: bool = True,
+        gather_output: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Group = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.input_size, self.output_size = config, input_size, output_size
+        self.skip_bias_add = skip_bias_add
+        self.backend = backend or choose_backend(config)
+        self.register_load_state_dict_pre_hook(drop_empty_extra_state)
+        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
+        self.weight = new_parameter(config, (output_size, input_size), init_method, **facts)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = new_parameter(config, (output_size,), Constant(0.0), **facts)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., input_size] -> ([..., output_size], bias or None)."""
+        output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+        return output, self.bias if self.skip_bias_add else None

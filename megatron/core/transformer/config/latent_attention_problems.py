@@ -1,0 +1,67 @@
+"""What is wrong with a config of multi-head latent attention."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+_POSITIVE = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow")
+_OTHER_ATTENTION = {
+    "qk_l2_norm": "its norms are those of the latents ({qk_layernorm:name})",
+    "clip_qkv": "its queries, keys and values come from latents",
+    "nope_temperature_scale": "its queries are not scaled by position",
+    "attention_output_gate": "its output has no gate",
+    "rotary_interleaved": "it turns pairs of neighbours always",
+    "rope_scaling_type": "{rope_type:name} says how its frequencies are scaled",
+    "rotary_base_local": "all its layers turn by {rotary_base:name}",
+}
+"""What the attention of other models has, and what latent attention has instead."""
+
+
+def latent_attention_problems(config: Any) -> Iterator[str]:
+    """A problem for each value that does not go with `multi_latent_attention`; `config` has the fields of
+    MLATransformerConfig."""
+    if not config.multi_latent_attention:
+        return
+    if not hasattr(config, "kv_lora_rank"):
+        yield "{multi_latent_attention:name} needs an MLATransformerConfig, which has its sizes"
+        return
+    for name in _SIZES:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            yield f"{{{name}}} must be at least 1"
+    for name in _POSITIVE:
+        if not getattr(config, name) > 0:
+            yield f"{{{name}}} must be larger than 0"
+    if not config.beta_fast > config.beta_slow:
+        yield "{beta_fast} must be larger than {beta_slow}"
+    yield from _position_problems(config)
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if groups is not None and heads is not None and groups != heads:
+        yield "{num_query_groups} does not go with {multi_latent_attention:name}: every head has keys of its own"
+    if config.add_qkv_bias and not config.add_bias_linear:
+        yield "{add_qkv_bias} does not go with {multi_latent_attention:name}, whose projections have no biases"
+    if config.qk_norm_scope != "head":
+        yield "{qk_norm_scope} does not go with {multi_latent_attention:name}, which norms latents"
+    for name, instead in _OTHER_ATTENTION.items():
+        if getattr(config, name) not in (None, False):
+            yield f"{{{name}}} does not go with {{multi_latent_attention:name}}: {instead}"
+
+
+def _position_problems(config: Any) -> Iterator[str]:
+    if config.rope_type not in ("rope", "yarn"):
+        yield "{rope_type}: choose among rope, yarn"
+    if not config.rotary_base > 1:
+        yield "{rotary_base} must be larger than 1"
+    for name in ("mscale", "mscale_all_dim"):
+        if not math.isfinite(getattr(config, name)):
+            yield f"{{{name}}} must be a number"
+    if not 0.0 < config.rotary_percent <= 1.0:
+        yield "{rotary_percent} must be larger than 0 and at most 1"
+        return
+    turned = int(config.qk_pos_emb_head_dim * config.rotary_percent)
+    if config.qk_pos_emb_head_dim >= 1 and (turned < 2 or turned % 2):
+        yield (
+            f"{{rotary_percent}} of {{qk_pos_emb_head_dim}} turns {turned} channels of a head; "
+            "it must be an even number, such as those of 64"
+        )

@@ -1,0 +1,92 @@
+"""Losses that keep a router's experts evenly loaded and its logits small.
+
+Each is given as this rank's part of the micro-batch's value: the sum over the ranks that share the micro-batch's tokens
+is the value, whatever their number. Values are without their coefficients; those of balance are 1 when all experts are
+chosen equally often (Fedus et al. 2021, arXiv:2101.03961; Zoph et al. 2022, arXiv:2202.08906 for the last).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import Group, all_reduce, group_size
+from megatron.core.ops.precision import widened
+from megatron.core.transformer.moe.micro_batch import MicroBatchShare
+from megatron.core.utils.once import once
+
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+LOSS_NAMES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
+"""Published names on the log line."""
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is chosen, float64 [experts]: whole numbers, so that sums are exact."""
+    ones = torch.ones_like(experts, dtype=torch.float64).flatten()
+    return torch.zeros(num_experts, dtype=torch.float64, device=experts.device).scatter_add_(0, experts.flatten(), ones)
+
+
+def micro_batch_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+    """E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch: P_i the sum of `scores` [t, E], n_i how often
+    expert i is among `experts` [t, k]."""
+    chosen = all_reduce(count_choices(experts, scores.shape[1]), share.group).to(scores.dtype)
+    return (scores.sum(0) * chosen).sum() * (scores.shape[1] / (experts.shape[1] * share.total**2))
+
+
+def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+    """The same of each sample by itself, and of these the mean (DeepSeek-AI 2024, arXiv:2412.19437)."""
+    length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
+    number = share.sample_numbers(scores.device)
+    membership = (number[:, None] == torch.arange(samples, device=number.device)).double()  # [t, samples]
+    sums = (membership.t() @ scores.double()).to(scores.dtype)
+    cell = (number[:, None] * num_experts + experts).flatten()
+    chosen = all_reduce(count_choices(cell, samples * num_experts), share.group).view(samples, -1).to(scores.dtype)
+    return (sums * chosen).sum() * (num_experts / (experts.shape[1] * length**2 * samples))
+
+
+@dataclass
+class GlobalBalance:
+    """Balance over the global batch as far as it was seen: micro-batches of the step so far, of all data parallel
+    ranks. Its value depends on the order in which they come, and so on the layout."""
+
+    chosen: Tensor | None = None
+    """Sums of counts, float64 [experts]."""
+    calls: int = 0
+
+    def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
+        """E / (k T T') sum_i P_i n_i, with n_i the mean over micro-batches so far of counts over the T' tokens that all
+        ranks of `everyone` route at a time."""
+        mean = once(lambda: self._count(experts, scores.shape[1], everyone)).to(scores.dtype)
+        tokens = share.total * (share.count * group_size(everyone))
+        return (scores.sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
+
+    def _count(self, experts: Tensor, num_experts: int, everyone: Group) -> Tensor:
+        counts = all_reduce(count_choices(experts, num_experts), everyone)
+        self.chosen = counts if self.chosen is None else self.chosen + counts
+        self.calls += 1
+        return self.chosen / self.calls
+
+    def reset(self) -> None:
+        """Begin with the next global batch."""
+        self.chosen, self.calls = None, 0
+
+
+def z_loss(logits: Tensor, share: MicroBatchShare) -> Tensor:
+    """Mean over the micro-batch's tokens of logsumexp(logits)^2."""
+    return torch.logsumexp(widened(logits), -1).square().sum() / max(share.total, 1)
+
+
+def coefficients(types: str | Sequence[str], values: float | Sequence[float]) -> dict[str, float]:
+    """The balance losses that count, by type, in the order given."""
+    types = [types] if isinstance(types, str) else list(types)
+    weights = [values] if isinstance(values, int | float) else list(values)
+    if len(weights) == 1:
+        weights *= len(types)
+    return {kind: value for kind, value in zip(types, weights, strict=True) if kind in BALANCE_LOSSES and value}

@@ -1,0 +1,14 @@
+"""The dispatchers, by `moe_token_dispatcher_type`. They give the same result."""
+
+from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    TokenDispatcher,
+)
+
+DISPATCHERS: dict[str, type[TokenDispatcher]] = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+    "flex": MoEFlexTokenDispatcher,
+}

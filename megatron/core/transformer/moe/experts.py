@@ -1,0 +1,180 @@
+"""The experts of a rank: MLPs of which each computes its own rows.
+
+What stands in their place in a layer takes rows [n, h] that lie by expert, the router's weight of each [n], and how
+many rows each expert has; it gives [n, h], or where tensor parallel ranks share an expert's channels, this rank's part
+of their sum. The weight multiplies the activation, in float32 at least, and so also the bias of the second product:
+w (W2 a + b2); with `moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import group_rank
+from megatron.core.ops.grouped_linear import RowGroups
+from megatron.core.ops.weighted_activation import weighted
+from megatron.core.parameters import Box, each_of, info_of
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_weights import GroupedLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Of one expert."""
+
+    width: int
+    """Of its input and output."""
+    ffn: int
+    has_bias: bool
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> "ExpertSizes":
+        ffn = config.moe_ffn_hidden_size
+        assert ffn is not None
+        has_bias = config.add_bias_linear if config.moe_expert_mlp_bias is None else config.moe_expert_mlp_bias
+        return cls(config.moe_latent_size or config.hidden_size, ffn, has_bias)
+
+
+class GroupedMLP(MegatronModule):
+    """All experts of a rank at once: grouped products, and one activation over all rows."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        """`submodules` changes nothing: the products are grouped ones."""
+        super().__init__(config)
+        groups = pg_collection or default_collection()
+        self.backend = backend = backend or choose_backend(config)
+        sizes, numbers = ExpertSizes.of(config), local_experts(num_local_experts, groups)
+        assert config.init_method is not None and config.output_layer_init_method is not None
+        common: dict[str, Any] = {"bias": sizes.has_bias, "tp_group": groups.expt_tp, "backend": backend}
+        self.linear_fc1 = GroupedLinear(
+            config,
+            numbers,
+            sizes.width,
+            (2, sizes.ffn) if config.gated_linear_unit else (sizes.ffn,),
+            init_method=config.init_method,
+            splits_inputs=False,
+            **common,
+        )
+        self.activation_func = activation_of(config)
+        self.linear_fc2 = GroupedLinear(
+            config,
+            numbers,
+            sizes.ffn,
+            (sizes.width,),
+            init_method=config.output_layer_init_method,
+            splits_inputs=True,
+            **common,
+        )
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        rows, weights_inside = _weighted_inputs(self.config, rows, weights)
+        product, bias = self.linear_fc1(rows, groups)
+        output, bias = self.linear_fc2(self.activate(product, bias, weights_inside), groups)
+        return _with_bias(output, bias, weights_inside)
+
+    def activate(self, product: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
+        """What stands between the two products."""
+        return self.backend.weighted_activation(product, bias, weights, self.activation_func)
+
+
+class SequentialMLP(MegatronModule):
+    """The experts of a rank one after the other, each an MLP of its own."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        groups = pg_collection or default_collection()
+        if submodules is None:
+            submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        sizes = ExpertSizes.of(config)
+        self.adds_bias = group_rank(groups.expt_tp) == 0
+        """Of a sum over tensor parallel ranks only the first adds the bias, and only it sees its gradient."""
+        self.local_experts = nn.ModuleList()
+        for number in local_experts(num_local_experts, groups):
+            expert = MLP(
+                config,
+                submodules,
+                is_expert=True,
+                input_size=sizes.width,
+                ffn_hidden_size=sizes.ffn,
+                tp_group=groups.expt_tp,
+                bias=sizes.has_bias,
+                backend=backend,
+            )
+            _declare_one_of(expert, number, config)
+            self.local_experts.append(expert)
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        rows, weights_inside = _weighted_inputs(self.config, rows, weights)
+        sizes = list(groups.host_sizes)
+        parts: Sequence[Tensor | None]
+        parts = [None] * len(sizes) if weights_inside is None else weights_inside.split(sizes)
+        outputs = []
+        for expert, own, own_weights in zip(self.local_experts, rows.split(sizes), parts, strict=True):
+            # Also where it has no rows: its gradients, which are zero then, are waited for.
+            output, bias = expert(own, per_token_scale=own_weights)
+            if bias is not None and not self.adds_bias:
+                bias = bias * 0.0
+            outputs.append(_with_bias(output, bias, own_weights))
+        return torch.cat(outputs)
+
+
+def local_experts(count: int, groups: ProcessGroupCollection) -> range:
+    """Global numbers of the `count` experts of this rank."""
+    first = groups.rank("ep") * count
+    return range(first, first + count)
+
+
+def _weighted_inputs(config: TransformerConfig, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The rows that experts take, and the weights that they multiply inside."""
+    return (weighted(rows, weights), None) if config.moe_apply_probs_on_input else (rows, weights)
+
+
+def _with_bias(output: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
+    if bias is None:
+        return output
+    if weights is None:
+        return output + bias
+    return (output + bias * weights[:, None]).to(output.dtype)
+
+
+def _declare_one_of(expert: MLP, number: int, config: TransformerConfig) -> None:
+    """Say of an expert's parameters that they are its part of stacks of all experts'."""
+    assert config.num_moe_experts is not None
+    for name, parameter in expert.named_parameters():
+        info = info_of(parameter)
+        partial = frozenset({"etp"}) if "etp" not in info.sharded_axes else frozenset()
+        parameter.info = dataclasses.replace(  # type: ignore[attr-defined]
+            info,
+            global_shape=(config.num_moe_experts, *info.global_shape),
+            box=Box((number, *info.box.start), (1, *info.box.shape)),
+            init=each_of(info.init),
+            part_of="." * (len(name.split(".")) + 2) + name,
+            grid="expert",
+            sharded_axes=info.sharded_axes | {"ep"},
+            partial_gradient_axes=partial,
+        )

@@ -1,0 +1,103 @@
+"""The weights of one product of all experts of a rank, stacked, so that the product is one."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend
+from megatron.core.collectives import Group, group_rank
+from megatron.core.ops.grouped_linear import RowGroups
+from megatron.core.parameters import Box, Constant, Initializer, each_of
+from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
+from megatron.core.tensor_parallel.storage import new_parameter, split_box
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class GroupedLinear(ShardedStateModule):
+    """y_e = x_e W_e^T (+ b_e) of the experts of this rank; tensor parallel ranks have channels of each, of the outputs
+    or, with `splits_inputs`, of the inputs. Nothing is exchanged.
+
+    Canonical: `weight` [experts, *out, in] and `bias` [experts, *out], `out` being the dimensions that the outputs
+    stand for, of which the last is the one that ranks share. State dicts have the experts of a rank apart, as
+    published: `weight0`, `weight1`, ...
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        experts: range,
+        input_size: int,
+        out: tuple[int, ...],
+        *,
+        init_method: Initializer,
+        bias: bool,
+        splits_inputs: bool,
+        tp_group: Group,
+        backend: Backend,
+    ) -> None:
+        """`experts`: global numbers of those of this rank."""
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.config, self.backend, self.local_experts = config, backend, len(experts)
+        matrix = (*out, input_size)
+        box = split_box(matrix, len(out) if splits_inputs else len(out) - 1, tp_group)
+        rows = Box(box.start[:-1], box.shape[:-1])
+        facts: dict[str, Any] = {"grid": "expert", "sharded_axes": frozenset({"ep", "etp"})}
+        self.weight = new_parameter(
+            config,
+            (len(experts), rows.numel, box.shape[-1]),
+            each_of(init_method),
+            global_shape=(config.num_moe_experts, *matrix),
+            box=_stacked(box, experts),
+            **facts,
+        )
+        self.register_parameter("bias", None)
+        self.adds_bias = not splits_inputs or group_rank(tp_group) == 0
+        """Of a sum over tensor parallel ranks only the first adds the bias, and only it sees its gradient."""
+        if bias:
+            if splits_inputs:
+                facts = {"grid": "expert", "sharded_axes": frozenset({"ep"})}
+                facts["partial_gradient_axes"] = frozenset({"etp"})
+            self.bias = new_parameter(
+                config,
+                (len(experts), rows.numel),
+                Constant(0.0),
+                global_shape=(config.num_moe_experts, *out),
+                box=_stacked(rows, experts),
+                **facts,
+            )
+        self.register_state_dict_post_hook(_take_apart)
+        self.register_load_state_dict_pre_hook(_put_together)
+
+    def forward(self, inputs: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
+        """[n, in], by expert -> ([n, out], bias of each row [n, out] or None: it is still to be added)."""
+        return self.backend.grouped_linear(inputs, self.weight, groups), self._bias_of_rows(inputs, groups)
+
+    def _bias_of_rows(self, inputs: Tensor, groups: RowGroups) -> Tensor | None:
+        if self.bias is None:
+            return None
+        bias = self.bias if self.adds_bias else self.bias * 0.0
+        return self.backend.grouped_bias(bias, groups, inputs.shape[0])
+
+
+def _stacked(box: Box, experts: range) -> Box:
+    return Box((experts.start, *box.start), (len(experts), *box.shape))
+
+
+def _take_apart(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    for name in ("weight", "bias"):
+        stacked = state.pop(prefix + name, None)
+        if stacked is not None:
+            state.update({f"{prefix}{name}{number}": part for number, part in enumerate(stacked.unbind(0))})
+
+
+def _put_together(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
+    if state.get(prefix + "_extra_state", 0) is None:  # published, and empty
+        del state[prefix + "_extra_state"]
+    for name in ("weight", "bias"):
+        numbered = re.compile(rf"{re.escape(prefix)}{name}(\d+)")
+        parts = {int(match[1]): key for key in state if (match := numbered.fullmatch(key))}
+        if parts and sorted(parts) == list(range(module.local_experts)):  # type: ignore[arg-type]
+            state[prefix + name] = torch.stack([state.pop(parts[number]) for number in sorted(parts)])

@@ -1,0 +1,158 @@
+"""A layer of experts in place of one MLP (Shazeer et al. 2017; Lepikhin et al. 2020)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.context_parallel import sequence_part
+from megatron.core.exceptions import UserError
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.replicated import ReplicatedLinear
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.dispatchers import DISPATCHERS
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+@dataclass
+class MoESubmodules:
+    """Specs of a layer's parts; None: the usual ones, or none where the config asks for none."""
+
+    experts: Spec | None = None
+    shared_experts: Spec | None = None
+
+
+class MoELayer(MegatronModule):
+    """sum_k w_k expert_k(x) + shared_experts(x), the k experts of a token and their weights being the router's.
+
+    Tokens of all ranks that share the experts go to where their experts are, and come back. With
+    `moe_shared_expert_overlap` the shared experts are computed while they are under way, in both passes. With
+    `moe_latent_size` tokens travel, and experts compute, at that width.
+    """
+
+    reads_layer_inputs = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules | None = None,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        submodules = submodules or MoESubmodules()
+        self.pg_collection = groups = pg_collection or default_collection()
+        backend = backend or choose_backend(config, layer_number)
+        offer = {"backend": backend}
+        self.router = TopKRouter(config, groups, layer_number=layer_number, backend=backend)
+        self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config, groups, backend)
+        count = self.token_dispatcher.num_local_experts
+        self.experts = build_module(
+            submodules.experts or SequentialMLP, count, config, pg_collection=groups, offer=offer
+        )
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if config.moe_latent_size:
+            self._add_latent_projections(config, config.moe_latent_size, backend)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size:
+            spec = submodules.shared_experts or ModuleSpec(module=SharedExpertMLP, submodules=_PARTS)
+            self.shared_experts = build_module(spec, config=config, pg_collection=groups, offer=offer)
+
+    def _add_latent_projections(self, config: TransformerConfig, width: int, backend: Backend) -> None:
+        assert config.init_method is not None and config.output_layer_init_method is not None
+        common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "backend": backend}
+        self.fc1_latent_proj = ReplicatedLinear(config.hidden_size, width, init_method=config.init_method, **common)
+        self.fc2_latent_proj = ReplicatedLinear(
+            width, config.hidden_size, init_method=config.output_layer_init_method, **common
+        )
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Number over the whole model, from 1."""
+        self.router.set_layer_number(layer_number)
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs | None = None) -> tuple[Tensor, None]:
+        """This rank's tokens, [t, h] or [s, b, h] -> (the same shape, no bias that were still to be added).
+
+        Without `inputs`, whole rows of [s, b, h], whose auxiliary losses count once.
+        """
+        self._refuse_shared_tokens()
+        hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
+        inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
+        journey = self.token_dispatcher.plan(self.router.route(hidden, inputs), inputs.baton)
+        journey.send(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
+        shared = _Shared(self.shared_experts, hidden, self.config)
+        shared.while_tokens_go()
+        journey.send_back(self._results_of(journey.arrive()))
+        shared.while_results_come()
+        output = journey.come_home()
+        if self.fc2_latent_proj is not None:
+            latent_output, bias = self.fc2_latent_proj(output)
+            output = latent_output if bias is None else latent_output + bias
+        return shared.added_to(output).view(hidden_states.shape), None
+
+    def _results_of(self, arrived: ExpertRows) -> Tensor:
+        """What the experts make of rows, whose memory goes before the results travel."""
+        results: Tensor = self.experts(arrived.rows, arrived.weights, arrived.groups)
+        return results
+
+    def _whole_rows(self, hidden_states: Tensor) -> Tokens:
+        s, b = hidden_states.shape[:2] if hidden_states.dim() == 3 else (hidden_states.shape[0], 1)
+        parts = self.pg_collection.size("tp") if self.config.sequence_parallel else 1
+        return Tokens(s * parts, b, sequence_part(self.pg_collection))
+
+    def _refuse_shared_tokens(self) -> None:
+        if self.training and torch.is_grad_enabled() and not self.config.sequence_parallel:
+            ranks = self.pg_collection.size("tp")
+            if ranks > 1:
+                raise UserError(
+                    f"experts are trained over {ranks} tensor parallel ranks with sequence_parallel only: without it "
+                    "every rank would send the same tokens; set sequence_parallel"
+                )
+
+
+class _Shared:
+    """The shared experts of one micro-batch, computed in two halves beside the exchanges, or after them."""
+
+    def __init__(self, experts: nn.Module | None, hidden: Tensor, config: TransformerConfig) -> None:
+        self.experts, self.hidden = experts, hidden
+        self.overlaps = config.moe_shared_expert_overlap and experts is not None
+        # As one, where nothing that is between the halves is to be kept for backward.
+        recomputed = config.recompute_granularity == "selective" and "shared_experts" in (
+            config.recompute_modules or ()
+        )
+        self.in_halves = isinstance(experts, SharedExpertMLP) and not recomputed
+        self.output: Tensor | None = None
+
+    def while_tokens_go(self) -> None:
+        if self.overlaps:
+            assert self.experts is not None
+            compute = self.experts.first_half if self.in_halves else self.experts
+            self.output = compute(self.hidden)  # type: ignore[operator]
+
+    def while_results_come(self) -> None:
+        if self.overlaps and self.in_halves:
+            assert self.experts is not None
+            self.output = self.experts.second_half(self.hidden, self.output)  # type: ignore[operator]
+
+    def added_to(self, output: Tensor) -> Tensor:
+        if self.experts is None:
+            return output
+        shared = self.output if self.overlaps else self.experts(self.hidden)
+        assert shared is not None
+        return output + shared

@@ -1,0 +1,289 @@
+"""The router: which experts each token goes to, by what weight, and what keeps the experts evenly loaded."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attached_loss import attach_loss
+from megatron.core.ops.precision import widened
+from megatron.core.ops.routing import (
+    RoutingRule,
+    balance_scores,
+    best,
+    choose_experts,
+    router_logits,
+    sinkhorn,
+    straight_through,
+    within_capacity,
+)
+from megatron.core.ops.token_noise import token_normal, token_uniform
+from megatron.core.parameters import Constant, declare
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.auxiliary_losses import (
+    LOSS_NAMES,
+    GlobalBalance,
+    coefficients,
+    micro_batch_loss,
+    sequence_loss,
+    z_loss,
+)
+from megatron.core.transformer.moe.micro_batch import MicroBatchShare, share_of, share_of_rows
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.reported import Reported
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.once import once
+
+_WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class TopKRouter(MegatronModule):
+    """Sends each token to the k experts that score best (Shazeer et al. 2017; Fedus et al. 2021).
+
+    Whatever couples tokens (capacity, Sinkhorn, auxiliary losses) couples those of the whole micro-batch: the result is
+    the same however tensor and context parallel ranks share it. Parameters: `weight` [experts, h], `bias` [experts]
+    with `moe_router_bias`, and `expert_bias` [experts], float32, with `moe_router_enable_expert_bias`: it has no
+    gradient and is moved when the gradients of a step are finalised.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        layer_number: int | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts is not None and config.init_method is not None
+        self.groups = pg_collection or default_collection()
+        self.backend = backend or choose_backend(config, layer_number)
+        self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
+        self.rule = routing_rule(config)
+        kinds = config.moe_router_load_balancing_type
+        self.uses_sinkhorn = "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+        self.balance = coefficients(kinds, config.moe_aux_loss_coeff)
+        self.global_balance = GlobalBalance()
+        self.reported = Reported(0)
+        self.set_layer_number(layer_number or 0)
+        # Under sequence parallelism every rank routes its own tokens only.
+        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
+        self.weight = new_parameter(config, (self.num_experts, config.hidden_size), config.init_method, **facts)
+        self.register_parameter("bias", None)
+        if config.add_bias_linear if config.moe_router_bias is None else config.moe_router_bias:
+            self.bias = new_parameter(config, (self.num_experts,), config.init_method, **facts)
+        self.register_parameter("expert_bias", None)
+        self.local_tokens_per_expert: Tensor | None = None
+        """Of this rank since the last step, float64 [experts]; None: none yet, or nobody wants to know."""
+        if config.moe_router_enable_expert_bias:
+            zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=parameter_device(config))
+            self.expert_bias = declare(nn.Parameter(zeros, requires_grad=False), Constant(0.0))
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Number over the whole model, from 1: what noise is a function of, and the place of what is reported."""
+        self.layer_number = self.reported.layer = layer_number
+
+    def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
+        """Where this rank's tokens [t, h] go: those of `inputs.tokens`, or, under sequence parallelism, its part of
+        them. In training with gradients, auxiliary losses are tied to logits and weights."""
+        share = share_of(inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel)
+        return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale)
+
+    def _routing(self, logits: Tensor, share: MicroBatchShare, scale: Tensor | None) -> Routing:
+        if self._adds_losses and self.config.moe_z_loss_coeff:
+            value = z_loss(logits, share)
+            logits = self._attach(logits, "z_loss", value, self.config.moe_z_loss_coeff, share, scale)
+        experts, weights = self._choose(logits, share)
+        if self._adds_losses and self.balance:
+            weights = self._balanced(experts, weights, logits, share, scale)
+        routing = self._within_capacity(experts, weights, share)
+        if torch.is_grad_enabled():
+            once(lambda: self._count(routing))
+        return routing
+
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """This rank's [s, b, h] -> the published pair: weights [t, experts], 0 where a token does not go, and a bool
+        map [t, experts]. Auxiliary losses have the weight 1."""
+        _refuse_padding(padding_mask)
+        s, b = input.shape[:2]
+        share = share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        logits = self._logits(input.flatten(0, 1), share)
+        return self.routing(logits.view(*input.shape[:2], -1))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """This rank's logits [s, b, experts] -> the published pair; see `forward`."""
+        _refuse_padding(padding_mask)
+        s, b = logits.shape[:2]
+        share = share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        return self._routing(logits.flatten(0, 1), share, None).dense(self.num_experts)
+
+    def is_aux_loss_enabled(self) -> bool:
+        """Some loss of balance counts."""
+        return bool(self.balance)
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Weight of a loss of balance; 0 of one that does not count."""
+        return self.balance.get(aux_loss_type, 0.0)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The steps of a routing
+
+    def _logits(self, hidden: Tensor, share: MicroBatchShare) -> Tensor:
+        """[t, experts]"""
+        logits = self._affine(self._jittered(hidden, share))
+        if self.config.moe_router_force_load_balancing:
+            place = share.place(self.config.seed, self.layer_number, "forced balance", logits.device)
+            logits = straight_through(logits, token_normal(place, self.num_experts).to(logits.dtype))
+        return logits
+
+    def _jittered(self, hidden: Tensor, share: MicroBatchShare) -> Tensor:
+        width = self.config.moe_input_jitter_eps
+        if not width or not self.training:
+            return hidden
+        place = share.place(self.config.seed, self.layer_number, "router jitter", hidden.device)
+        noise = token_uniform(place, hidden.shape[1])
+        return hidden * (1.0 + width * (2.0 * noise - 1.0)).to(hidden.dtype)
+
+    def _affine(self, hidden: Tensor) -> Tensor:
+        if self.config.moe_router_dtype is None:
+            return self.backend.linear(hidden, self.weight, self.bias)
+        wide = torch.promote_types(_WIDTHS[self.config.moe_router_dtype], hidden.dtype)
+        return router_logits(hidden, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
+
+    def _choose(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
+        """Experts and weights [t, k]."""
+        if self.uses_sinkhorn:
+            return self._spread(logits, share)
+        return choose_experts(logits, self.rule, self.expert_bias)
+
+    def _spread(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
+        wide = widened(logits)
+        scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
+        compared = self._evenly_spread(logits, share) if self.training else scores
+        experts = best(compared.detach(), self.topk)
+        return experts, scores.gather(1, experts)
+
+    @torch.no_grad()
+    def _evenly_spread(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
+        # In float64: exp has room, and how ranks share the tokens cannot be seen in what is compared.
+        return share.own(sinkhorn(share.gather(logits.double().exp())))
+
+    def _within_capacity(self, experts: Tensor, weights: Tensor, share: MicroBatchShare) -> Routing:
+        factor = self.config.moe_expert_capacity_factor
+        if factor is None or factor < 0:
+            return Routing(experts, weights)
+        capacity = math.ceil(share.total * self.topk / self.num_experts * factor)
+        if capacity >= share.total:
+            return Routing(experts, weights)
+        wish = share.gather(weights.detach()) if self.config.moe_token_drop_policy == "probs" else None
+        order = share.order(experts.device)
+        order = None if order is None else share.gather(order)
+        kept = share.own(within_capacity(share.gather(experts), capacity, wish, order))
+        return Routing(experts, weights * kept, kept)
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Losses and counts
+
+    @property
+    def _adds_losses(self) -> bool:
+        return self.training and torch.is_grad_enabled()
+
+    def _balanced(
+        self, experts: Tensor, weights: Tensor, logits: Tensor, share: MicroBatchShare, scale: Tensor | None
+    ) -> Tensor:
+        scores = balance_scores(logits, self.rule.score_function)
+        if self.expert_bias is not None or self.rule.num_groups is not None:  # neither is asked about balance
+            experts = best(scores.detach(), self.topk)
+        for kind, coefficient in self.balance.items():
+            value = self._balance_loss(kind, scores, experts, share)
+            weights = self._attach(weights, kind, value, coefficient, share, scale)
+        return weights
+
+    def _balance_loss(self, kind: str, scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
+        if kind == "global_aux_loss":
+            return self.global_balance.loss(scores, experts, share, self.groups.tp_dp_cp)
+        compute: Callable[..., Tensor] = micro_batch_loss if kind == "aux_loss" else sequence_loss
+        return compute(scores, experts, share)
+
+    def _attach(
+        self,
+        carrier: Tensor,
+        kind: str,
+        value: Tensor,
+        coefficient: float,
+        share: MicroBatchShare,
+        scale: Tensor | None,
+    ) -> Tensor:
+        self.reported.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
+        # A loss per token is divided by tokens in the end: it stands for those of the micro-batch.
+        tokens = share.total if self.config.calculate_per_token_loss else 1
+        return attach_loss(carrier, value * (coefficient * tokens), scale)
+
+    def _count(self, routing: Routing) -> None:
+        counts = routing.tokens_per_expert(self.num_experts).double()
+        self.reported.add_load(counts)
+        if routing.kept is not None:
+            self.reported.add("moe_dropped", (~routing.kept).sum(), routing.kept.numel())
+        if self.expert_bias is not None and self.training:
+            seen = self.local_tokens_per_expert
+            self.local_tokens_per_expert = counts if seen is None else seen + counts
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The end of a step
+
+    def take_tokens_per_expert(self) -> Tensor:
+        """Of this rank since the last call, float64 [experts]; forgotten here."""
+        counts, self.local_tokens_per_expert = self.local_tokens_per_expert, None
+        return (
+            torch.zeros(self.num_experts, dtype=torch.float64, device=self.weight.device) if counts is None else counts
+        )
+
+    @torch.no_grad()
+    def move_expert_bias(self, tokens_per_expert: Tensor) -> None:
+        """Raise the bias of experts that took fewer tokens than the mean, lower that of those that took more.
+        `tokens_per_expert` [experts] are those of the global batch."""
+        assert self.expert_bias is not None
+        direction = torch.sign(tokens_per_expert.mean() - tokens_per_expert)
+        self.expert_bias.add_(direction.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
+
+    def reset_global_aux_loss_tracker(self) -> None:
+        """Begin to count with the next global batch."""
+        self.global_balance.reset()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKRouter":
+        # The expert bias goes where the module goes, and stays float32: its steps are finer than half precision.
+        before = None if self.expert_bias is None else self.expert_bias.data
+        super()._apply(fn, recurse)
+        if before is not None and self.expert_bias.dtype is not torch.float32:
+            self.expert_bias.data = before.to(self.expert_bias.device)
+        return self
+
+
+def routing_rule(config: TransformerConfig) -> RoutingRule:
+    """What a config says of how a token's experts are chosen."""
+    k, kept = config.moe_router_topk, config.moe_router_group_topk or 0
+    renormalises = config.moe_router_norm_topk_prob
+    if renormalises is None:
+        renormalises = config.moe_router_score_function == "sigmoid" and k > 1
+    return RoutingRule(
+        topk=k,
+        score_function=config.moe_router_score_function,
+        scores_first=config.moe_router_pre_softmax,
+        renormalises=renormalises,
+        factor=config.moe_router_topk_scaling_factor,
+        num_groups=config.moe_router_num_groups,
+        groups_kept=kept,
+        group_score_of=config.moe_router_group_score_topk or (k // kept if kept else 0),
+    )
+
+
+def _refuse_padding(padding_mask: Tensor | None) -> None:
+    if padding_mask is not None:
+        raise UserError("not yet: padding_mask in a router; tokens whose loss is masked are routed as others are")

@@ -1,0 +1,57 @@
+"""Experts that every token passes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.backends import Backend
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import new_parameter
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExpertMLP(MLP):
+    """All of a layer's shared experts as one MLP, split over the dense tensor parallel ranks.
+
+    With `gate` its output counts by sigmoid(x w), w being `gate_weight` [1, h] (as in Qwen2-MoE).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        gate: bool | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        groups = pg_collection or default_collection()
+        width = config.moe_shared_expert_intermediate_size
+        super().__init__(config, submodules, ffn_hidden_size=width, tp_group=groups.tp, backend=backend)
+        self.register_parameter("gate_weight", None)
+        if config.moe_shared_expert_gate if gate is None else gate:
+            assert config.init_method is not None
+            # Under sequence parallelism every rank gates its own tokens only.
+            partial = frozenset({"tp"} if config.sequence_parallel else ())
+            shape = (1, config.hidden_size)
+            self.gate_weight = new_parameter(config, shape, config.init_method, partial_gradient_axes=partial)
+
+    def forward(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:  # type: ignore[override]
+        """[t, h] -> [t, h]; under sequence parallelism both are this rank's part of the tokens."""
+        return self.second_half(hidden_states, self.first_half(hidden_states))
+
+    def first_half(self, hidden_states: Tensor) -> Tensor:
+        """Up to the activation."""
+        product, bias = self.linear_fc1(hidden_states)
+        return self.activate(product, bias)
+
+    def second_half(self, hidden_states: Tensor, activated: Tensor) -> Tensor:
+        """The rest; `hidden_states` are those of the first half."""
+        output, bias = self.linear_fc2(activated)
+        if bias is not None:
+            output = output + bias
+        if self.gate_weight is None:
+            return output
+        return output * torch.sigmoid(self.backend.linear(hidden_states, self.gate_weight))

@@ -1,0 +1,226 @@
+"""How tokens travel to their experts, and what experts made of them back.
+
+Experts lie on the ranks of an expert parallel group (`ep`), whole or, with expert tensor parallelism (`expt_tp`), by
+channels. Every rank has tokens of its own. Of those that go to an expert, all ranks that hold channels of it get a
+copy, and what they give back is summed.
+
+A dispatcher plans a journey for each micro-batch: `send` starts it, `arrive` gives the rows that this rank's experts
+take; `send_back` and `come_home` bring the results back, one sum for each token. Between a start and its end other work
+may be done, which both passes then hide the exchange behind.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import gather_rows, group_rank, group_size
+from megatron.core.exceptions import UserError
+from megatron.core.ops.grouped_linear import RowGroups
+from megatron.core.ops.permute import Copies
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.layer_inputs import Baton
+from megatron.core.transformer.moe.exchange import Exchange, all_to_all_route, gather_route, uneven_gather_route
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.host_copy import HostCopy
+from megatron.core.utils.once import once
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """What the experts of a rank compute on: rows by expert, within an expert by source rank and then by token."""
+
+    rows: Tensor
+    """[n, h]"""
+    weights: Tensor
+    """[n]: what the router makes of each row, float32 at least."""
+    groups: RowGroups
+    """How many of them each expert has."""
+
+
+class Journey(Protocol):
+    """The way of one micro-batch's tokens to the experts and back."""
+
+    def send(self, hidden: Tensor) -> None:
+        """Start, with the tokens [t, h]."""
+
+    def arrive(self) -> ExpertRows:
+        """The rows for the experts of this rank."""
+
+    def send_back(self, results: Tensor) -> None:
+        """Start to return what the experts gave for each row, [n, h]."""
+
+    def come_home(self) -> Tensor:
+        """The sum of what each token's experts gave, [t, h]."""
+
+
+class TokenDispatcher:
+    """Knows which experts are here and which ranks have the others. Raises UserError where they cannot be shared."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
+    ) -> None:
+        assert config.num_moe_experts is not None
+        self.num_experts = config.num_moe_experts
+        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
+        self.ep_size, self.etp_size = group_size(self.ep_group), group_size(self.etp_group)
+        if self.num_experts % self.ep_size:
+            raise UserError(
+                f"num_moe_experts {self.num_experts} does not divide by {self.ep_size} expert parallel ranks"
+            )
+        self.num_local_experts = self.num_experts // self.ep_size
+        self.local_experts = range(self.num_experts)[group_rank(self.ep_group) * self.num_local_experts :][
+            : self.num_local_experts
+        ]
+        """Global numbers of the experts of this rank."""
+        self.backend = backend or choose_backend(config)
+
+    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
+        """The journey of tokens that are routed so."""
+        raise NotImplementedError
+
+    def weights_of(self, routing: Routing, copies: Copies, choice: Tensor) -> Tensor:
+        """The router's weight of each copy, [n]."""
+        flat = Copies(choice, copies.places.view(-1, 1))
+        return self.backend.permute(routing.weights.reshape(-1, 1), flat)[:, 0]
+
+
+class MoEAlltoAllTokenDispatcher(TokenDispatcher):
+    """Sends each copy of a token to the ranks that hold its expert, and nothing else. How many rows go where is known
+    to the devices only: one small copy a layer brings it to the host."""
+
+    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
+        return _AlltoAllJourney(self, routing, baton)
+
+
+class _AlltoAllJourney:
+    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
+        self.at, self.routing, self.baton = at, routing, baton
+        self.counts = once(self._all_counts)
+        """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
+        self.knows_sizes = at.ep_size * at.etp_size > 1 or routing.kept is not None
+        self._on_host = once(lambda: HostCopy(self.counts)) if self.knows_sizes else None
+        self._exchange: Exchange | None = None
+
+    def _all_counts(self) -> Tensor:
+        at = self.at
+        counts = self.routing.tokens_per_expert(at.num_experts)[None]  # [1, experts]
+        by_rank = gather_rows(gather_rows(counts, at.ep_group), at.etp_group)  # [etp * ep, experts]
+        return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
+
+    def send(self, hidden: Tensor) -> None:
+        at, routing = self.at, self.routing
+        count = routing.experts.numel()
+        if routing.kept is not None:
+            count = int(self._sizes()[group_rank(at.etp_group), group_rank(at.ep_group)].sum())
+        self.copies, choice = at.backend.copies_by_group(routing.experts, routing.kept, count, at.num_experts)
+        self.rows = at.backend.permute(hidden, self.copies)
+        self.weights = at.weights_of(routing, self.copies, choice)
+        if at.ep_size > 1:
+            sizes = self._sizes()[group_rank(at.etp_group)]  # [from, to, local experts]
+            mine = group_rank(at.ep_group)
+            self.to_experts = all_to_all_route(
+                at.ep_group, sizes[mine].sum(-1).tolist(), sizes[:, mine].sum(-1).tolist()
+            )
+            self._exchange = Exchange(self.to_experts, self.baton, self.rows, self.weights)
+
+    def arrive(self) -> ExpertRows:
+        at = self.at
+        mine = group_rank(at.ep_group)
+        counts = self.counts[:, :, mine]  # [etp, ep, local experts]
+        rows, weights = self.rows, self.weights
+        del self.rows, self.weights
+        if self._exchange is not None:
+            rows, weights = self._exchange.finish()
+        if at.etp_size > 1:
+            parts = self._sizes()[:, :, mine].sum((1, 2)).tolist()
+            self.to_channels = uneven_gather_route(at.etp_group, parts, group_rank(at.etp_group))
+            rows, weights = Exchange(self.to_channels, self.baton, rows, weights).finish()
+        self.order: Copies | None = None
+        if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
+            by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
+            experts = (by_source % at.num_local_experts)[:, None]
+            self.order, _ = at.backend.copies_by_group(experts, None, rows.shape[0], at.num_local_experts)
+            rows = at.backend.permute(rows, self.order)
+            weights = at.backend.permute(weights[:, None], self.order)[:, 0]
+        sizes = self._sizes()[:, :, mine].sum((0, 1)).tolist() if self.knows_sizes else None
+        return ExpertRows(rows, weights, RowGroups(counts.sum((0, 1)), sizes))
+
+    def send_back(self, results: Tensor) -> None:
+        at = self.at
+        if self.order is not None:
+            results = at.backend.unpermute(results, self.order)
+        if at.etp_size > 1:
+            (results,) = Exchange(self.to_channels.reversed(), self.baton, results).finish()
+        self.rows = results
+        if at.ep_size > 1:
+            self._exchange = Exchange(self.to_experts.reversed(), self.baton, results)
+
+    def come_home(self) -> Tensor:
+        rows = self.rows
+        del self.rows
+        if self._exchange is not None:
+            (rows,) = self._exchange.finish()
+        return self.at.backend.unpermute(rows, self.copies)
+
+    def _sizes(self) -> Tensor:
+        """`counts` on the host."""
+        assert self._on_host is not None
+        return self._on_host.wait()
+
+
+class MoEAllGatherTokenDispatcher(TokenDispatcher):
+    """Gathers all tokens of the ranks that share experts, of which each takes those for its own; results are summed
+    over the ranks. All ranks have equally many tokens."""
+
+    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
+        return _AllGatherJourney(self, routing, baton)
+
+
+class _AllGatherJourney:
+    def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
+        self.at, self.routing, self.baton = at, routing, baton
+        # Numbers of experts, and whether there is room, of all tokens at once.
+        numbers = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -1)
+        self.experts = gather_rows(gather_rows(numbers, at.ep_group), at.etp_group) - at.local_experts.start
+        self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
+        local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
+        self.counts = local.tokens_per_expert(at.num_local_experts)
+        self.all_are_here = at.ep_size == 1 and routing.kept is None
+        self._on_host = None if self.all_are_here else once(lambda: HostCopy(self.counts))
+        self._exchange: Exchange | None = None
+
+    def send(self, hidden: Tensor) -> None:
+        self.rows, self.weights = hidden, self.routing.weights
+        if self.at.ep_size > 1:
+            self._exchange = Exchange(gather_route(self.at.ep_group), self.baton, self.rows, self.weights)
+
+    def arrive(self) -> ExpertRows:
+        at = self.at
+        hidden, weights = self.rows, self.weights
+        del self.rows, self.weights
+        if self._exchange is not None:
+            hidden, weights = self._exchange.finish()
+        if at.etp_size > 1:
+            hidden, weights = Exchange(gather_route(at.etp_group), self.baton, hidden, weights).finish()
+        sizes = None if self._on_host is None else self._on_host.wait().tolist()
+        count = self.experts.numel() if sizes is None else sum(sizes)
+        here = None if self.all_are_here else self.here
+        self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
+        rows = at.backend.permute(hidden, self.copies)
+        weights = at.weights_of(Routing(self.experts, weights), self.copies, choice)
+        return ExpertRows(rows, weights, RowGroups(self.counts, sizes))
+
+    def send_back(self, results: Tensor) -> None:
+        at = self.at
+        self.rows = at.backend.unpermute(results, self.copies)
+        if at.etp_size > 1:
+            (self.rows,) = Exchange(gather_route(at.etp_group).reversed(), self.baton, self.rows).finish()
+        if at.ep_size > 1:
+            self._exchange = Exchange(gather_route(at.ep_group).reversed(), self.baton, self.rows)
+
+    def come_home(self) -> Tensor:
+        return self.rows if self._exchange is None else self._exchange.finish()[0]

@@ -1,0 +1,146 @@
+"""Multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2): layers behind the decoder, each of which
+looks one token further ahead.
+
+Depth d gets the hidden states of the depth before (first: the decoder's, normed) and the embeddings of the tokens d
+places on, and predicts the tokens d + 1 places on, through the model's own embedding and head. What its loss does is
+`models.common.prediction_loss`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.backends import choose_backend
+from megatron.core.exceptions import UserError
+from megatron.core.ops.precision import widened
+from megatron.core.parameters import add_partial_gradient_axis
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recompute import recompute_predictions
+from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MultiTokenPredictionLayerSubmodules:
+    """Specs of the parts of one depth."""
+
+    enorm: Spec = WrappedTorchNorm
+    """Norm of the embeddings."""
+    hnorm: Spec = WrappedTorchNorm
+    """Norm of the hidden states of the depth before."""
+    eh_proj: Spec = ColumnParallelLinear
+    """Both, [t, 2h], to one hidden state; see `get_gpt_mtp_block_spec` for which linear is used when."""
+    transformer_layer: Spec | None = None
+    layer_norm: Spec = WrappedTorchNorm
+    """The norm behind the layer."""
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """Specs of the depths, one each."""
+
+    layer_specs: list[ModuleSpec] = field(default_factory=list)
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """norm(layer(W [norm(embedding); norm(hidden)])): one depth. `layer_number` counts depths from 1; its transformer
+    layer is numbered after the decoder's last."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MultiTokenPredictionLayerSubmodules,
+        layer_number: int = 1,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.pg_collection = pg_collection or default_collection()
+        if submodules.transformer_layer is None:
+            raise UserError("the spec of a multi-token prediction layer has no transformer_layer: give it one")
+        h, number = config.hidden_size, config.num_layers + layer_number
+        norm = {"config": config, "hidden_size": h, "eps": config.layernorm_epsilon}
+        offer = {"backend": choose_backend(config, number)}
+        self.enorm = build_module(submodules.enorm, **norm, offer=offer)
+        self.hnorm = build_module(submodules.hnorm, **norm, offer=offer)
+        self.eh_proj = build_module(
+            submodules.eh_proj,
+            2 * h,
+            h,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            gather_output=True,
+            offer={**offer, "tp_group": self.pg_collection.tp},
+        )
+        self.transformer_layer = build_module(
+            submodules.transformer_layer,
+            config=config,
+            layer_number=number,
+            pg_collection=self.pg_collection,
+            vp_stage=vp_stage,
+        )
+        self.final_layernorm = build_module(submodules.layer_norm, **norm, offer=offer)
+        if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
+            add_partial_gradient_axis("tp", self.enorm, self.hnorm, self.final_layernorm)
+
+    def forward(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
+        """[t, h] of the depth before and embeddings [t, h] of the tokens that it predicts -> [t, h], normed."""
+        both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)  # [t, 2h]
+        joined, _ = self.eh_proj(both)
+        if joined.shape[0] != hidden.shape[0]:  # a column parallel one under sequence parallelism gives all tokens
+            joined = scatter_to_sequence_parallel_region(joined, self.pg_collection.tp)
+        if self.config.fp32_residual_connection:
+            joined = widened(joined)
+        return self.final_layernorm(self.transformer_layer(joined, inputs))
+
+
+class MultiTokenPredictionBlock(MegatronModule):
+    """All depths, one after the other. `spec`: the specs of the depths (a block's submodules)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: MultiTokenPredictionBlockSubmodules | ModuleSpec,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        layers_before: int = 0,
+    ) -> None:
+        """`layers_before`: the decoder's layers on the same stage, after which recompute of the first layers counts."""
+        super().__init__(config)
+        groups = pg_collection or default_collection()
+        submodules = spec if isinstance(spec, MultiTokenPredictionBlockSubmodules) else spec.submodules
+        if len(submodules.layer_specs) != (config.mtp_num_layers or 0):
+            raise UserError(
+                f"{len(submodules.layer_specs)} specs of multi-token prediction layers, "
+                f"mtp_num_layers is {config.mtp_num_layers}; make them equal"
+            )
+        self.layers = nn.ModuleList(
+            build_module(layer_spec, config=config, layer_number=depth, vp_stage=vp_stage, pg_collection=groups)
+            for depth, layer_spec in enumerate(submodules.layer_specs, 1)
+        )
+        recompute_predictions(self, config, layers_before, groups.tp)
+
+    def forward(self, hidden: Tensor, embedded: Sequence[Tensor], inputs: LayerInputs) -> list[Tensor]:
+        """Hidden states of the decoder [s, b, h], and for each depth the embeddings [s, b, h] of the tokens so many
+        places on -> the hidden states of each depth, [s, b, h]."""
+        shape, flat = embedded[0].shape, hidden.flatten(0, 1)  # [t, h]
+        found = []
+        for layer, ahead in zip(self.layers, embedded, strict=True):
+            flat = self.run_layers([layer], flat, ahead.flatten(0, 1), inputs)
+            found.append(flat.view(shape))
+        return found
+
+    def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
+        """A run of one depth, [t, h] -> [t, h]: the piece that full recompute wraps."""
+        (layer,) = layers
+        return layer(hidden, embedded, inputs)

@@ -1,0 +1,127 @@
+"""What layers report (`megatron.core.transformer.reported`), brought together when the log is written.
+
+Each pipeline stage has its own layers. The ranks of a stage sum what they added with one all-reduce; the stages then
+tell each other what they have, with two gathers: how much, and what. Names travel as JSON beside the numbers, so that
+nobody needs to know what other stages hold.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.collectives import all_gather, all_reduce
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.reported import EXPERT_LOAD, take_reports
+from megatron.training.logging.metrics import synchronization_allowed
+
+Key = tuple[str, int]
+"""Name and layer, as in a `Report`."""
+Sums = dict[Key, tuple[list[float], float]]
+"""Totals (one number, or one for each expert) and count."""
+
+_DETAIL = "moe_load"
+"""Names that begin so are left out of the log line."""
+
+
+@dataclass(frozen=True)
+class LayerNumbers:
+    """Means over micro-batches, ranks, and iterations of some time."""
+
+    by_layer: Mapping[Key, float] = field(default_factory=dict)
+
+    def means(self) -> dict[str, float]:
+        """By name, over the layers that have it."""
+        values: dict[str, list[float]] = {}
+        for (name, _), value in self.by_layer.items():
+            values.setdefault(name, []).append(value)
+        return {name: sum(found) / len(found) for name, found in values.items()}
+
+    def line(self) -> dict[str, float]:
+        """What the log line shows beside the loss: the losses that layers add."""
+        return {name: value for name, value in self.means().items() if not name.startswith(_DETAIL)}
+
+    def tags(self, *, per_layer: bool) -> dict[str, float]:
+        """What files take: the means and, if asked for, each layer's number under its published tag. Layers count from
+        0 there."""
+        tags = self.means()
+        if per_layer:
+            for (name, layer), value in self.by_layer.items():
+                if not name.startswith("mtp_"):  # which has its layer in its name
+                    tags[f"moe/{name}_layer_{layer - 1}"] = value
+        return tags
+
+
+class LayerReports:
+    """Reads the reports of this rank's model chunks. Every rank makes the same calls."""
+
+    def __init__(
+        self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_tell: bool
+    ) -> None:
+        """`stages_tell`: layers of some stage may report, as the config has it; if not, only a user's own modules on a
+        run's only stage are heard."""
+        self._chunks, self._groups, self._device = tuple(chunks), groups, device
+        self._stages_tell = stages_tell and groups.size("pp") > 1
+        self._since_line: Sums = {}
+
+    def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:
+        """Since the last call, and since the last call with `reset`."""
+        with synchronization_allowed(self._device):
+            found = self._of_all_stages(self._of_this_stage())
+        for key, (totals, count) in found.items():
+            before, counted = self._since_line.get(key, ([0.0] * len(totals), 0.0))
+            self._since_line[key] = ([a + b for a, b in zip(before, totals, strict=True)], counted + count)
+        line = LayerNumbers(_means(self._since_line))
+        if reset:
+            self._since_line = {}
+        return LayerNumbers(_means(found)), line
+
+    def _of_this_stage(self) -> Sums:
+        reports = sorted(take_reports(self._chunks), key=lambda report: (report.layer, report.name))
+        if not reports:
+            return {}
+        flat = torch.cat([torch.cat([r.total.reshape(-1), r.count.reshape(1)]) for r in reports])
+        if self._groups.size("tp_dp_cp") > 1:
+            all_reduce(flat, self._groups.tp_dp_cp)
+        numbers, sums = iter(flat.tolist()), {}
+        for report in reports:
+            totals = [next(numbers) for _ in range(report.total.numel())]
+            sums[report.name, report.layer] = (totals, next(numbers))
+        return sums
+
+    def _of_all_stages(self, own: Sums) -> Sums:
+        if not self._stages_tell:
+            return own
+        text = json.dumps([[*key, totals, count] for key, (totals, count) in own.items()]).encode()
+        group = self._groups.pp
+        lengths = [int(n) for n in all_gather(self._tensor([len(text)], torch.int64), group)]
+        padded = self._tensor(list(text.ljust(max(lengths))), torch.uint8)
+        texts = [bytes(part.tolist()).decode() for part in all_gather(padded, group)]
+        return {(name, layer): (totals, count) for part in texts for name, layer, totals, count in json.loads(part)}
+
+    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+
+def _means(sums: Sums) -> dict[Key, float]:
+    means: dict[Key, float] = {}
+    for (name, layer), (totals, count) in sorted(sums.items(), key=lambda item: (item[0][1], item[0][0])):
+        if name == EXPERT_LOAD:
+            means |= {(f"{name}_{what}", layer): value for what, value in load_numbers(totals).items()}
+        else:
+            means[name, layer] = totals[0] / count if count else 0.0
+    return means
+
+
+def load_numbers(counts: Sequence[float]) -> dict[str, float]:
+    """`max`: tokens of the fullest expert, in parts of the mean. `entropy`: of the shares of tokens, in parts of what
+    it is when all are equal."""
+    total = sum(counts)
+    if not total:
+        return {"max": 0.0, "entropy": 0.0}
+    shares = [count / total for count in counts]
+    entropy = -sum(share * math.log(share) for share in shares if share)
+    return {"max": max(shares) * len(counts), "entropy": entropy / math.log(len(counts)) if len(counts) > 1 else 1.0}

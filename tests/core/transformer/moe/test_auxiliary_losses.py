@@ -1,0 +1,97 @@
+"""Balance losses and the loss of logits against loops, with one rank; `test_router_layouts` has several."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.routing import balance_scores, best
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.moe.auxiliary_losses import (
+    GlobalBalance,
+    coefficients,
+    count_choices,
+    micro_batch_loss,
+    sequence_loss,
+    z_loss,
+)
+from megatron.core.transformer.moe.micro_batch import MicroBatchShare
+
+S, B, EXPERTS, K = 6, 3, 4, 2
+
+
+def share(tokens: Tokens | None = None) -> MicroBatchShare:
+    tokens = tokens or Tokens(S, B)
+    return MicroBatchShare(tokens, tokens.count, None, None)
+
+
+def problem(seed: int = 0) -> tuple[Tensor, Tensor]:
+    logits = torch.randn(S * B, EXPERTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    scores = balance_scores(logits, "softmax")
+    return scores, best(scores, K)
+
+
+def balance(scores: Tensor, experts: Tensor) -> float:
+    """E / (k T^2) sum P n over some tokens."""
+    tokens = scores.shape[0]
+    total = 0.0
+    for expert in range(EXPERTS):
+        total += float(scores[:, expert].sum()) * sum(row.count(expert) for row in experts.tolist())
+    return EXPERTS / (K * tokens**2) * total
+
+
+def test_of_a_micro_batch() -> None:
+    scores, experts = problem()
+    assert float(micro_batch_loss(scores, experts, share())) == pytest.approx(balance(scores, experts), rel=1e-12)
+
+
+def test_of_sequences() -> None:
+    scores, experts = problem()
+    rows = [balance(scores[row::B], experts[row::B]) for row in range(B)]  # token (i, j) is at i * b + j
+    assert float(sequence_loss(scores, experts, share())) == pytest.approx(sum(rows) / B, rel=1e-12)
+
+
+def test_a_sample_is_a_sequence_also_where_a_packed_row_has_several() -> None:
+    """One row of B samples: the same tokens, in another order."""
+    scores, experts = problem()
+    packed = Tokens(S * B, 1, sample_length=S)
+    by_sample = torch.arange(S * B).view(S, B).t().flatten()
+    value = sequence_loss(scores[by_sample], experts[by_sample], share(packed))
+    torch.testing.assert_close(value, sequence_loss(scores, experts, share()))
+    assert not torch.isclose(value, micro_batch_loss(scores, experts, share()), rtol=1e-6)
+
+
+def test_what_is_evenly_loaded_has_the_value_one() -> None:
+    scores = torch.full((S * B, EXPERTS), 1 / EXPERTS, dtype=torch.float64)
+    experts = (torch.arange(S * B)[:, None] // B * K + torch.arange(K)) % EXPERTS
+    for value in (
+        micro_batch_loss(scores, experts, share()),
+        sequence_loss(scores, experts, share()),
+        GlobalBalance().loss(scores, experts, share(), None),
+    ):
+        assert float(value) == pytest.approx(1.0)
+
+
+def test_of_the_global_batch_so_far() -> None:
+    seen, tracker = torch.zeros(EXPERTS, dtype=torch.float64), GlobalBalance()
+    for step in range(3):
+        scores, experts = problem(step)
+        seen += count_choices(experts, EXPERTS)
+        expected = EXPERTS / (K * (S * B) ** 2) * float((scores.sum(0) * seen / (step + 1)).sum())
+        assert float(tracker.loss(scores, experts, share(), None)) == pytest.approx(expected, rel=1e-12)
+    tracker.reset()
+    scores, experts = problem(7)
+    value = tracker.loss(scores, experts, share(), None)
+    torch.testing.assert_close(value, micro_batch_loss(scores, experts, share()))
+
+
+def test_of_logits() -> None:
+    logits = torch.randn(S * B, EXPERTS, dtype=torch.float64)
+    expected = sum(float(row.exp().sum().log()) ** 2 for row in logits) / (S * B)
+    assert float(z_loss(logits, share())) == pytest.approx(expected, rel=1e-12)
+
+
+def test_coefficients_go_with_types() -> None:
+    assert coefficients("aux_loss", 0.1) == {"aux_loss": 0.1}
+    assert coefficients(["seq_aux_loss", "aux_loss"], [0.1, 0.2]) == {"seq_aux_loss": 0.1, "aux_loss": 0.2}
+    assert coefficients(["seq_aux_loss", "aux_loss"], 0.1) == {"seq_aux_loss": 0.1, "aux_loss": 0.1}
+    assert coefficients("none", 0.1) == coefficients("aux_loss", 0.0) == coefficients("sinkhorn", 0.0) == {}

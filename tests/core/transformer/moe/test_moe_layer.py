@@ -1,0 +1,270 @@
+"""A layer of experts on one rank: what it computes, when, how it is called, and what its weights are called."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.pool import Pool
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.core import collectives
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import (
+    EachOf,
+    XavierUniform,
+    each_of,
+    info_of,
+    initialize_parameters,
+    name_parameters,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def build(groups: ProcessGroupCollection | None = None, grouped: bool = True, **settings: Any) -> MoELayer:
+    config = TransformerConfig(
+        **{"num_layers": 1, "num_moe_experts": 4, "moe_ffn_hidden_size": 6, "fp64": True} | settings,
+        hidden_size=8,
+        num_attention_heads=2,
+    )
+    model = nn.Module()
+    parts = MoESubmodules(experts=GroupedMLP if grouped else SequentialMLP)
+    model.mlp = MoELayer(config, parts, layer_number=1, pg_collection=groups)
+    name_parameters(model)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator) * 0.5)
+    return model.mlp
+
+
+def hidden(t: int = 12) -> Tensor:
+    return torch.randn(t, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def by_hand(layer: MoELayer, x: Tensor) -> Tensor:
+    """Token by token, choice by choice, from the formulas."""
+    weights, chosen = layer.router(x[:, None])
+    fc1, fc2 = layer.experts.linear_fc1, layer.experts.linear_fc2
+    output = torch.zeros_like(x)
+    for t, e in chosen.nonzero().tolist():
+        gate, up = (x[t] @ fc1.weight[e].t() + fc1.bias[e]).chunk(2)
+        output[t] += (F.silu(gate) * up * weights[t, e]) @ fc2.weight[e].t() + fc2.bias[e] * weights[t, e]
+    shared = layer.shared_experts
+    gate, up = (x @ shared.linear_fc1.weight.t() + shared.linear_fc1.bias).chunk(2, -1)
+    dense = (F.silu(gate) * up) @ shared.linear_fc2.weight.t() + shared.linear_fc2.bias
+    return output + dense * torch.sigmoid(x @ shared.gate_weight.t())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_sum_of_experts_by_weight_and_the_shared_ones(overlap: bool) -> None:
+    shared = {"moe_shared_expert_intermediate_size": 10, "moe_shared_expert_gate": True}
+    layer = build(**SWIGLU, **shared, moe_shared_expert_overlap=overlap)
+    x = hidden()
+    output, bias = layer(x, LayerInputs(Tokens(6, 2)))
+    assert bias is None
+    torch.testing.assert_close(output, by_hand(layer, x), rtol=1e-12, atol=1e-12)
+    # By itself it takes [s, b, h] too.
+    assert torch.equal(layer(x.view(6, 2, 8))[0], output.view(6, 2, 8))
+
+
+def test_a_latent_width_is_what_experts_work_at() -> None:
+    layer = build(moe_latent_size=4, add_bias_linear=False, activation_func=F.relu)
+    x = hidden()
+    weights, _ = layer.router(x[:, None])
+    narrow = x @ layer.fc1_latent_proj.weight.t()
+    fc1, fc2 = (part.weight for part in (layer.experts.linear_fc1, layer.experts.linear_fc2))
+    every = torch.einsum("tef,ehf->teh", torch.einsum("th,efh->tef", narrow, fc1).relu(), fc2)
+    expected = torch.einsum("te,teh->th", weights, every) @ layer.fc2_latent_proj.weight.t()
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_on_inputs() -> None:
+    settings = {"moe_router_topk": 1, "moe_router_pre_softmax": True, "add_bias_linear": False}
+    layer = build(moe_apply_probs_on_input=True, activation_func=F.relu, **settings)
+    other = build(activation_func=F.relu, **settings)
+    x = hidden()
+    # relu(w x) = w relu(x) for w > 0: then the two are one.
+    torch.testing.assert_close(layer(x)[0], other(x)[0], rtol=1e-12, atol=1e-12)
+    square = {"activation_func": lambda y: y * y, **settings}
+    squared = [build(moe_apply_probs_on_input=on_input, **square) for on_input in (False, True)]
+    weights = layer.router(x[:, None])[0].sum(1, keepdim=True)
+    torch.testing.assert_close(squared[1](x)[0], squared[0](x)[0] * weights, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Events:
+    """What happens in which order, told by what is called."""
+
+    def __init__(self, layer: MoELayer, monkeypatched: Any) -> None:
+        self.seen: list[str] = []
+        start = collectives.start_all_to_all_rows
+        self.inside = False
+
+        def watched(*arguments: Any) -> Any:
+            self.seen.append("start")
+            pending = start(*arguments)
+            wait = pending.wait
+
+            def wait_watched() -> Any:
+                self.seen.append("wait")
+                return wait()
+
+            pending.wait = wait_watched
+            return pending
+
+        monkeypatched.start_all_to_all_rows = watched
+        layer.shared_experts.linear_fc1.register_forward_hook(lambda *unused: self.seen.append("fc1"))
+        layer.shared_experts.linear_fc2.register_forward_hook(lambda *unused: self.seen.append("fc2"))
+        for name in ("fc1", "fc2"):
+            linear = getattr(layer.shared_experts, f"linear_{name}")
+            linear.weight.register_post_accumulate_grad_hook(lambda *unused, name=name: self.seen.append(f"d{name}"))
+
+    def hand_over(self) -> None:
+        self.seen.append("hand over")
+
+
+def order_of_events() -> list[str]:
+    from megatron.core.transformer.moe import exchange
+
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
+    original = exchange.start_all_to_all_rows
+    settings = {"moe_shared_expert_intermediate_size": 10, "moe_shared_expert_overlap": True, "add_bias_linear": False}
+    layer = build(groups, moe_token_dispatcher_type="alltoall", **settings)
+    try:
+        events = Events(layer, exchange)
+        x = hidden().requires_grad_()
+        output, _ = layer(x, LayerInputs(Tokens(6, 2), baton=events))
+        events.seen.append("backward")
+        output.sum().backward()
+    finally:
+        exchange.start_all_to_all_rows = original
+    return events.seen
+
+
+def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_under_way(pool: Pool) -> None:
+    go = ["start", "start", "fc1", "hand over", "wait", "wait", "start", "fc2", "hand over", "wait"]
+    back = ["start", "dfc2", "hand over", "wait", "start", "start", "dfc1", "hand over", "wait", "wait"]
+    for seen in pool.run(order_of_events, 2):
+        assert seen == [*go, "backward", *back]
+
+
+def lives_of_rows(kind: str) -> list[str]:
+    """What of the rows that travel still has memory where it is not needed any more."""
+    from megatron.core.transformer.moe import exchange
+
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
+    layer = build(groups, moe_token_dispatcher_type=kind, add_bias_linear=False)
+    original, backend = exchange.start_all_to_all_rows, layer.token_dispatcher.backend
+    sent, received, alive = [], [], []
+
+    def watched(rows: Tensor, *sizes: Any) -> collectives.Pending:
+        pending = original(rows, *sizes)
+        sent.append(StorageWeakRef(rows.untyped_storage()))
+        received.append(StorageWeakRef(pending.tensor.untyped_storage()))
+        return pending
+
+    def compute(*inputs: Any) -> Tensor:
+        alive.extend(f"received {n}" for n, one in enumerate(received) if not one.expired())
+        taken.append(StorageWeakRef(inputs[0].untyped_storage()))
+        return experts(*inputs)
+
+    def unpermute(rows: Tensor, copies: Any) -> Tensor:
+        if len(sent) == travelled + 1:  # at home
+            alive.extend(f"sent {n}" for n, one in enumerate(sent) if not one.expired())
+            alive.extend("taken by experts" for one in taken if not one.expired())
+        return backend.unpermute(rows, copies)
+
+    taken: list[Any] = []
+    travelled = 3 if kind == "flex" else 2
+    experts, layer.experts.forward = layer.experts.forward, compute
+    layer.token_dispatcher.backend = dataclasses.replace(backend, unpermute=unpermute)
+    exchange.start_all_to_all_rows = watched
+    try:
+        with torch.no_grad():
+            layer(hidden())
+    finally:
+        exchange.start_all_to_all_rows = original
+    assert len(sent) == travelled + 1
+    return alive
+
+
+@pytest.mark.parametrize("kind", ["alltoall", "flex"])
+def test_rows_go_when_what_is_made_of_them_is_there(kind: str, pool: Pool) -> None:
+    assert pool.run(partial(lives_of_rows, kind), 2) == [[], []]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_experts_one_after_the_other_and_grouped_are_the_same_weights_under_published_names() -> None:
+    grouped, sequential = build(**SWIGLU), build(**SWIGLU, grouped=False)
+    names = set(grouped.state_dict())
+    stacked = ("linear_fc1.weight", "linear_fc2.bias")
+    assert {f"experts.{name}{i}" for name in stacked for i in range(4)} <= names
+    for i, expert in enumerate(sequential.experts.local_experts):
+        assert isinstance(expert, MLP) and f"experts.local_experts.{i}.linear_fc1.weight" in sequential.state_dict()
+        for name, parameter in expert.named_parameters():
+            info = info_of(parameter)
+            assert info.name == f"mlp.experts.{name}" and info.grid == "expert" and "ep" in info.sharded_axes
+            module, _, kind = name.partition(".")
+            whole = getattr(getattr(grouped.experts, module), kind)
+            assert info.global_shape == info_of(whole).global_shape and info.box.start[0] == i
+    state = grouped.state_dict()
+    other = build(**SWIGLU)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    x = hidden()
+    assert torch.equal(other(x)[0], grouped(x)[0])
+    del state["experts.linear_fc1.weight2"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*experts.linear_fc1.weight"):
+        other.load_state_dict(state)
+
+
+def test_each_expert_is_drawn_as_a_matrix_of_its_own() -> None:
+    """Glorot's bound goes by an expert's own sizes; a user's function gets one expert at a time."""
+    layer = build(**SWIGLU, init_method=XavierUniform(), output_layer_init_method=nn.init.orthogonal_)
+    model = nn.Module()
+    model.mlp = layer
+    initialize_parameters(model, 3)
+    bound = (6.0 / (2 * 6 + 8)) ** 0.5
+    largest = layer.experts.linear_fc1.weight.abs().amax((1, 2))
+    assert (largest < bound).all() and (largest > 0.95 * bound).all()
+    for matrix in layer.experts.linear_fc2.weight:  # [8, 6]: its columns are orthonormal
+        torch.testing.assert_close(matrix.t() @ matrix, torch.eye(6, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert not torch.equal(layer.experts.linear_fc2.weight[0], layer.experts.linear_fc2.weight[1])
+    assert isinstance(each_of(nn.init.orthogonal_), EachOf)
+
+
+def test_tensor_parallel_ranks_train_experts_on_tokens_of_their_own_only() -> None:
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), 1)
+    layer = build(groups, tensor_model_parallel_size=2)
+    with pytest.raises(UserError, match="over 2 tensor parallel ranks with sequence_parallel only"):
+        layer(hidden())
+    groups = ProcessGroupCollection.from_grid(RankGrid(3, expert=3), 1)
+    with pytest.raises(UserError, match="num_moe_experts 4 does not divide by 3 expert parallel ranks"):
+        build(groups)

@@ -1,0 +1,326 @@
+"""Latent attention in every layout against one process, in float64; packed documents; writing with a cache."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.boxes import error, fill, part_of, whole_gradients, whole_values
+from support.pool import Pool
+from torch import Tensor, nn
+
+from megatron.core.collectives import recorded
+from megatron.core.context_parallel import cut_rows, sequence_part
+from megatron.core.exceptions import UserError
+from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
+from megatron.core.parameters import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.multi_latent_attention import score_scale
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+TOLERANCE = 1e-11
+ROW, ROWS, VOCABULARY = 16, 2, 37
+EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
+SIZES = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "ffn_hidden_size": 24}
+QUERY_LATENT = {"q_lora_rank": 12, "qk_layernorm": True, "rotary_scaling_factor": 4, "mscale_all_dim": 0.8}
+"""With YaRN, whose frequencies of 4 channels change as `original_max_position_embeddings` says."""
+MODELS: dict[str, dict[str, Any]] = {
+    "queries at once": {"q_lora_rank": None, "rope_type": "rope", "attention_dropout": 0.2},
+    "all latents": {**QUERY_LATENT, "original_max_position_embeddings": 8, "hidden_dropout": 0.2},
+    "layers without positions, sinks": {**QUERY_LATENT, "no_rope_freq": 2, "softmax_type": "learnable"},
+    "packed": {"q_lora_rank": 12, "qk_layernorm": True, "packed": True, "window_size": (9, 0)},
+    "values wider than keys": {"q_lora_rank": None, "v_head_dim": 14, "rotary_percent": 0.5, "add_bias_linear": True},
+}
+
+
+class OwnNorm(nn.LayerNorm):
+    """A norm of a user, who knows nothing of descriptors."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None, **layout: Any) -> GPTModel:
+    settings = {key: value for key, value in settings.items() if key not in ("packed", "spec")} | layout
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False}
+    config = MLATransformerConfig(
+        num_layers=2, hidden_size=18, num_attention_heads=4, fp64=True, **{**plain, **SIZES, **settings}
+    )
+    spec = gpt_layer_spec_of(config, 1)
+    return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
+
+
+def losses(model: GPTModel, groups: ProcessGroupCollection | None, packed: bool) -> Tensor:
+    """The weighted sum of the losses of this rank's tokens, its gradients left in the model."""
+    part = None if groups is None else sequence_part(groups)
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, ROW * ROWS) if packed else (ROWS, ROW)
+    ids, labels = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
+    weight = torch.rand(shape, dtype=torch.float64, generator=generator)
+    if part is not None:
+        ids, labels, weight = (cut_rows(tensor, part, 1) for tensor in (ids, labels, weight))
+    tokens = Tokens(
+        ids.shape[1],
+        ids.shape[0],
+        part,
+        cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
+        max_seqlen=13 if packed else None,
+        sample_length=ROW,
+        random=RandomPlace(7, 3, 5),
+    )
+    loss = (model(ids, labels=labels, tokens=tokens) * weight).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def prepared(settings: dict[str, Any]) -> dict[str, Any]:
+    """What one process has and computes."""
+    torch.manual_seed(0)
+    whole = build(settings)
+    expected: dict[str, Any] = {"initial": whole_values(whole)}
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    expected |= {"values": whole_values(whole), "loss": losses(whole, None, settings.get("packed", False))}
+    return expected | {"gradients": whole_gradients(whole)}
+
+
+def errors_on_a_rank(settings: dict[str, Any], expected: dict[str, Any], layout: dict[str, Any]) -> dict[str, float]:
+    tensor, context = (layout.get(f"{axis}_parallel_size", 1) for axis in ("tensor_model", "context"))
+    levels = layout.get("hierarchical_context_parallel_sizes")
+    grid = RankGrid(tensor * context, tensor=tensor, context=context)
+    groups = ProcessGroupCollection.from_grid(grid, torch.distributed.get_rank(), hierarchical_context_sizes=levels)
+    model = build(settings, groups, **layout)
+    for parameter in model.parameters():
+        initial = parameter.detach().view(-1)[: info_of(parameter).box.numel]
+        assert torch.equal(initial, part_of(expected["initial"][info_of(parameter).name], parameter).reshape(-1))
+    fill(model, expected["values"])
+    loss = losses(model, groups, settings.get("packed", False))
+    torch.distributed.all_reduce(loss, group=groups.cp)
+    errors = {"loss": error(loss, expected["loss"])}
+    for parameter in model.parameters():
+        info, gradient = info_of(parameter), parameter.grad
+        assert gradient is not None, info.name
+        if "tp" in info.partial_gradient_axes:
+            torch.distributed.all_reduce(gradient, group=groups.tp)
+        torch.distributed.all_reduce(gradient, group=groups.cp)
+        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
+        errors[info.name] = error(box, part_of(expected["gradients"][info.name], parameter))
+    return errors
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": TP2,
+    "tp2 sp": SP2,
+    "tp4 sp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+    "cp2 ring": {"context_parallel_size": 2},
+    "cp4 gathered": {"context_parallel_size": 4, "cp_comm_type": "all_gather"},
+    "tp2 sp cp2 heads": {**SP2, "context_parallel_size": 2, "cp_comm_type": "a2a"},
+    "tp2 cp2 ring": {**TP2, "context_parallel_size": 2},
+    "cp4 heads and ring": {
+        "context_parallel_size": 4,
+        "cp_comm_type": "a2a+p2p",
+        "hierarchical_context_parallel_sizes": [2, 2],
+    },
+}
+
+
+QUICK = {
+    "queries at once": ["tp2", "cp4 heads and ring"],
+    "all latents": ["tp4 sp", "tp2 sp cp2 heads"],
+    "layers without positions, sinks": ["cp2 ring"],
+    "packed": ["tp2 sp", "cp4 gathered"],
+    "values wider than keys": ["tp2 cp2 ring"],
+}
+"""Every layout, and every model, at least once."""
+
+
+def compare(name: str, layouts: Iterable[str], pool: Pool) -> None:
+    expected = prepared(MODELS[name])
+    for layout in layouts:
+        settings = LAYOUTS[layout]
+        ranks = settings.get("tensor_model_parallel_size", 1) * settings.get("context_parallel_size", 1)
+        for rank, errors in enumerate(pool.run(errors_on_a_rank, ranks, MODELS[name], expected, settings)):
+            wrong = {key: value for key, value in errors.items() if not value < TOLERANCE}
+            assert len(errors) > 15 and not wrong, (layout, rank, wrong)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_process(name: str, pool: Pool) -> None:
+    compare(name, QUICK[name], pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_equals_one_process(name: str, pool: Pool) -> None:
+    compare(name, LAYOUTS, pool)
+
+
+def test_quick_layouts_are_all() -> None:
+    assert {layout for layouts in QUICK.values() for layout in layouts} == set(LAYOUTS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Specs, and what is sent
+
+
+def with_parts(spec: Any, **parts: Any) -> Any:
+    """The spec of a layer whose attention has other parts."""
+    attention = spec.submodules.self_attention
+    attention = dataclasses.replace(attention, submodules=dataclasses.replace(attention.submodules, **parts))
+    return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, self_attention=attention))
+
+
+def errors_of_other_parts(expected: dict[str, Any], layout: dict[str, Any], norm: bool) -> dict[str, float]:
+    """With down projections that are shared out, as in the published plain spec, and a user's own norms."""
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
+    config = build(MODELS["all latents"], groups, **layout).config
+    config.hidden_dropout = 0.0
+    down = {"linear_q_down_proj": ColumnParallelLinear, "linear_kv_down_proj": ColumnParallelLinear}
+    norms = {"q_layernorm": OwnNorm, "kv_layernorm": OwnNorm} if norm else {}
+    spec = with_parts(gpt_layer_spec_of(config, 1), **down, **norms)
+    model = GPTModel(config, spec, VOCABULARY, ROW, pg_collection=groups)
+    fill(model, expected["values"])
+    errors = {"loss": error(losses(model, groups, False), expected["loss"])}
+    for parameter in model.parameters():
+        info, gradient = info_of(parameter), parameter.grad
+        assert gradient is not None
+        if "tp" in info.partial_gradient_axes:
+            torch.distributed.all_reduce(gradient, group=groups.tp)
+        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
+        errors[info.name] = error(box, part_of(expected["gradients"][info.name], parameter))
+    return errors
+
+
+@pytest.mark.parametrize("layout", [TP2, SP2], ids=["tp", "sp"])
+@pytest.mark.parametrize("norm", [False, True], ids=["", "own norms"])
+def test_parts_of_other_classes(layout: dict[str, Any], norm: bool, pool: Pool) -> None:
+    torch.manual_seed(0)
+    config = build(MODELS["all latents"]).config
+    config.hidden_dropout = 0.0
+    spec = gpt_layer_spec_of(config, 1)
+    whole = GPTModel(
+        config, with_parts(spec, q_layernorm=OwnNorm, kv_layernorm=OwnNorm) if norm else spec, VOCABULARY, ROW
+    )
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    expected = {"values": whole_values(whole), "loss": losses(whole, None, False), "gradients": whole_gradients(whole)}
+    for errors in pool.run(errors_of_other_parts, 2, expected, layout, norm):
+        assert len(errors) > 15 and all(value < TOLERANCE for value in errors.values()), errors
+
+
+def test_a_spec_without_norms_where_the_config_wants_them() -> None:
+    config = build(MODELS["all latents"]).config
+    with pytest.raises(UserError, match="has no kv_layernorm"):
+        GPTModel(config, with_parts(gpt_layer_spec_of(config, 1), kv_layernorm=IdentityOp), VOCABULARY, ROW)
+    with pytest.raises(UserError, match="has no linear_q_up_proj"):
+        GPTModel(config, with_parts(gpt_layer_spec_of(config, 1), linear_q_up_proj=None), VOCABULARY, ROW)
+
+
+def bytes_of_a_layer() -> tuple[float, float]:
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
+    model = build({**MODELS["all latents"], "hidden_dropout": 0.0, "attention_dropout": 0.0}, groups, **SP2)
+    attention = model.decoder.layers[0].self_attention
+    hidden = torch.randn(ROW * ROWS // 2, 18, dtype=torch.float64)
+    with recorded() as log:
+        attention.compress(hidden, LayerInputs(Tokens(ROW, ROWS)))
+        before = sum(entry.sent_bytes for entry in log)
+        attention(hidden, LayerInputs(Tokens(ROW, ROWS)))
+    return before, sum(entry.sent_bytes for entry in log) - before
+
+
+def test_what_is_gathered_is_the_latents(pool: Pool) -> None:
+    """Under sequence parallelism: numbers of the shared key before the heads, then both latents and the output."""
+    before, forward = pool.run(bytes_of_a_layer, 2)[0]
+    tokens = ROW * ROWS // 2 * 8  # of one rank, bytes of a number
+    assert before == tokens * 4
+    assert forward == tokens * (4 + 12 + 10 + 18)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The factor of the scores; writing
+
+
+def test_factor_of_the_scores() -> None:
+    def scale(**settings: Any) -> float:
+        return score_scale(build({"q_lora_rank": None, **settings}).config)
+
+    assert scale(rotary_scaling_factor=1.0, mscale_all_dim=1.0) == pytest.approx(10**-0.5)
+    magnitude = 0.1 * 0.8 * torch.log(torch.tensor(4.0, dtype=torch.float64)).item() + 1
+    for rope_type in ("rope", "yarn"):  # as published, for either
+        found = scale(rotary_scaling_factor=4.0, mscale_all_dim=0.8, rope_type=rope_type)
+        assert found == pytest.approx(magnitude**2 * 10**-0.5, rel=1e-12)
+    assert scale(softmax_scale=0.3, mscale_all_dim=0.8) == 0.3
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["keys", "latents"])
+@pytest.mark.parametrize("name", ["queries at once", "all latents", "layers without positions, sinks"])
+def test_writing_with_a_cache_is_writing_without(name: str, cached: bool) -> None:
+    torch.manual_seed(0)
+    model = build({**MODELS[name], "cache_mla_latents": cached})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    model.eval()
+    ids = torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(2))
+    context = StaticInferenceContext(3, 9)
+    positions = context.begin(torch.tensor([5, 2, 4]), 5)
+    prompts, places = ids[:, :5], [5, 2, 4]
+    logits = model(prompts, positions.expand(3, -1), inference_context=context)
+    rows = [list(ids[row, :length]) for row, length in enumerate(places)]
+    for step in range(3):
+        for row, known in enumerate(rows):
+            assert error(logits[row, 0].detach(), model(torch.stack(known)[None])[0, -1].detach()) < TOLERANCE
+            known.append(ids[row, 6 + step])
+        logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
+
+
+def test_layers_without_positions() -> None:
+    def logits(positions: Tensor, **settings: Any) -> Tensor:
+        model = build({"q_lora_rank": None, "rope_type": "rope", "init_method_std": 0.4, **settings})
+        return model(torch.arange(8)[None], position_ids=positions[None]).detach()
+
+    counted, skipping = torch.arange(8), torch.tensor([0, 1, 2, 10, 11, 15, 16, 30])
+    assert torch.equal(logits(counted, no_rope_freq=[1, 1]), logits(skipping, no_rope_freq=[1, 1]))
+    for pattern in ([0, 1], [1, 0], None):
+        changed = error(logits(skipping, no_rope_freq=pattern), logits(counted, no_rope_freq=pattern))
+        assert changed > 1e-4
+    assert error(logits(counted + 5), logits(counted)) < 1e-6  # angles are float32: only distances count
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_type": "none"}, "rope_type none: choose among rope, yarn"),
+        ({"rotary_base": -5.0}, "rotary_base -5.0 must be larger than 1"),
+        ({"mscale": float("nan")}, "mscale nan must be a number"),
+        ({"qk_pos_emb_head_dim": 5}, "turns 5 channels of a head"),
+        ({"num_query_groups": 2}, "every head has keys of its own"),
+        ({"attention_output_gate": True}, "its output has no gate"),
+    ],
+)
+def test_impossible_values_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build({"q_lora_rank": None, **settings})
+
+
+def test_a_plain_config_has_no_sizes_for_it() -> None:
+    with pytest.raises(UserError, match="multi_latent_attention needs an MLATransformerConfig"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, multi_latent_attention=True)

@@ -1,0 +1,177 @@
+"""Layers that predict several tokens ahead, against a model that is written out plainly, in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.predicting_gpt import (
+    EDGES,
+    LLAMA,
+    ROPE,
+    ROW,
+    ROWS,
+    TIED,
+    predicting_config,
+    predicting_model,
+    randomize,
+    tokens_of,
+    whole_batch,
+)
+from support.reference_gpt import head, reference_hidden, reference_loss, reference_predictions
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.transformer.reported import Report, take_reports
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+# name: (settings of the config, keywords of the model, packed)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "learned positions, tied": ({}, TIED, False),
+    "learned positions, packed": ({}, {}, True),
+    "llama": (LLAMA, ROPE, False),
+    "llama packed, tied": (LLAMA, ROPE | TIED, True),
+    "one depth, residual after the norm": (
+        {"mtp_num_layers": 1, "apply_residual_connection_post_layernorm": True},
+        ROPE,
+        False,
+    ),
+    "deeper than a document, heavier": ({"mtp_num_layers": 3, "mtp_loss_scaling_factor": 0.7}, ROPE, True),
+    "windows by list": ({"window_size": (4, 0), "window_attn_skip_freq": [0, 1]}, ROPE, False),
+    "rope by list": ({"no_rope_freq": [1, 0]}, ROPE, False),
+    "loss per token": ({"calculate_per_token_loss": True}, ROPE | TIED, False),
+}
+
+
+def ours(model: GPTModel, packed: bool, scale: float) -> tuple[Tensor, list[Report]]:
+    """The mean loss of the next token and what is reported; gradients of all losses in the model."""
+    ids, labels, mask = whole_batch(packed)
+    model.set_auxiliary_scale(torch.tensor(scale, dtype=torch.float64))
+    losses = model(ids, labels=labels, loss_mask=mask, tokens=tokens_of(packed))
+    loss = (losses * mask.double()).sum() / mask.double().sum()
+    (loss * scale).backward()
+    return loss.detach(), take_reports([model])
+
+
+def plain(weights: dict[str, Tensor], config: Any, model: dict, packed: bool) -> tuple[Tensor, list, Tensor]:
+    """The mean loss, (sum, count) of each depth, and the sum that gradients are of."""
+    ids, labels, mask = whole_batch(packed)
+    mask = mask.double()
+    positions, documents = torch.arange(ROW).expand(ROWS, ROW), torch.zeros(ROWS, ROW)
+    pairs = None
+    if packed:
+        index = torch.arange(ROW * ROWS)
+        documents = torch.bucketize(index, torch.tensor(EDGES[1:]), right=True)[None]
+        positions = index[None] - torch.tensor(EDGES)[documents]
+        pairs = documents[:, :, None] != documents[:, None, :]
+    hidden = reference_hidden(weights, config, model, ids, positions, pairs)
+    loss = (reference_loss(head(hidden, weights, model), labels) * mask).sum() / mask.sum()
+    further = reference_predictions(
+        weights, config, model, hidden, ids, labels, mask, positions, documents, hidden_pairs=pairs
+    )
+    weight = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    per_token = config.calculate_per_token_loss
+    total = loss + sum(weight * sums / (1 if per_token else count) for sums, count in further)
+    return loss, further, total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_reports_and_gradients(case: str) -> None:
+    settings, keywords, packed = CASES[case]
+    model = predicting_model(predicting_config(**settings), **keywords)
+    randomize(model)
+    weights = {name: value.detach().clone().requires_grad_() for name, value in model.state_dict().items()}
+    loss, reports = ours(model, packed, scale=3.0)
+    expected, further, total = plain(weights, model.config, {"vocab_size": 37, **keywords}, packed)
+    (total * 3.0).backward()
+    assert abs(loss - expected) < 1e-12
+    assert [report.name for report in reports] == [f"mtp_{1 + depth} loss" for depth in range(len(further))]
+    assert [report.layer for report in reports] == [3 + depth for depth in range(len(further))]
+    for report, (sums, count) in zip(reports, further, strict=True):
+        assert abs(report.total - sums) < 1e-10 and abs(report.count - count) < 1e-10 and count > 0
+    for name, parameter in model.named_parameters():
+        reference = weights[name].grad
+        assert (parameter.grad - reference).abs().max() < 1e-11 * reference.abs().max(), name
+
+
+def test_names_and_shapes_are_the_published_ones() -> None:
+    model = predicting_model(predicting_config(mtp_num_layers=1, **LLAMA), **ROPE)
+    found = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("mtp.")}
+    layer = get_parts(model.decoder.layers[0], "mtp.layers.0.transformer_layer.")
+    assert found == {
+        "mtp.layers.0.enorm.weight": (16,),
+        "mtp.layers.0.hnorm.weight": (16,),
+        "mtp.layers.0.eh_proj.weight": (16, 32),
+        "mtp.layers.0.final_layernorm.weight": (16,),
+        **layer,
+    }
+    assert all(parameter.info.name == name for name, parameter in model.named_parameters())
+    assert "mtp.layers.0.eh_proj.bias" not in model.state_dict()
+
+
+def get_parts(module: torch.nn.Module, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {prefix + name: tuple(p.shape) for name, p in module.named_parameters()}
+
+
+def test_nothing_is_predicted_where_no_gradient_follows() -> None:
+    """Evaluation and inference: the same losses, and no work."""
+    model = predicting_model(predicting_config(), **ROPE)
+    ids, labels, mask = whole_batch()
+    losses = model(ids, labels=labels, loss_mask=mask).detach()
+    take_reports([model])
+    calls: list[int] = []
+    model.mtp.register_forward_hook(lambda *unused: calls.append(1))
+    with torch.no_grad():
+        assert torch.equal(model(ids, labels=labels), losses)
+    model.eval()
+    assert torch.equal(model(ids, labels=labels), losses)
+    assert model(ids).shape == (ROWS, ROW, 37)
+    assert not calls and not take_reports([model])
+    model.train()
+    model(ids, labels=labels)
+    assert calls
+
+
+def test_a_mask_that_hides_all_gives_zeros() -> None:
+    model = predicting_model(predicting_config(), **ROPE)
+    ids, labels, mask = whole_batch()
+    (model(ids, labels=labels, loss_mask=torch.zeros_like(mask)) * 0.0).sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_where_the_layers_stand() -> None:
+    layout = {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "Et|tt|mm|L", "num_layers": 3}
+    config = predicting_config(**layout)
+    spec = get_gpt_layer_local_spec()
+    built = [get_gpt_mtp_block_spec(config, spec, False, pp_rank=rank) for rank in range(4)]
+    assert [found is not None for found in built] == [False, False, True, False]
+    assert config.mtp_standalone
+    (last, other) = (layer.submodules.transformer_layer for layer in built[2].submodules.layer_specs)
+    assert last is spec and other is spec
+    with pytest.raises(UserError, match=r"mtp_block_spec is missing, while mtp_num_layers 2 puts 2 layers on this"):
+        GPTModel(
+            config,
+            spec,
+            37,
+            16,
+            pre_process=False,
+            post_process=False,
+            pg_collection=ProcessGroupCollection.from_grid(RankGrid(4, pipeline=4), 2),
+        )
+
+
+def test_refusals() -> None:
+    with pytest.raises(UserError, match=r"mtp_num_layers -1 must be at least 0"):
+        predicting_config(mtp_num_layers=-1)
+    with pytest.raises(UserError, match=r"mtp_standalone: the layers of mtp_num_layers have a stage of their own"):
+        predicting_config(mtp_standalone=True)
+    with pytest.raises(UserError, match=r"not yet: use_transformer_engine"):
+        get_gpt_mtp_block_spec(predicting_config(), get_gpt_layer_local_spec(), use_transformer_engine=True)
+    config = predicting_config(mtp_num_layers=1)
+    spec = get_gpt_mtp_block_spec(predicting_config(), get_gpt_layer_local_spec(), False)
+    assert isinstance(spec, ModuleSpec)
+    with pytest.raises(UserError, match=r"2 specs of multi-token prediction layers, mtp_num_layers is 1; make them eq"):
+        GPTModel(config, get_gpt_layer_local_spec(), 37, 16, mtp_block_spec=spec)

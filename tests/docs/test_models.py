@@ -1,0 +1,103 @@
+"""What docs/models.md says of knobs and models is true of the flags, and of the models that tests compare with."""
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from support.command_lines import configured, problems_of
+from support.knob_cases import CASES, COMMON, Case
+from training.config.test_flag_table import KNOBS
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.flag_table import flags_by_spelling
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+R = "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+U = "--untie-embeddings-and-output-weights"
+
+
+def rows(heading: str) -> list[tuple[str, str]]:
+    """The cells of the table below a heading."""
+    text = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+    return [(cells[1].strip(), cells[2].strip()) for cells in (line.split("|") for line in lines)]
+
+
+MODELS = {name: flags.strip("`") for name, flags in rows("Which models need which")}
+
+
+def command_line(name: str) -> str:
+    words = shlex.split(MODELS[name] if MODELS[name] != "none" else "")
+    words = [{"R": R, "U": U}.get(word, word) for word in words if word != "..."]
+    base = "--max-position-embeddings 262144 --kv-channels 4" if "longrope" in words else ""
+    return f"{base} {' '.join(words)}"
+
+
+def test_every_knob_is_on_the_page() -> None:
+    named = [flag for cell, _ in rows("Knobs") for flag in re.findall("--[a-z0-9-]+", cell)]
+    assert len(named) == len(set(named)) and set(named) == KNOBS
+
+
+def test_every_flag_on_the_page_is_one() -> None:
+    assert set(re.findall("--[a-z][a-z0-9-]+", PAGE)) <= flags_by_spelling().keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_described_by_its_flags(name: str) -> None:
+    flags = command_line(name)
+    assert problems_of(flags) == []
+    config, lone = configured(flags), configured()
+    assert not [note for note in config.notes if note not in lone.notes], "a flag without effect"
+
+
+ORACLES = {
+    "GPT-NeoX": "GPT-NeoX",
+    "Llama 4": "Llama 4, its dense layers",
+    "Qwen3-Next, its layers of full attention": "Qwen3-Next, its attention with a gate",
+    "GLM-4": "GLM-4",
+    "Gemma 2B": "Gemma",
+    "Gemma 2 9B": "Gemma 2",
+    "Gemma 3 4B": "Gemma 3",
+    "Phi-3": "Phi-3 longrope of long rows",
+    "OLMo": "OLMo",
+    "OLMo 2": "OLMo 2",
+    "OLMo 3": "OLMo 3",
+    "StarCoder2": "StarCoder2",
+    "Falcon-RW 1B": "Falcon with ALiBi",
+    "Falcon 7B": "Falcon side by side",
+    "GPT-OSS": "GPT-OSS",
+    "Cohere2": "Cohere2",
+}
+"""Rows of the page, and the cases that they are held by."""
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_model_needs_what_its_oracle_needs(name: str) -> None:
+    """The same fields are turned, whatever the numbers: a flag too many or too few in a row is seen."""
+    by_flags = turned(configured(command_line(name)).transformer, configured().transformer)
+    assert by_flags - EXPERTS == turned_by(CASES[ORACLES[name]]) - EXPERTS
+
+
+def turned_by(case: Case) -> set[str]:
+    sizes = {"num_layers": 4, **COMMON}
+    return turned(TransformerConfig(**{**sizes, **case.ours}), TransformerConfig(**sizes))
+
+
+def turned(config: TransformerConfig, plain: TransformerConfig) -> set[str]:
+    names = {field.name for field in dataclasses.fields(TransformerConfig)} - SIZES
+    return {name for name in names if getattr(config, name) != getattr(plain, name)}
+
+
+SIZES = {"ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilon", "bias_activation_fusion"} | {
+    "activation_func",  # exact GELU is one thing by name in the library and another in the app
+    "rope_scaling_attention_factor",
+    "nope_temperature_floor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_original_length",
+}
+EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_router_score_function", "moe_apply_probs_on_input"} | {
+    "moe_shared_expert_intermediate_size",
+    "moe_ffn_hidden_size",
+}

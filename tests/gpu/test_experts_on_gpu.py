@@ -1,0 +1,118 @@
+"""Experts on a GPU: kernels against their definitions, whole layers against a CPU, no step that waits for the host."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import expert_kernels
+from torch import Tensor
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.gpu
+
+SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False, "normalization": "RMSNorm"}
+SHARED = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_gate": True}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+CASES: dict[str, dict[str, Any]] = {
+    "swiglu, shared": {**SWIGLU, **SHARED, "moe_shared_expert_overlap": True},
+    "biases, few tokens an expert": {"num_moe_experts": 32, "moe_router_topk": 4},
+    "sigmoid, latent": {**SWIGLU, **SIGMOID, "moe_latent_size": 32},
+    "dropped": {**SWIGLU, "moe_expert_capacity_factor": 0.6},
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("check", ["places", "moves", "activations", "products", "linears", "biases"])
+def test_kernels_equal_their_definitions(check: str) -> None:
+    getattr(expert_kernels, check)()
+
+
+def build(device: str, **settings: Any) -> GPTModel:
+    config = TransformerConfig(
+        **{
+            "num_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 4,
+            "num_moe_experts": 8,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 96,
+            "moe_grouped_gemm": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 0.01,
+            "moe_z_loss_coeff": 0.001,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "use_cpu_initialization": True,
+            "init_method_std": 0.1,
+        }
+        | settings
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(config, spec, vocab_size=500, max_sequence_length=64).to(device)
+
+
+def step(model: GPTModel) -> dict[str, Tensor]:
+    ids = torch.randint(500, (2, 65), generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).device)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], tokens=Tokens(64, 2, random=RandomPlace(5, 3, 8)))
+    loss.mean().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_gpu_equals_cpu(case: str, grouped: bool, dispatcher: str) -> None:
+    for precision, tolerance in (({"fp64": True}, 1e-10), ({}, 1e-4)):
+        settings = {**CASES[case], **precision, "moe_grouped_gemm": grouped, "moe_token_dispatcher_type": dispatcher}
+        expected, ours = step(build("cpu", **settings)), step(build("cuda", **settings))
+        assert expected.keys() == ours.keys()
+        for name, value in expected.items():
+            assert (ours[name].cpu() - value).abs().max() <= tolerance * value.abs().max(), (name, precision)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_is_as_near_to_float64_as_plain_torch_is(case: str) -> None:
+    """Tokens whose experts score almost alike may go elsewhere, so that more than rounding is between the two."""
+    narrow = build("cuda", bf16=True, **CASES[case])
+    exact = build("cuda", fp64=True, **CASES[case])
+    plain = build("cuda", bf16=True, transformer_impl="local", **CASES[case])
+    with torch.no_grad():
+        for values, rounded in zip(exact.parameters(), narrow.parameters(), strict=True):
+            values.copy_(rounded)
+    expected = step(exact)
+    errors = []
+    for model in (narrow, plain):
+        found = step(model)
+        assert (found["loss"] - expected["loss"]).abs().mean() < 0.02 * expected["loss"].abs().mean()
+        parts = [torch.cat([s[n].double().flatten() for n in expected if n != "loss"]) for s in (found, expected)]
+        errors.append(float((parts[0] - parts[1]).norm() / parts[1].norm()))
+    assert errors[0] < 1.5 * errors[1] + 0.01, errors
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "dropped"])
+def test_a_dropless_step_on_one_rank_does_not_wait_and_is_the_same_at_every_run(case: str) -> None:
+    results = []
+    for attempt in range(3):  # the first compiles kernels and fills caches
+        model = build("cuda", bf16=True, **CASES[case])
+        ids = torch.randint(500, (2, 65), generator=torch.Generator().manual_seed(1)).cuda()
+        iteration, first = (torch.tensor(number, device="cuda") for number in (3, 8))
+        tokens = Tokens(64, 2, random=RandomPlace(5, iteration, first))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if attempt else "default")
+        try:
+            model(ids[:, :-1], labels=ids[:, 1:], tokens=tokens).mean().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    for first_run, again in zip(results[1], results[2], strict=True):
+        assert torch.equal(first_run, again)

@@ -1,0 +1,67 @@
+"""Routers on a GPU: the experts that a CPU picks, and nothing that waits for the host."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.gpu
+
+S, B, H, EXPERTS = 256, 2, 64, 32
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softmax": {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.2],
+        "moe_z_loss_coeff": 0.1,
+    },
+    "sigmoid, groups, bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk": 8,
+    },
+    "capacity": {"moe_expert_capacity_factor": 0.75, "moe_router_pre_softmax": True},
+    "noise": {"moe_input_jitter_eps": 0.1, "moe_router_force_load_balancing": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+}
+
+
+def routed(device: str, fields: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=4, num_moe_experts=EXPERTS, add_bias_linear=False, fp64=True,
+        use_cpu_initialization=True, **fields,
+    )  # fmt: skip
+    router = TopKRouter(config, layer_number=1)
+    generator = torch.Generator().manual_seed(0)
+    router.weight.data = torch.randn(EXPERTS, H, generator=generator, dtype=torch.float64)
+    router.to(device)
+    hidden = torch.randn(S * B, H, generator=generator, dtype=torch.float64).to(device)
+    inputs = LayerInputs(Tokens(S, B, random=RandomPlace(1, torch.tensor(3, device=device))))
+    factors = torch.arange(config.moe_router_topk, dtype=torch.float64).to(device) + 1
+    if device == "cuda" and not router.uses_sinkhorn:  # which asks now and then whether it is done
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        routing = router.route(hidden, inputs)
+        (routing.weights * factors).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert router.weight.grad is not None
+    return routing, router.weight.grad.cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_routes_as_a_cpu_does_and_waits_for_nothing(kind: str) -> None:
+    expected, gradient = routed("cpu", KINDS[kind])
+    found, gradient_found = routed("cuda", KINDS[kind])
+    assert torch.equal(found.experts.cpu(), expected.experts)
+    torch.testing.assert_close(found.weights.cpu(), expected.weights, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient_found, gradient, rtol=1e-9, atol=1e-10)
+    if expected.kept is not None:
+        assert torch.equal(found.kept.cpu(), expected.kept) and not expected.kept.all()

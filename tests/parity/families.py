@@ -1,0 +1,166 @@
+"""Which models meet which values of a layout, and which of them two at a time."""
+
+from dataclasses import dataclass, field
+
+from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
+from parity.model_list import DENSE, EXPERTS, KNOBS, LATENT, PREDICTING
+from parity.models import Model
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models, the values they meet in every combination of two, and the layouts that they meet besides."""
+
+    name: str
+    models: list[Model]
+    dimensions: dict[str, list[Choice]]
+    """Values by dimension; the first of each is to have none of it."""
+    centres: tuple[str, ...] = ()
+    """Of any two values one is along one of these; empty: any two."""
+    further: list[tuple[str, ...]] = field(default_factory=list)
+    """Layouts, by the names of their values, each met by one model in every run."""
+
+    def wants(self, one: str, other: str) -> bool:
+        """Values along these two dimensions are to be met together."""
+        return not self.centres or one in self.centres or other in self.centres
+
+    def wants_pair(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
+        """Two values, with their dimensions, are to be met together. Around a centre it need not be met what is there
+        where a value is not."""
+        if not self.centres:
+            return True
+        nothing = {(dimension, values[0].name) for dimension, values in self.dimensions.items()}
+        return self.wants(one[0], other[0]) and one not in nothing and other not in nothing
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def _values(**names: str) -> dict[str, list[Choice]]:
+    """Of each dimension: to have none of it, and these values."""
+    return {d: [choices[0], *map(choice, names.get(d, "").split())] for d, choices in DIMENSIONS.items()}
+
+
+def _suits(value: Choice, models: list[Model]) -> bool:
+    return any(layout(value.name).misfit(model) is None for model in models)
+
+
+_NOT_FOR_ALL = "experts"
+
+_PLAIN = Family(
+    "whole layouts",
+    DENSE,
+    {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
+    further=[
+        *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
+        ("sp2", "pp2", "cp2-p2p"),
+        ("tp2", "pp2-interleaved", "cp2-a2a"),
+        ("sp2", "pp2-zb-h1", "cp2-all_gather"),
+        ("sp2", "cp4-levels"),
+        ("tp2", "cp4-a2a"),
+        ("tp4", "cp2-p2p"),
+        ("sp4", "pp2-zb-v"),
+        ("pp4-layout", "dp2-optim_grads_params"),
+        ("tp2", "dp4-optim"),
+        ("pp4", "cp2-p2p"),
+        ("pp2-zb-v", "cp4-p2p"),
+        ("sp2", "pp4-zb-h1"),
+        ("sp2", "cp2-p2p", "recompute-all-parts"),
+        ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
+        ("tp2", "dp2-optim_grads_params", "recompute-norms"),
+        ("cp2-by-layer", "dp4-hybrid"),
+        ("pp4-zb-v", "dp2-optim_grads"),
+        ("pp2-variable", "sp2", "cp2-a2a"),
+        ("tp2", "pp2", "dp2", "pp-before-dp"),
+        ("cp2-p2p", "pp2", "dp2-optim", "pp-before-dp"),
+    ],
+)
+
+_KNOBS = Family(
+    "parts of a layer",
+    KNOBS,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2",
+        context="cp2-p2p cp2-all_gather cp2-a2a",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+)
+
+_LATENT = Family(
+    "latent attention",
+    LATENT,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2 pp2-zb-h1",
+        context="cp2-p2p cp2-all_gather cp2-a2a",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+    further=[("cp4-levels", "sp2"), ("sp2", "recompute-all-parts"), ("tp2", "cp2-a2a", "recompute-latents")],
+)
+
+_EXPERTS = Family(
+    "experts",
+    EXPERTS,
+    _values(
+        tensor="sp2",
+        pipeline="pp2 pp2-interleaved pp2-zb-v",
+        context="cp2-p2p cp2-a2a",
+        data="dp2 dp2-optim_grads_params dp4-hybrid",
+        recompute="recompute-full",
+        experts="ep2 ep4-etp1 ep2-etp1 etp2 ep2-overlap",
+    ),
+    centres=("model", "experts"),
+    further=[
+        ("sp2", "pp2", "dp2", "ep2"),
+        ("sp2", "pp2", "dp2-optim", "ep2-etp1"),
+        ("sp2", "pp2-interleaved", "dp2-optim_grads", "ep4-etp1"),
+        ("sp2", "pp2-zb-h1", "cp2-all_gather", "ep2"),
+        ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
+        ("dp8-optim_grads_params", "ep2-etp2"),
+        ("sp4", "dp2", "ep2-etp2"),
+        ("sp4", "ep2-etp1"),
+        ("pp4-layout", "dp2-optim_grads_params", "ep2"),
+        ("pp2-uneven", "dp2", "ep2"),
+        ("sp2", "pp2", "dp2", "ep2-etp1", "pp-before-dp"),
+        ("cp2-p2p", "pp2", "dp2-optim", "ep2-etp1", "pp-before-dp"),
+        ("dp4-average", "ep2"),
+        ("sp2", "ep2-etp1", "recompute-moe"),
+        ("dp2-optim_grads_params", "ep2", "recompute-experts"),
+        ("dp2", "ep2-overlap", "recompute-shared"),
+        ("cp2-p2p", "ep2", "recompute-moe"),
+        ("dp2", "ep2-overlap-late"),
+        ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late"),
+        ("sp2", "cp2-p2p", "recompute-full", "ep2-overlap"),
+    ],
+)
+
+_PREDICTING = Family(
+    "tokens further on",
+    PREDICTING,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2 pp2-interleaved pp2-zb-v",
+        context="cp2-p2p cp2-a2a",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full",
+        experts="ep2",
+    ),
+    centres=("model",),
+    further=[
+        ("pp4-apart",),
+        ("pp2-apart",),
+        ("pp2-apart-and-behind", "sp2"),
+        ("pp4-apart", "cp2-p2p"),
+        ("pp2-zb-h1", "dp2-optim_grads"),
+        ("sp2", "pp2", "dp2", "ep2"),
+        ("cp4-levels", "sp2"),
+        ("sp2", "recompute-latents"),
+        ("dp2", "ep2", "recompute-shared"),
+    ],
+)
+
+FAMILIES = [_PLAIN, _KNOBS, _LATENT, _EXPERTS, _PREDICTING]

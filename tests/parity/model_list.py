@@ -1,0 +1,263 @@
+"""The models of the parity proof: small ones that differ in everything a layout could get wrong."""
+
+from parity.models import Model
+from torch import nn
+
+from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
+
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": nn.functional.silu,
+}
+_DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.15}
+
+DENSE = [
+    Model("llama-gqa", settings={**_LLAMA, "num_query_groups": 2}, masked_step=1),
+    Model("gpt2", tied=True, positions="learned_absolute", settings=_DROPOUT, rows=2),
+    Model(
+        "qknorm",
+        tied=True,
+        settings={"qk_layernorm": True, "num_query_groups": 4, "hidden_dropout": 0.2, "normalization": "RMSNorm"},
+        vocabulary=64,
+    ),
+    Model(
+        "mqa",
+        settings={"num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True, "attention_dropout": 0.2},
+        rows=2,
+    ),
+    Model(
+        "packed",
+        settings={**_LLAMA, "num_query_groups": 4, "qk_layernorm": True, **_DROPOUT},
+        packed=True,
+        told_positions=False,
+        rows=2,
+    ),
+    Model(
+        "packed-learned",
+        tied=True,
+        positions="learned_absolute",
+        settings={"window_size": (5, 0), "window_attn_skip_freq": 2},
+        packed=True,
+    ),
+    Model(
+        "window-sink",
+        tied=True,
+        settings={**_LLAMA, "window_size": (6, 0), "window_attn_skip_freq": 3, "softmax_type": "learnable"},
+        vocabulary=97,
+    ),
+]
+"""Tied and not, GQA, MQA, norms of queries and keys, learned and rotary positions, dropout, packed documents, windows,
+sinks, odd vocabularies, biases and none."""
+
+KNOBS = [
+    Model(
+        "nemotron",
+        settings={"layernorm_zero_centered_gamma": True, "activation_func": squared_relu, "num_query_groups": 4}
+        | {"rope_scaling_type": "dynamic", "rope_scaling_original_length": 6}
+        | {"apply_residual_connection_post_layernorm": True, "fp32_residual_connection": True, "hidden_dropout": 0.2},
+        options={"seq_len_interpolation_factor": 2.0},
+        packed=True,
+        told_positions=False,
+        rows=2,
+    ),
+    Model(
+        "gpt-oss",
+        settings={**_LLAMA, "num_query_groups": 2, "softmax_type": "learnable", "add_qkv_bias": True}
+        | {"window_size": (5, 0), "window_attn_skip_freq": 2, "activation_func": quick_gelu}
+        | {"activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0, "rope_scaling_type": "yarn"}
+        | {"rope_scaling_original_length": 8, "rope_scaling_truncate": False},
+        options={"rope_scaling_factor": 4.0, "rotary_base": 100},
+        rows=2,
+    ),
+    Model(
+        "phi3",
+        settings={**_LLAMA, "window_size": (9, 0), "rope_scaling_type": "longrope", "rope_scaling_original_length": 6}
+        | {"rope_scaling_short_factor": [1.5], "rope_scaling_long_factor": [3.0], "softmax_type": "off-by-one"},
+        options={"rope_scaling_factor": 4.0, "rotary_percent": 0.5},
+        packed=True,
+        rows=2,
+    ),
+    Model(
+        "gemma",
+        tied=True,
+        settings={**_LLAMA, "num_query_groups": 4, "qk_layernorm": True, "layernorm_zero_centered_gamma": True}
+        | {"norm_placement": "sandwich", "embedding_multiplier": 5.5, "activation_func": gelu_tanh}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "softmax_scale": 0.4}
+        | {"window_size": (4, 0), "window_attn_skip_freq": 3, "rotary_base_local": 50.0, "rope_scaling_type": "linear"},
+        options={"rope_scaling_factor": 4.0},
+        vocabulary=64,
+    ),
+    Model(
+        "olmo",
+        tied=True,
+        settings={**_LLAMA, "num_query_groups": 2, "norm_placement": "post", "qk_layernorm": True}
+        | {"qk_norm_scope": "full", "window_size": (7, 0), "window_attn_skip_freq": 4, "hidden_dropout": 0.2},
+        rows=2,
+    ),
+    Model(
+        "cohere",
+        tied=True,
+        settings={"norm_placement": "parallel", "norm_bias": False, "add_bias_linear": False, "logit_scale": 0.4}
+        | {"gated_linear_unit": True, "activation_func": nn.functional.silu, "rotary_interleaved": True}
+        | {"no_rope_freq": 4, "window_size": (5, 0), "window_attn_skip_freq": 4, "num_query_groups": 4},
+        packed=True,
+        rows=2,
+    ),
+    Model(
+        "granite",
+        settings={"norm_affine": False, "attention_output_bias": False, "mlp_bias": True, "residual_multiplier": 0.4}
+        | {"clip_qkv": 0.8, "embedding_multiplier": 3.0, "logit_scale": 0.6, "softmax_scale": 0.5}
+        | {"attention_dropout": 0.15},
+        rows=2,
+    ),
+    Model(
+        "llama4",
+        settings={**_LLAMA, "num_query_groups": 4, "qk_l2_norm": True, "no_rope_freq": 4, "rotary_interleaved": True}
+        | {"attention_chunk_size": 6, "attention_chunk_skip_freq": 4, "nope_temperature_scale": 0.5}
+        | {"nope_temperature_floor": 4, "rope_scaling_type": "llama3", "rope_scaling_original_length": 8},
+        packed=True,
+        rows=2,
+    ),
+    Model(
+        "falcon",
+        tied=True,
+        positions="none",
+        settings={"alibi": True, "num_query_groups": 1, "norm_placement": "parallel_two_norms"}
+        | {"attention_dropout": 0.15, "attn_logit_softcapping": 2.0},
+        packed=True,
+        told_positions=False,
+        rows=2,
+    ),
+    Model(
+        "qwen3-next",
+        settings={**_LLAMA, "num_query_groups": 2, "attention_output_gate": True, "qk_layernorm": True}
+        | {"layernorm_zero_centered_gamma": True, "hidden_dropout": 0.2},
+        options={"rotary_percent": 0.5},
+        rows=2,
+    ),
+]
+"""What single parts of a layer can be: scales, caps, norms and where they stand, positions and windows by layer."""
+
+_EXPERTS = {**_LLAMA, "num_moe_experts": 8, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
+
+EXPERTS = [
+    Model(
+        "moe-aux",
+        tied=True,
+        settings={**_EXPERTS, "num_query_groups": 2, "moe_router_topk": 2, "moe_grouped_gemm": True}
+        | {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.02},
+        rows=2,
+    ),
+    Model(
+        "moe-seq",
+        tied=True,
+        positions="learned_absolute",
+        settings={"num_moe_experts": 8, "moe_router_topk": 3, "moe_layer_freq": [1, 0, 1, 1], "hidden_dropout": 0.2}
+        | {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.2, 0.05]}
+        | {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+        rows=2,
+    ),
+    Model(
+        "moe-bias",
+        settings={**_EXPERTS, "moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_grouped_gemm": True}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+        | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01, "moe_layer_freq": [0, 1, 1, 1]}
+        | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.0}
+        | {"moe_token_dispatcher_type": "flex"},
+        starved=(2, 3),
+        rows=2,
+    ),
+    Model(
+        "moe-capacity",
+        settings={"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "normalization": "RMSNorm"}
+        | {"moe_expert_capacity_factor": 0.75, "moe_aux_loss_coeff": 0.1, "moe_input_jitter_eps": 0.1}
+        | {"moe_token_dispatcher_type": "alltoall", "attention_dropout": 0.15},
+        packed=True,
+        rows=2,
+    ),
+    Model(
+        "moe-padded",
+        settings={**_EXPERTS, "moe_router_topk": 1, "moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.05}
+        | {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+        | {"moe_token_drop_policy": "position", "moe_apply_probs_on_input": True, "moe_latent_size": 16}
+        | {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_overlap": True}
+        | {"moe_token_dispatcher_type": "flex"},
+    ),
+    Model(
+        "moe-sinkhorn",
+        tied=True,
+        settings={**_EXPERTS, "moe_router_topk": 2, "moe_router_load_balancing_type": "sinkhorn"}
+        | {"moe_grouped_gemm": True, "moe_layer_freq": 2, "moe_z_loss_coeff": 0.02, "num_query_groups": 4},
+        vocabulary=64,
+    ),
+    Model(
+        "moe-forced",
+        settings={**_EXPERTS, "moe_router_topk": 2, "moe_router_force_load_balancing": True}
+        | {"moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": 0.1, "qk_layernorm": True}
+        | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_token_dispatcher_type": "allgather"},
+        packed=True,
+        told_positions=False,
+        rows=2,
+    ),
+]
+"""Routers of each kind, their losses and biases, experts beside all tokens' shared ones, capacity dropped and padded;
+dispatchers of each kind, experts one by one and in one product; experts that no token goes to."""
+
+_LATENT = {
+    **_LLAMA,
+    "multi_latent_attention": True,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+LATENT = [
+    Model(
+        "mla-yarn",
+        settings={**_LATENT, "q_lora_rank": 10, "qk_layernorm": True, "attention_dropout": 0.15, "rope_type": "yarn"}
+        | {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
+        rows=2,
+    ),
+    Model(
+        "mla-packed",
+        tied=True,
+        settings={**_LATENT, "q_lora_rank": None, "rope_type": "rope", "hidden_dropout": 0.2},
+        packed=True,
+        rows=2,
+        vocabulary=64,
+    ),
+]
+"""Latent attention: queries from a latent and not, YaRN and plain positions, norms of latents and none."""
+
+PREDICTING = [
+    Model(
+        "mtp-packed",
+        tied=True,
+        settings={**_LLAMA, "num_query_groups": 4, "mtp_num_layers": 2, "hidden_dropout": 0.2},
+        packed=True,
+        rows=2,
+    ),
+    Model(
+        "mtp-learned",
+        positions="learned_absolute",
+        settings={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
+        rows=2,
+    ),
+    Model(
+        "deepseek",
+        settings={**_LATENT, **_EXPERTS, "q_lora_rank": 10, "qk_layernorm": True, "rope_type": "yarn"}
+        | {"rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8, "mtp_num_layers": 1}
+        | {"moe_router_topk": 4, "moe_router_score_function": "sigmoid", "moe_grouped_gemm": True}
+        | {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+        | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.01, "moe_layer_freq": [0, 1, 1, 1]}
+        | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+        | {"moe_shared_expert_intermediate_size": 16},
+        rows=2,
+    ),
+]
+"""Tokens further on predicted: two and one, under packed documents, with latent attention and experts."""
+
+MODELS = [*DENSE, *KNOBS, *LATENT, *EXPERTS, *PREDICTING]

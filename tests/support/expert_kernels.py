@@ -1,0 +1,177 @@
+"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: kernels of experts against their definitions."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.grouped_linear import RowGroups, grouped_bias, grouped_linear
+from megatron.core.ops.grouped_linear_triton import (
+    accumulate_grouped_product_triton,
+    grouped_bias_cuda,
+    grouped_linear_cuda,
+)
+from megatron.core.ops.permute import copies_by_group, permute, unpermute
+from megatron.core.ops.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+from megatron.core.ops.weighted_activation import weighted_activation
+from megatron.core.ops.weighted_activation_triton import weighted_activation_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_CPU = DEVICE.type == "cpu"
+_UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""Of each type, about a unit in the last place; Triton's interpreter cuts bfloat16 off where it should round."""
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def agree(ours: Tensor, expected: Tensor, units: float, what: object) -> None:
+    assert ours.dtype is expected.dtype and ours.shape == expected.shape, what
+    scale = expected.abs().max().double() if expected.numel() else torch.tensor(1.0)
+    error = (ours.double() - expected.double()).abs().max() if expected.numel() else torch.tensor(0.0)
+    assert scale > 0 and error <= units * _UNIT[ours.dtype] * scale, (what, float(error / scale))
+
+
+def moves() -> None:
+    for dtype, width in ((torch.float32, 70), (torch.bfloat16, 2100), (torch.float64, 1), (torch.float32, 1)):
+        numbers = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(9)])
+        kept = torch.rand(9, 3, generator=torch.Generator().manual_seed(1)) < 0.7
+        kept[4] = False  # a token that goes nowhere
+        for mask in (None, kept.to(DEVICE)):
+            rows = 27 if mask is None else int(mask.sum())
+            copies, _ = copies_by_group(numbers.to(DEVICE), mask, rows, 6)
+            compare(permute, permute_triton, values(9, width, dtype=dtype), copies)
+            compare(unpermute, unpermute_triton, values(rows, width, dtype=dtype), copies)
+        order, _ = copies_by_group(numbers[:7, :1].to(DEVICE), None, 7, 6)
+        compare(permute, permute_triton, values(7, width, dtype=dtype), order)
+        compare(unpermute, unpermute_triton, values(7, width, dtype=dtype), order)
+
+
+def places() -> None:
+    """More choices than one program takes, groups without any, choices that go nowhere."""
+    for tokens, k, groups, share in ((9, 3, 6, 1.0), (250, 4, 40, 0.5), (300, 1, 3, 1.0), (300, 2, 300, 0.0)):
+        generator = torch.Generator().manual_seed(tokens)
+        numbers = torch.rand(tokens, groups, generator=generator).argsort(1)[:, :k].to(DEVICE)
+        kept = None if share == 1.0 else (torch.rand(tokens, k, generator=generator) < share).to(DEVICE)
+        rows = tokens * k if kept is None else int(kept.sum())
+        expected, ours = (f(numbers, kept, rows, groups) for f in (copies_by_group, copies_by_group_triton))
+        assert torch.equal(ours[0].places, expected[0].places), (tokens, k, groups, share)
+        assert torch.equal(ours[0].source, expected[0].source) and torch.equal(ours[1], expected[1])
+
+
+def compare(definition: Callable[..., Tensor], kernel: Callable[..., Tensor], inputs: Tensor, copies: object) -> None:
+    results = []
+    for function in (definition, kernel):
+        leaf = inputs.clone().requires_grad_()
+        output = function(leaf, copies)
+        output.backward(values(*output.shape, dtype=output.dtype, seed=3))
+        results.append((output.detach(), leaf.grad))
+    for expected, ours in zip(*results, strict=True):
+        agree(ours, expected, 1.0, (definition.__name__, inputs.dtype, inputs.shape))
+
+
+def activations() -> None:
+    kinds = [F.silu, gelu_tanh, gelu_erf, F.gelu, quick_gelu, squared_relu, F.relu]
+    chosen = [Activation(kind, gated) for kind in kinds for gated in (False, True)]
+    chosen.append(Activation(F.silu, True, clamp=0.5, up_offset=1.0))
+    for number, activation in enumerate(chosen):
+        for dtype in (torch.float32, torch.bfloat16) if number in (1, 6) else (torch.float32,):
+            for ffn in (5, 1100) if number == 1 else (5,):
+                activated(activation, dtype, ffn)
+
+
+def activated(activation: Activation, dtype: torch.dtype, ffn: int) -> None:
+    results = []
+    plain = values(2, 3, ffn * (2 if activation.gated else 1), dtype=dtype, seed=4)  # without weights
+    for function in (weighted_activation, weighted_activation_triton):
+        product = values(6, ffn * (2 if activation.gated else 1), dtype=dtype).requires_grad_()
+        weights = values(6, seed=1).requires_grad_()
+        # The definition in float64 is what both are to round.
+        wide = [product.double(), weights.double()] if function is weighted_activation else [product, weights]
+        output = function(wide[0], None, wide[1], activation)
+        output.backward(values(6, ffn, dtype=dtype, seed=2).to(output.dtype))
+        leaf = plain.clone().requires_grad_()
+        wide_leaf = leaf.double() if function is weighted_activation else leaf
+        unweighted = function(wide_leaf, None, None, activation)
+        unweighted.backward(values(2, 3, ffn, dtype=dtype, seed=5).to(unweighted.dtype))
+        results.append(
+            (output.detach().to(dtype), product.grad, weights.grad, unweighted.detach().to(dtype), leaf.grad)
+        )
+    for expected, ours in zip(*results, strict=True):
+        agree(ours, expected, 4.0, (activation, dtype, ffn))
+
+
+def what_is_no_number() -> None:
+    """It stays none, where a maximum of two could hide it."""
+    for activation in (Activation(F.relu), Activation(squared_relu), Activation(F.silu, True, 0.5, 1.0)):
+        product = values(3, 10)
+        product[0, 1] = product[1, 8] = float("nan")
+        expected, ours = (f(product, None, None, activation) for f in (weighted_activation, weighted_activation_triton))
+        assert torch.equal(ours.isnan(), expected.isnan()) and ours.isnan().sum() == 2, activation
+
+
+def products() -> None:
+    """Weight gradients into what is there; several tiles a matrix, groups without rows, rows that fill no tile."""
+    sizes = [70, 0, 1, 130, 0]
+    # Triton's interpreter multiplies bfloat16 as if it were whole numbers.
+    for dtype, out_width, in_width in (
+        (torch.float16, 40, 24),
+        (torch.float16 if ON_CPU else torch.bfloat16, 264, 16),
+        (torch.float32, 8, 8),
+    ):
+        groups = RowGroups(torch.tensor(sizes, device=DEVICE))
+        dy, x = values(201, out_width, dtype=dtype), values(201, in_width, dtype=dtype, seed=1)
+        before = values(5, out_width, in_width, seed=2)
+        total = before.clone()
+        accumulate_grouped_product_triton(total, dy, x, groups)
+        expected = before.double()
+        for number, start in ((0, 0), (2, 70), (3, 71)):
+            expected[number] += dy[start:][: sizes[number]].double().t() @ x[start:][: sizes[number]].double()
+        agree(total, expected.float(), 40.0, ("weight gradients", dtype))
+        assert torch.equal(total[[1, 4]], before[[1, 4]])
+
+
+def linears() -> None:
+    """Outputs and both gradients, on a GPU by torch's grouped product."""
+    half = torch.float16 if ON_CPU else torch.bfloat16
+    for dtype, sizes in ((half, [70, 0, 1, 130]), (half, [0, 0, 0, 0]), (torch.float32, [2, 0, 3, 1])):
+        results = []
+        for function in (grouped_linear, grouped_linear_cuda):
+            groups = RowGroups(torch.tensor(sizes, device=DEVICE))
+            x = values(sum(sizes), 32, dtype=dtype).requires_grad_()
+            weight = nn.Parameter(values(4, 24, 32, dtype=dtype, seed=1))
+            output = function(x, weight, groups)
+            output.backward(values(*output.shape, dtype=dtype, seed=2))
+            results.append((output.detach(), x.grad, weight.grad))
+        for expected, ours in zip(*results, strict=True):
+            if sum(sizes):
+                agree(ours, expected, 4.0, ("grouped linear", dtype, sizes))
+            else:
+                assert ours.shape == expected.shape and not ours.any() and not expected.any()
+
+
+def biases() -> None:
+    groups = RowGroups(torch.tensor([70, 0, 1, 130], device=DEVICE))
+    dy = values(201, 24, dtype=torch.float16)
+    results = []
+    for function in (grouped_bias, grouped_bias_cuda):
+        bias = nn.Parameter(values(4, 24, dtype=torch.float16, seed=1))
+        output = function(bias, groups, 201)
+        output.backward(dy)
+        results.append((output.detach(), bias.grad))
+    for expected, ours in zip(*results, strict=True):
+        agree(ours, expected, 1.0, "biases")
+
+
+if __name__ == "__main__":
+    places()
+    moves()
+    activations()
+    what_is_no_number()
+    products()
+    linears()
+    biases()
+    print("agree")

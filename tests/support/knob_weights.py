@@ -1,0 +1,108 @@
+"""Where the weights of models of `transformers` go in ours, for tests that compare with them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Get = Callable[[str], Tensor]
+"""A tensor of theirs (of one layer) by the module's path."""
+Source = str | Callable[[Get], Tensor]
+"""Theirs for a module of ours: the path of a module, or how to make the tensor."""
+
+
+def grouped(*parts: Tensor, groups: int) -> Tensor:
+    """Rows of separate projections in the order of a joint one: for each group its part of each."""
+    return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
+
+
+def llama(groups: int, **other: Source) -> dict[str, Source]:
+    """Where the weights of Llama's kind go, by our path within a layer or in the model."""
+    return {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+        "input_layernorm": "input_layernorm",
+        "self_attention.linear_qkv": lambda get: grouped(
+            *(get(f"self_attn.{name}_proj") for name in "qkv"), groups=groups
+        ),
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.linear_fc1": lambda get: torch.cat([get("mlp.gate_proj"), get("mlp.up_proj")]),
+        "mlp.linear_fc2": "mlp.down_proj",
+        **other,
+    }
+
+
+SANDWICH: dict[str, Source] = {
+    "post_attention_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+HEAD_NORMS: dict[str, Source] = {
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+POST: dict[str, Source] = {
+    "post_attention_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+
+
+def with_gate(get: Get) -> Tensor:
+    """Of each query head, its rows and then its gate's."""
+    both = get("self_attn.q_proj").unflatten(0, (4, 2, 8))
+    query, gate = both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
+    return grouped(query, gate, get("self_attn.k_proj"), get("self_attn.v_proj"), groups=2)
+
+
+EXPERTS = 4
+
+
+def oss_experts() -> dict[str, Source]:
+    """Theirs are transposed, all in one tensor, with gate and up in turns."""
+    ours: dict[str, Source] = {}
+    for expert in range(EXPERTS):
+        path = f"mlp.experts.local_experts.{expert}"
+        for kind, theirs in (("weight", ""), ("bias", "_bias")):
+
+            def gate_and_up(get: Get, expert: int = expert, theirs: str = theirs) -> Tensor:
+                both = get(f"mlp.experts.gate_up_proj{theirs}")[expert]
+                return torch.cat([both[..., ::2], both[..., 1::2]], -1).t()
+
+            def down(get: Get, expert: int = expert, theirs: str = theirs) -> Tensor:
+                return get(f"mlp.experts.down_proj{theirs}")[expert].t()
+
+            ours |= {f"{path}.linear_fc1.{kind}": gate_and_up, f"{path}.linear_fc2.{kind}": down}
+    return ours
+
+
+FALCON: dict[str, Source] = {
+    "embedding.word_embeddings": "transformer.word_embeddings",
+    "decoder.final_layernorm": "transformer.ln_f",
+    "output_layer": "lm_head",
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+NEOX: dict[str, Source] = {
+    "embedding.word_embeddings": "gpt_neox.embed_in",
+    "decoder.final_layernorm": "gpt_neox.final_layer_norm",
+    "output_layer": "lm_head",
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": "attention.query_key_value",
+    "self_attention.linear_proj": "attention.dense",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+PHI3: dict[str, Source] = llama(
+    2,
+    **{
+        "self_attention.linear_qkv": lambda get: grouped(*get("self_attn.qkv_proj").split([32, 16, 16]), groups=2),
+        "mlp.linear_fc1": "mlp.gate_up_proj",
+    },
+)

@@ -1,0 +1,84 @@
+"""Small GPTs with layers that predict several tokens ahead, and one batch for them, for tests of every layout."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+VOCABULARY, ROW, ROWS = 37, 16, 2
+EDGES = [0, 5, 6, 19, ROW * ROWS]
+"""Documents of the packed form, rows laid end to end; one reaches from one row into the next."""
+LLAMA = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+}
+TIED = {"share_embeddings_and_output_weights": True}
+ROPE = {"position_embedding_type": "rope"}
+
+
+def predicting_config(**settings: Any) -> TransformerConfig:
+    """A config of two layers in float64; without dropout if nothing else is asked for."""
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "mtp_num_layers": 2}
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp64": True, "embedding_init_method_std": 0.5}
+    return TransformerConfig(**{**sizes, **plain, **settings})
+
+
+def predicting_model(
+    config: TransformerConfig, groups: ProcessGroupCollection | None = None, vp_stage: int | None = None, **model: Any
+) -> GPTModel:
+    """The model, or the part of it that a rank's chunk has."""
+    rank = 0 if groups is None else groups.rank("pp")
+    place = {"use_transformer_engine": False, "vp_stage": vp_stage, "pp_rank": rank}
+    spec = get_gpt_decoder_block_spec(config, **place)
+    return GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        ROW * ROWS,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, **place),
+        pg_collection=groups,
+        vp_stage=vp_stage,
+        **model,
+    )
+
+
+@torch.no_grad()
+def randomize(model: GPTModel) -> None:
+    """Norms and biases too, so that nothing is hidden by a zero or a one."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator) * 0.4)
+
+
+def whole_batch(packed: bool = False, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, labels and a mask with holes, [b, s], of one of many batches; packed: rows laid end to end."""
+    generator = torch.Generator().manual_seed(1 + number)
+    ids = torch.randint(VOCABULARY, (ROWS, ROW + 1), generator=generator)
+    mask = torch.rand(ROWS, ROW, generator=generator)
+    mask[mask < 0.3 + 0.2 * number] = 0.0
+    ids, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return (ids.view(1, -1), labels.view(1, -1), mask.view(1, -1)) if packed else (ids, labels, mask)
+
+
+def tokens_of(packed: bool = False, part: Any = None) -> Tokens:
+    """What the batch's tokens are, or a context parallel rank's part of them."""
+    length, rows = (ROW * ROWS, 1) if packed else (ROW, ROWS)
+    return Tokens(
+        length // (1 if part is None else part.size),
+        rows,
+        part,
+        cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
+        max_seqlen=13 if packed else None,
+        sample_length=ROW,
+        random=RandomPlace(7, 3, 5),
+    )

@@ -1,0 +1,60 @@
+"""tools/checkpoint/convert.py as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from support.runs import train
+from training.conversion.oracles import make_model, save_model
+
+from megatron.training.trained_model import load_trained_model
+from pretrain_gpt import build_model
+from tools.checkpoint.convert import main, size_in_bytes
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
+
+
+def test_there_and_back(tmp_path, capsys):
+    """As a user runs it from its own folder, where another tool has the name of Python's inspect."""
+    theirs = save_model(make_model("qwen 2", torch.float32), tmp_path / "theirs")
+    words = ["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours"), "--dtype", "bf16"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT.name, *words], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    words = ["export", "--load", str(tmp_path / "ours"), "--hf-dir", str(tmp_path / "back"), "--max-shard-size", "50KB"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'back'}: Qwen2ForCausalLM, ")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_printed_flags_train_the_model(tmp_path, capsys):
+    """A run with the flags of flags.txt starts from the model's weights and not from its own."""
+    theirs = save_model(make_model("qwen 3", torch.float32), tmp_path / "theirs")
+    assert main(["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours")]) == 0
+    flags = (tmp_path / "ours" / "flags.txt").read_text().strip()
+    assert flags in capsys.readouterr().out
+    rest = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --num-workers 0 --mock-data --eval-iters 0"
+    end = f"--lr 0 --train-iters 1 --save {tmp_path / 'run'} --no-save-optim"
+    train(f"{rest} {end} --pretrained-checkpoint {tmp_path / 'ours'}", base=flags)
+    before, after = (load_trained_model(build_model, tmp_path / folder).model for folder in ("ours", "run"))
+    for (name, old), new in zip(before.named_parameters(), after.parameters(), strict=True):
+        assert torch.equal(old, new), name
+
+
+def test_wrong_use(tmp_path, capsys):
+    for words, said in (
+        ([], "error: the first word is import or export\n"),
+        (["convert"], "error: the first word is import or export, not convert\n"),
+        (["import", "--save", "x"], "error: --hf-dir is required\n"),
+        (["export", "--load", "x", "--hf-dir", "y", "--max-shard-size", "5XB"], "5XB: not a size, such as 5GB"),
+        (["import", "--hf-dir", str(tmp_path), "--save", "x"], f"error: {tmp_path}: no config.json is there"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_sizes():
+    assert size_in_bytes("5GB") == 5 * 10**9 and size_in_bytes("1MiB") == 1 << 20 and size_in_bytes("7") == 7

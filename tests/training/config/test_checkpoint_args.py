@@ -1,0 +1,61 @@
+"""--use-checkpoint-args: a run whose model is that of a checkpoint, without saying what that is."""
+
+import pytest
+from support.runs import TINY, train
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.settings import Surroundings
+from megatron.training.run_description import architecture_differences, describe_run
+
+MODEL = (
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --window-size 3,0 "
+    "--window-attn-skip-freq [0,1] --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1] "
+    "--moe-router-pre-softmax"
+)
+RUN = "--micro-batch-size 1 --lr 1e-2 --train-iters 2 --mock-data --eval-iters 0 --num-workers 0"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(f"--mock-data --eval-iters 0 --train-iters 1 --save {folder} {MODEL}", base=TINY)
+    return folder
+
+
+def config_of(words):
+    return configure(f"{RUN} --use-checkpoint-args {words}".split(), surroundings=Surroundings(1, False))
+
+
+def test_the_model_of_the_checkpoint(saved):
+    for place in (f"--load {saved}", f"--pretrained-checkpoint {saved} --load {saved}-not-yet"):
+        config = config_of(place)
+        expected = configure(f"{TINY} {MODEL} --mock-data --train-iters 1".split(), surroundings=Surroundings(1, False))
+        assert not architecture_differences(config, describe_run(expected))
+        assert config.transformer.window_attn_skip_freq == [0, 1] and config.transformer.num_moe_experts == 4
+        assert config.data.seq_length == 16 and config.tokenizer.vocab_size == 40
+        assert config.training.train_iters == 2 and config.training.global_batch_size == 1  # the run's own
+        (note,) = [note for note in config.notes if note.startswith("--use-checkpoint-args")]
+        assert f"flags from {saved / 'iter_0000001'}: --num-layers --hidden-size" in note
+
+
+def test_what_the_line_says(saved):
+    """Of the model it is replaced, which is said; of the tokenizer it stands; of the layout nothing is taken."""
+    config = config_of(f"--load {saved} --hidden-size 64 --vocab-size 50 --seq-length 8 --moe-grouped-gemm")
+    assert config.transformer.hidden_size == 32
+    assert config.tokenizer.vocab_size == 50 and config.data.seq_length == 8 and config.transformer.moe_grouped_gemm
+    assert "--use-checkpoint-args replaces --hidden-size 64 by 32" in config.notes
+
+
+def test_a_run_goes_on_with_it(saved, tmp_path):
+    done = train(f"{RUN} --use-checkpoint-args --load {saved} --finetune --train-iters 1", base="")
+    assert len(done.losses) == 1
+
+
+def test_without_a_checkpoint(tmp_path):
+    with pytest.raises(UserError, match="--use-checkpoint-args needs a checkpoint: --load or --pretrained-checkpoint"):
+        config_of(TINY)
+    config = config_of(f"{TINY} --load {tmp_path}")
+    assert f"--use-checkpoint-args: no checkpoint in {tmp_path} yet: the flags that are given stand" in config.notes
+    with pytest.raises(UserError, match=f"--use-checkpoint-args: {tmp_path} has no checkpoint of iteration 7"):
+        config_of(f"{TINY} --load {tmp_path} --ckpt-step 7")

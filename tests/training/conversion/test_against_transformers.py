@@ -1,0 +1,87 @@
+"""Conversion and whole models against transformers, which computes on its own from its own files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from training.conversion.oracles import (
+    MODELS,
+    logits_of,
+    make_model,
+    make_model_of,
+    random_settings,
+    save_model,
+    some_tokens,
+)
+
+from megatron.training.conversion.exporting import export_model
+from megatron.training.conversion.importing import import_model
+from megatron.training.trained_model import load_trained_model
+from pretrain_gpt import build_model
+
+
+def quiet(sentence: str) -> None:
+    pass
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_files(name: str, tmp_path: Path) -> None:
+    """Imported, the model computes what transformers does; exported, its files hold the same bits, and transformers
+    reads them as the same model."""
+    oracle = make_model(name)
+    import_model(save_model(oracle, tmp_path / "theirs"), tmp_path / "ours", build_model, say=quiet)
+    tokens = some_tokens()
+    expected = logits_of(oracle, tokens)
+    assert expected.std() > 0.1
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], say=quiet)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(tokens), expected, atol=1e-10, rtol=1e-10)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, shard_bytes=60_000, say=quiet)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation="eager")
+        for folder in ("theirs", "back")
+    )
+    assert type(after) is type(oracle)
+    assert after.dtype == torch.float64
+    torch.testing.assert_close(logits_of(after, tokens), logits_of(before, tokens), atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 40))])
+def test_random_sizes(seed: int, tmp_path: Path) -> None:
+    family, settings = random_settings(seed)
+    oracle = make_model_of(family, settings, torch.float64, seed)
+    import_model(save_model(oracle, tmp_path / "theirs"), tmp_path / "ours", build_model, say=quiet)
+    tokens = some_tokens(settings["vocab_size"])
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], say=quiet)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.model(tokens), logits_of(oracle, tokens), atol=1e-10, rtol=1e-10)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, architecture=f"{family}ForCausalLM", say=quiet)
+    check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_float32(name: str, tmp_path: Path) -> None:
+    oracle = make_model(name, torch.float32)
+    import_model(save_model(oracle, tmp_path / "theirs"), tmp_path / "ours", build_model, say=quiet)
+    tokens = some_tokens()
+    ours = load_trained_model(build_model, tmp_path / "ours", say=quiet)
+    with torch.no_grad():
+        found = ours.model(tokens)
+    expected = logits_of(oracle, tokens)
+    assert found.dtype == torch.float32
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
