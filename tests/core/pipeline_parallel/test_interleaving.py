@@ -2,6 +2,7 @@
 
 import _thread
 import contextvars
+import signal
 import threading
 import time
 import traceback
@@ -119,6 +120,7 @@ def test_an_error_ends_both_and_is_shown_as_it_was(who: str, at: int, order: str
 
 def test_an_interrupt_waits_for_the_others_turn_to_end() -> None:
     """Ctrl-C comes while the backward computes: nothing is left running behind."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without
     batons = MicroBatchBaton(), MicroBatchBaton()
     state: list[str] = []
 
@@ -129,8 +131,11 @@ def test_an_interrupt_waits_for_the_others_turn_to_end() -> None:
         batons[1].hand_over()
         state.append("went on")
 
-    with Interleaver() as interleaver, pytest.raises(KeyboardInterrupt):
-        interleaver.run(batons[0].hand_over, backward, *batons)
+    try:
+        with Interleaver() as interleaver, pytest.raises(KeyboardInterrupt):
+            interleaver.run(batons[0].hand_over, backward, *batons)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert state == ["turn ended"]
 
 

@@ -1,6 +1,7 @@
 """A layer of experts on one rank: what it computes, when, how it is called, and what its weights are called."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -187,14 +188,14 @@ def lives_of_rows(kind: str) -> list[str]:
         return pending
 
     def compute(*inputs: Any) -> Tensor:
-        alive.extend(f"received {n}" for n, one in enumerate(received) if not one.expired())
+        alive.extend(f"received {n}" for n, one in enumerate(received) if not gone_soon(one))
         taken.append(StorageWeakRef(inputs[0].untyped_storage()))
         return experts(*inputs)
 
     def unpermute(rows: Tensor, copies: Any) -> Tensor:
         if len(sent) == travelled + 1:  # at home
-            alive.extend(f"sent {n}" for n, one in enumerate(sent) if not one.expired())
-            alive.extend("taken by experts" for one in taken if not one.expired())
+            alive.extend(f"sent {n}" for n, one in enumerate(sent) if not gone_soon(one))
+            alive.extend("taken by experts" for one in taken if not gone_soon(one))
         return backend.unpermute(rows, copies)
 
     taken: list[Any] = []
@@ -209,6 +210,14 @@ def lives_of_rows(kind: str) -> list[str]:
         exchange.start_all_to_all_rows = original
     assert len(sent) == travelled + 1
     return alive
+
+
+def gone_soon(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds it, once gloo's thread, which lets go of it after it has woken who waits, is through."""
+    deadline = time.monotonic() + 2
+    while not storage.expired() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return storage.expired()
 
 
 @pytest.mark.parametrize("kind", ["alltoall", "flex"])
