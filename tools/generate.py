@@ -17,6 +17,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.inference.generation import generate
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.training.config.tool_flags import Section, read_tool_flags
+from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.trained_model import TrainedModel, load_trained_model
 from pretrain_gpt import build_model
 
@@ -123,8 +124,9 @@ def write(config: GenerationConfig) -> None:
             end=trained.tokenizer.eod,
             first_sequence=first,
         )
-        for text, ids in zip(texts[batch], written, strict=True):
-            print((text if config.echo else "") + trained.tokenizer.detokenize(ids), flush=True)
+        for text, prompt, ids in zip(texts[batch], prompts[batch], written, strict=True):
+            text_after = continuation(trained.tokenizer, prompt if text else [], ids)
+            print((text if config.echo else "") + text_after, flush=True)
 
 
 def read_prompts(config: GenerationConfig) -> list[str]:
@@ -148,6 +150,13 @@ def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
             f"{max(0, longest - len(ids))} new tokens work"
         )
     return ids
+
+
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of `ids` as it follows that of the prompt: by themselves they may lose the blank between the two, as
+    those of SentencePiece and of NullTokenizer do."""
+    before, whole = tokenizer.detokenize(prompt), tokenizer.detokenize([*prompt, *ids])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
 
 
 def moved_tokenizer(config: GenerationConfig) -> list[str]:

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from megatron.training.pieces import Context, Stage
 from megatron.training.run_description import describe_run
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer
+from megatron.training.tokenizer.null import NullTokenizer
 from megatron.training.trained_model import load_trained_model
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +81,28 @@ def test_greedy_text_is_what_the_plain_model_says(checkpoints: Path, capsys: pyt
         ids.append(int(logits[0, -1].argmax()))
     assert tokenizer.eod not in ids
     assert out == tokenizer.detokenize(ids) + "\n"
+
+
+class BlanksBefore(NullTokenizer):
+    """As SentencePiece: a blank goes before each word, and none is left at the start of a text."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return "".join(f" w{i}" for i in ids).removeprefix(" ")
+
+
+class Cut(NullTokenizer):
+    """A letter of two bytes: ids 1 and 2 together; alone neither is one."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return bytes({1: 0xC3, 2: 0xBC}.get(i, 0x61) for i in ids).decode(errors="replace")
+
+
+def test_what_follows_a_prompt_keeps_the_blank_between() -> None:
+    assert GENERATE.continuation(NullTokenizer(100), [1, 2], [3, 4]) == " 3 4"
+    assert GENERATE.continuation(BlanksBefore(100), [1, 2], [3, 4]) == " w3 w4"
+    for tokenizer, first in ((NullTokenizer(100), "3"), (BlanksBefore(100), "w3")):
+        assert GENERATE.continuation(tokenizer, [1], []) == "" and GENERATE.continuation(tokenizer, [], [3]) == first
+    assert GENERATE.continuation(Cut(100), [0, 1], [2, 0]) == "\ufffda", "the prompt's text cannot be taken back"
 
 
 def test_prompts_in_batches_and_alone(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
