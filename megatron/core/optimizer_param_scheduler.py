@@ -6,6 +6,7 @@ not applied does not count, and the host need not know.
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,30 +239,43 @@ class OptimizerParamScheduler:
         """The schedule and how far it is; JSON types. Waits for the device."""
         return {name: getattr(self, name) for name in _STATE}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        spelling: Callable[[str], str] = str,
+        say: Callable[[str], object] = logger.warning,
+    ) -> None:
         """Continue a schedule.
 
         Where it differs from this run's: `override_opt_param_scheduler` keeps this run's, otherwise
-        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; each choice is logged. With neither, UserError.
+        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; each choice is said. With neither, UserError naming
+        all that differs. `spelling` is how a setting is called where people read of it.
         """
-        for name in _STATE:
-            if name != "num_steps" and name in state_dict and state_dict[name] != getattr(self, name):
-                self._choose(name, state_dict[name])
+        differing = [name for name in _STATE if self._differs(name, state_dict)]
+        refused = []
+        for name in differing:
+            ours, saved = getattr(self, name), state_dict[name]
+            if self.override_opt_param_scheduler:
+                say(f"schedule: {spelling(name)} is {ours}, overriding the checkpoint's {saved}")
+            elif self.use_checkpoint_opt_param_scheduler:
+                say(f"schedule: {spelling(name)} is the checkpoint's {saved}, not {ours} as given")
+                setattr(self, name, saved)
+            else:
+                refused.append(f"{spelling(name)} is {ours} but the checkpoint was made with {saved}")
+        if refused:
+            raise UserError(
+                f"schedule: {'; '.join(refused)}; give the same, or --override-opt-param-scheduler to keep this run's, "
+                "or --use-checkpoint-opt-param-scheduler to keep its"
+            )
         self._count.fill_(state_dict["num_steps"])
         self._apply()
 
-    def _choose(self, name: str, saved: Any) -> None:
-        ours = getattr(self, name)
-        if self.override_opt_param_scheduler:
-            logger.warning("schedule: %s is %s, overriding the checkpoint's %s", name, ours, saved)
-        elif self.use_checkpoint_opt_param_scheduler:
-            logger.warning("schedule: %s is the checkpoint's %s, not %s as given", name, saved, ours)
-            setattr(self, name, saved)
-        else:
-            raise UserError(
-                f"schedule: {name} is {ours} but the checkpoint was made with {saved}; give the same, or "
-                "--override-opt-param-scheduler to keep this run's, or --use-checkpoint-opt-param-scheduler to keep its"
-            )
+    def _differs(self, name: str, state_dict: dict[str, Any]) -> bool:
+        """Whether a setting is another one there, and matters: weight decay that stays takes no time to grow."""
+        styles = {self.wd_incr_style, state_dict.get("wd_incr_style", self.wd_incr_style)}
+        if name == "num_steps" or name not in state_dict or (name == "wd_incr_steps" and styles == {"constant"}):
+            return False
+        return state_dict[name] != getattr(self, name)
 
 
 _STATE = (

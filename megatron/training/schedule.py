@@ -1,7 +1,8 @@
-"""The run's learning rate and weight decay, counted in samples."""
+"""The run's learning rate and weight decay, counted in samples; what its parts are called on the command line."""
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
@@ -38,3 +39,29 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
         wsd_decay_steps=samples(schedule.lr_wsd_decay_samples, schedule.lr_wsd_decay_iters) or None,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
     )
+
+
+def schedule_flag(config: PretrainConfig, name: str) -> str:
+    """How a user says an attribute of the scheduler: by the flag that was given, or else by the one that would be. What
+    flags count in iterations the scheduler counts in samples, which is added."""
+    given = [field for field, source in config.provenance.items() if source == "flag"]
+    counted = name in _COUNTED
+    usual = _WAYS[name][-1 if counted and "train_samples" in given else 0]
+    spelled = spelling_of(next((field for field in _WAYS[name] if field in given), usual))
+    return f"{spelled} (in samples)" if counted else spelled
+
+
+_COUNTED = {
+    "lr_warmup_steps": ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples"),
+    "lr_decay_steps": ("lr_decay_iters", "lr_decay_samples", "train_iters", "train_samples"),
+    "wd_incr_steps": ("train_iters", "train_samples"),
+}
+_WAYS = _COUNTED | {
+    "max_lr": ("lr",),
+    "min_lr": ("min_lr",),
+    "lr_decay_style": ("lr_decay_style",),
+    "start_wd": ("start_weight_decay", "weight_decay"),
+    "end_wd": ("end_weight_decay", "weight_decay"),
+    "wd_incr_style": ("weight_decay_incr_style",),
+}
+"""Attributes of the schedule that a checkpoint may contradict, and the fields that say each. The first given counts."""

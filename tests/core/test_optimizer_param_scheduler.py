@@ -126,6 +126,26 @@ def test_another_schedule_than_the_checkpoints_is_refused_without_a_choice() -> 
         other.load_state_dict(state)
 
 
+def test_all_that_differs_is_refused_at_once_as_its_reader_calls_it() -> None:
+    state = OptimizerParamScheduler(fake_optimizer(True), **COSINE).state_dict()
+    longer = COSINE | {"max_lr": 2e-3, "lr_decay_steps": 90, "wd_incr_steps": 110}
+    other = OptimizerParamScheduler(fake_optimizer(True), **longer, use_checkpoint_opt_param_scheduler=False)
+    with pytest.raises(UserError) as caught:
+        other.load_state_dict(state, spelling=str.upper)
+    said = str(caught.value).removeprefix("schedule: ").split("; ")
+    assert said[:2] == [
+        "MAX_LR is 0.002 but the checkpoint was made with 0.001",
+        "LR_DECAY_STEPS is 90 but the checkpoint was made with 80",
+    ]
+    assert len(said) == 3, "weight decay that does not grow has no length"
+    growing = OptimizerParamScheduler(
+        fake_optimizer(True), **(COSINE | {"end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 110})
+    )
+    notes: list[str] = []
+    growing.load_state_dict(state, say=notes.append)
+    assert any("wd_incr_steps is the checkpoint's 100, not 110" in note for note in notes)
+
+
 def test_impossible_schedules_are_named_all_at_once() -> None:
     wrong = COSINE | {"min_lr": 1.0, "lr_warmup_steps": 80, "lr_decay_style": "WSD", "end_wd": 0.2}
     with pytest.raises(UserError) as caught:
