@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.global_vars import published_run
 from megatron.training.run_description import architecture_differences, check_architecture, describe_run
+from megatron.training.schedule import schedule_flag
 from megatron.training.state import TrainState
 
 FORMAT = "safetensors"
@@ -144,11 +146,18 @@ class Checkpoints:
                 self._say(f"WARNING: {difference}")
         else:
             check_architecture(self.config, manifest.config)
-        if with_optimizer and manifest.common.get("optimizer") is None:
+        if not with_optimizer or manifest.common.get("optimizer") is not None:
+            return
+        if "train_state" not in manifest.common:
             raise UserError(
-                f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
-                "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+                f"--load {self.flags.load}: this is a release checkpoint, weights without optimizer state; give "
+                f"--pretrained-checkpoint {self.flags.load} instead to begin a run from them (--load is then for the "
+                "checkpoints of that run itself), or add --finetune"
             )
+        raise UserError(
+            f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
+            "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+        )
 
     def _restore(
         self, loaded: Loaded, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
@@ -160,7 +169,8 @@ class Checkpoints:
             return
         state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
-            scheduler.load_state_dict(common["scheduler"])
+            spelling = partial(schedule_flag, self.config)
+            scheduler.load_state_dict(common["scheduler"], spelling, say=self._say)
             if not self.flags.no_load_optim:
                 optimizer.load_common_state(common["optimizer"])
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
