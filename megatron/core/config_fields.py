@@ -56,6 +56,8 @@ class FlagDeclaration:
     when this one is given without it."""
     or_with: str | None = None
     """A switch with which the field is looked at too, whatever `only_with` says."""
+    hints: Mapping[str, str] | None = None
+    """Words that people try as the value, and what to give instead; said where such a word is refused."""
     words: Mapping[str, Any] | None = None
     """The words of the command line and the values they stand for, where the annotation is neither Literal nor Enum."""
 

@@ -126,7 +126,7 @@ def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
         try:
             values.append(flag.parse(word))
         except ValueError as error:
-            problem = f"{spelling} {word}: {error}"
+            problem = f"{spelling} {word}: {(flag.declaration.hints or {}).get(word, error)}"
             break
     if problem is not None:
         line.problems.append(problem)

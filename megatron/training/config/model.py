@@ -8,6 +8,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _ONE_KERNEL = "kernels are chosen with their backend when a layer is built"
 
+_ROPE_SCALED = "give --position-embedding-type rope --rope-scaling-type "
+_OTHER_POSITIONS = {word: _ROPE_SCALED + word for word in ("linear", "dynamic", "llama3", "longrope")} | {
+    "yarn": _ROPE_SCALED + "yarn (with --multi-latent-attention: rope and --rope-type yarn)",
+    "alibi": "give --position-embedding-type none --alibi",
+    "rotary": "give --position-embedding-type rope",
+    "nope": "give --position-embedding-type none",
+}
+
 
 @dataclass(kw_only=True, frozen=True)
 class ModelConfig:
@@ -22,7 +30,7 @@ class ModelConfig:
     """Positions that the model knows; as --seq-length when not given."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = flag(
-        "learned_absolute", supported=["learned_absolute", "rope", "none"]
+        "learned_absolute", supported=["learned_absolute", "rope", "none"], hints=_OTHER_POSITIONS
     )
     """How the model knows positions: a learnt vector for each, rotation of queries and keys (rope), or not at all."""
 

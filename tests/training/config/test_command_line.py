@@ -6,7 +6,7 @@ import pytest
 from support.command_lines import configured, problems_of
 
 from megatron.training.config.command_line import read_command_line, split_words, unknown_flag
-from megatron.training.config.flag_table import flags_by_spelling
+from megatron.training.config.flag_table import flag_table, flags_by_spelling
 from megatron.training.config.retired import Occurrence
 
 
@@ -67,6 +67,16 @@ def test_quotes_that_a_shell_left_in_a_word_reach_the_value() -> None:
         ("--num-layers 2.5", "--num-layers 2.5: expected a whole number; 2 works"),
         ("--swiglu yes", "--swiglu yes: this flag takes no value"),
         ("--normalization Norm", "--normalization Norm: choose from LayerNorm, RMSNorm"),
+        (
+            "--position-embedding-type yarn",
+            "--position-embedding-type yarn: give --position-embedding-type rope "
+            "--rope-scaling-type yarn (with --multi-latent-attention",
+        ),
+        (
+            "--position-embedding-type alibi",
+            "--position-embedding-type alibi: give --position-embedding-type none --alibi",
+        ),
+        ("--position-embedding-type rop", "--position-embedding-type rop: choose from learned_absolute, rope"),
         ("--normalization", "--normalization: a value is missing; choose from LayerNorm, RMSNorm"),
         ("--rampup-batch-size 1 2", "--rampup-batch-size 1 2: takes 3 values, not 2"),
         ("--moe-layer-freq [1", "--moe-layer-freq [1: '[1': a bracket is not closed"),
@@ -209,3 +219,11 @@ def test_each_retired_flag_warns_once() -> None:
     config = configured("--DDP-impl local --DDP-impl local --no-scatter-gather-tensors-in-pipeline")
     assert sum("--DDP-impl local: retired" in note for note in config.notes) == 1
     assert any(note.startswith("--no-scatter-gather-tensors-in-pipeline: retired") for note in config.notes)
+
+
+@pytest.mark.parametrize("word", flag_table()["position_embedding_type"].declaration.hints)
+def test_what_a_hint_says_to_give_is_a_command_line_that_works(word: str) -> None:
+    hint = flag_table()["position_embedding_type"].declaration.hints[word]
+    way = hint.partition("give ")[2].partition(" (")[0]
+    more = {"longrope": "--rope-scaling-short-factor 1 --rope-scaling-long-factor 1"}.get(word, "")
+    assert configured(f"{way} {more}").model.position_embedding_type in ("rope", "none")
