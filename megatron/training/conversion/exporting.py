@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
-from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.choosing import Say, find_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk, is_optimizer_state
 from megatron.core.dist_checkpointing.data_file import Entry, Later, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
@@ -24,7 +24,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.choosing import choose_family
 from megatron.training.conversion.folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of
 from megatron.training.conversion.model import BuildModel, canonical_shapes
-from megatron.training.conversion.pieces import DiskTensor, disk_tensors
+from megatron.training.conversion.pieces import DiskTensor, disk_tensors, files_of
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 
@@ -32,15 +32,6 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 _READ_AT_ONCE = 256 << 20
 """Bytes of tensors that are read together, in the order in which they are written: a block of a file, with what is read
 out of it, is then fetched once."""
-
-_DTYPE_WORDS = {
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float64: "float64",
-}
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -176,32 +167,18 @@ def _write_tensors(
     shard_bytes: int,
 ) -> tuple[list[str], int]:
     """The files' names and the bytes of all tensors."""
-    shards = [_in_order(shard, kinds) for shard in _shards(tensors, kinds, shard_bytes)]
+    files = files_of(tensors, lambda tensor: kinds[tensor.canonical_name], shard_bytes)
+    shards = [_in_order(file, kinds) for file in files]
     reader = _Reader(checkpoint, [tensor for shard in shards for tensor in shard], kinds)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [ONE_FILE]
     for name, shard in zip(names, shards, strict=True):
         write_data_file(disk, folder / name, [_entry(tensor, kinds, reader) for tensor in shard])
-    nbytes = sum(tensor.box.numel * kinds[tensor.canonical_name].itemsize for tensor in tensors)
+    nbytes = sum(tensor.nbytes(kinds[tensor.canonical_name]) for tensor in tensors)
     if len(shards) > 1:
         file_of = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         disk.write_file(folder / INDEX, index_of(file_of, nbytes))
     return names, nbytes
-
-
-def _shards(
-    tensors: Sequence[DiskTensor], kinds: Mapping[str, torch.dtype], shard_bytes: int
-) -> Iterator[list[DiskTensor]]:
-    shard: list[DiskTensor] = []
-    nbytes = 0
-    for tensor in tensors:
-        size = tensor.box.numel * kinds[tensor.canonical_name].itemsize
-        if shard and nbytes + size > shard_bytes:
-            yield shard
-            shard, nbytes = [], 0
-        shard.append(tensor)
-        nbytes += size
-    yield shard
 
 
 def _in_order(shard: Sequence[DiskTensor], kinds: Mapping[str, torch.dtype]) -> list[DiskTensor]:

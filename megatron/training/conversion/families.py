@@ -86,8 +86,9 @@ _SIZES: tuple[Rule, ...] = (
     Same("attention_dropout", "attention_dropout", 0.0),
     Same("initializer_range", "init_method_std", 0.02),
     Tied(),
+    Same("intermediate_size", "ffn_hidden_size"),
 )
-_DENSE_WIDTH = Same("intermediate_size", "ffn_hidden_size")
+_EPSILON = Same("rms_norm_eps", "layernorm_epsilon", 1e-6)
 _EXPERTS: tuple[Rule, ...] = (
     Same("num_experts_per_tok", "moe_router_topk", 2),
     Always({"moe_router_score_function": "softmax"}),
@@ -151,13 +152,13 @@ FAMILIES = (
         "LlamaForCausalLM",
         "llama",
         _AROUND | _ATTENTION | _QKV_BIAS | _OUTPUT_BIAS | _MLP,
-        (*_SIZES, _DENSE_WIDTH, Heads(), Rope(), Same("rms_norm_eps", "layernorm_epsilon", 1e-6), Biases()),
+        (*_SIZES, Heads(), Rope(), _EPSILON, Biases()),
     ),
     Family(
         "MistralForCausalLM",
         "mistral",
         _AROUND | _ATTENTION | _MLP,
-        (*_SIZES, _DENSE_WIDTH, Heads(), Rope(), Same("rms_norm_eps", "layernorm_epsilon", 1e-6), Windows()),
+        (*_SIZES, Heads(), Rope(), _EPSILON, Windows()),
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -165,10 +166,9 @@ FAMILIES = (
         _AROUND | _ATTENTION | _QKV_BIAS | _MLP,
         (
             *_SIZES,
-            _DENSE_WIDTH,
             Heads(),
             Rope(),
-            Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+            _EPSILON,
             Always({"add_qkv_bias": True}),
             Windows(by_layer=True),
             Only("use_mrope", False, write=False),
@@ -180,10 +180,9 @@ FAMILIES = (
         _AROUND | _ATTENTION | _HEAD_NORMS | _MLP,
         (
             *_SIZES,
-            _DENSE_WIDTH,
             Heads(width=128),
             Rope(),
-            Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+            _EPSILON,
             Only("attention_bias", False),
             Always({"qk_layernorm": True}),
             Windows(by_layer=True),
@@ -195,7 +194,6 @@ FAMILIES = (
         _AROUND | _ATTENTION | _experts("block_sparse_moe", "w1", "w3", "w2"),
         (
             *_SIZES,
-            _DENSE_WIDTH,
             Heads(),
             Rope(1000000.0),
             Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
@@ -211,10 +209,9 @@ FAMILIES = (
         _AROUND | _ATTENTION | _HEAD_NORMS | _MLP | _experts("mlp", "gate_proj", "up_proj", "down_proj"),
         (
             *_SIZES,
-            _DENSE_WIDTH,
             Heads(),
             Rope(),
-            Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+            _EPSILON,
             Only("attention_bias", False),
             Always({"qk_layernorm": True}),
             Windows(by_layer=True),

@@ -7,8 +7,10 @@ expert's matrices one row of a tensor that all experts of a layer share. So conv
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+import torch
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
@@ -48,6 +50,10 @@ class DiskTensor:
         is_matrix = len(self.global_shape) > 1 and self.canonical_name.endswith(".weight")
         return (self.box.numel // self.box.shape[-1], self.box.shape[-1]) if is_matrix else (self.box.numel,)
 
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of its elements in a type."""
+        return self.box.numel * dtype.itemsize
+
 
 def disk_tensors(table: PieceTable, shapes: Mapping[str, tuple[int, ...]]) -> list[DiskTensor]:
     """All tensors on disk of a model whose canonical tensors have these shapes, in the order of those.
@@ -81,3 +87,19 @@ def _box(shape: tuple[int, ...], part: tuple[slice, ...]) -> Box:
     box = Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
     assert math.prod(box.shape) > 0, (shape, part)
     return box
+
+
+def files_of(
+    tensors: Iterable[DiskTensor], dtype_of: Callable[[DiskTensor], torch.dtype], file_bytes: int
+) -> Iterator[list[DiskTensor]]:
+    """The tensors in their order, a list a file: of at most so many bytes, or of one tensor."""
+    file: list[DiskTensor] = []
+    held = 0
+    for tensor in tensors:
+        nbytes = tensor.nbytes(dtype_of(tensor))
+        if file and held + nbytes > file_bytes:
+            yield file
+            file, held = [], 0
+        file.append(tensor)
+        held += nbytes
+    yield file
