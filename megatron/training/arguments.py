@@ -1,8 +1,10 @@
 """The command line of the app: `config_of_command_line` for our own loop, published functions for user scripts."""
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -64,10 +66,20 @@ def exit_with_problems(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr, flush=True)
-    else:
-        # Who starts the ranks ends them all when one has ended, which must not be before the first has printed.
-        time.sleep(_AFTER_THE_FIRST_RANK)
+    let_first_rank_speak()
     raise SystemExit(2)
+
+
+def let_first_rank_speak() -> None:
+    """On any rank but the first: wait, before telling of a mistake, until the first has had time to tell of it.
+
+    Most mistakes all ranks find. The first says it and ends, and who starts the ranks then ends the others, which die
+    here without a word: what all would say stands once in the log. What a rank alone has found it says after the wait.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        with contextlib.suppress(ValueError):  # not in the main thread, which alone may say what a signal does
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_AFTER_THE_FIRST_RANK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

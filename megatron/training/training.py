@@ -14,12 +14,12 @@ from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.training.arguments import config_of_command_line
+from megatron.training.arguments import config_of_command_line, let_first_rank_speak
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run_report import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
-from megatron.training.initialize import process_environment
+from megatron.training.initialize import Environment, process_environment
 from megatron.training.pieces import Pieces, pieces_of_user_script, say_not_asked
 from megatron.training.published import build_train_valid_test_data_iterators as build_train_valid_test_data_iterators
 from megatron.training.published import evaluate as evaluate
@@ -105,20 +105,31 @@ def pretrain(
 
 def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> ExitDecision | None:
     """Set up, train, finish; returns why the run ended early, if it did. Everything it started has ended by then."""
-    decision = None
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
     with SignalWatch(sorted(watched)) as signals, process_environment(config) as environment:
-        run = set_up(config, pieces, environment, signals, started)
         try:
-            with signals.training():
-                if not config.evaluation.skip_train:
-                    decision = train(run)
-                if decision is None:
-                    run.finish()
-            run.close()
-        except BaseException as error:
-            run.abandon(error)
+            return set_up_and_train(config, pieces, environment, signals, started)
+        except UserError:
+            let_first_rank_speak()
             raise
+
+
+def set_up_and_train(
+    config: PretrainConfig, pieces: Pieces, environment: Environment, signals: SignalWatch, started: float
+) -> ExitDecision | None:
+    """What `run_pretraining` does among the other ranks."""
+    decision = None
+    run = set_up(config, pieces, environment, signals, started)
+    try:
+        with signals.training():
+            if not config.evaluation.skip_train:
+                decision = train(run)
+            if decision is None:
+                run.finish()
+        run.close()
+    except BaseException as error:
+        run.abandon(error)
+        raise
     return decision
 
 

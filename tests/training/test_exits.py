@@ -91,4 +91,15 @@ def test_a_mistake_exits_with_2(tmp_path, corpus):
     flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
     program = launch(flags, 2, tmp_path / "other")
     assert program.exit_codes() == [2, 2]
-    assert "error on rank 1: --load" in program.output(1)
+    assert "error on rank 1: --load" in program.output(1)  # nobody ended it
+
+
+def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, corpus):
+    """As under torchrun, which ends the other ranks when the first has ended."""
+    flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
+    program = launch(flags, 2, tmp_path / "run")
+    program.wait_for(0, "error on rank 0: --load")
+    program.processes[0].join()
+    program.signal(1, signal.SIGTERM)
+    assert program.exit_codes() == [2, -signal.SIGTERM]
+    assert "error" not in program.output(1) and "SIGTERM" not in program.output(1)
