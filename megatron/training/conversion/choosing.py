@@ -16,10 +16,20 @@ from megatron.training.trained_model import config_for_one_process
 _PATTERNS = {"window_attn_skip_freq": is_windowed, "moe_layer_freq": has_experts}
 """Fields that say in which layers something holds: by a period, or by a list."""
 
+_IN_NONE = {
+    "multi_latent_attention": "latent attention (--multi-latent-attention)",
+    "mtp_num_layers": "layers that predict further tokens (--mtp-num-layers)",
+}
+"""Fields without a word in any config.json: with one, a list of whatever else differs would only hide it."""
+
 
 def choose_family(config: PretrainConfig, described: Mapping[str, Any], architecture: str | None) -> Family:
     """The named family, or the first that can say the model. Raises UserError naming the flags in the way."""
     values = config.flat()
+    foreign = [what for field, what in _IN_NONE.items() if values[field]]
+    if foreign:
+        known = ", ".join(family.architecture for family in FAMILIES)
+        raise UserError(f"none of the architectures that can be exported has {' or '.join(foreign)}: {known}")
     if architecture is not None:
         candidates = [family_of(architecture)]
     else:

@@ -35,21 +35,17 @@ class ModelFolder:
     config: dict[str, Any]
     tensors: dict[str, TensorInFile]
 
-    @property
-    def architecture(self) -> str:
-        """The class that config.json names."""
-        names = self.config.get("architectures") or []
-        if len(names) != 1:
-            raise UserError(f"{self.path / CONFIG}: architectures is {names}, not one name")
-        return str(names[0])
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json says. Raises UserError where it is missing or no JSON."""
+    if not (path / CONFIG).exists():
+        raise UserError(f"{path}: no {CONFIG} is there; the folder of a model has it beside {ONE_FILE} or {INDEX}")
+    return read_json(path / CONFIG)
 
 
 def open_folder(path: Path) -> ModelFolder:
     """Raises UserError naming the file that is missing or wrong, and for pickled weights."""
-    if not (path / CONFIG).exists():
-        raise UserError(f"{path}: no {CONFIG} is there; the folder of a model has it beside {ONE_FILE} or {INDEX}")
-    config = read_json(path / CONFIG)
-    return ModelFolder(path, config, _tensors(path))
+    return ModelFolder(path, read_config(path), _tensors(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

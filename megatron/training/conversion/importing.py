@@ -1,13 +1,14 @@
 """From a Hugging Face model to a checkpoint of ours, a tensor at a time."""
 
 import shlex
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.choosing import Say
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.folders import RELEASE, list_folders
 from megatron.core.dist_checkpointing.safetensors_file import read_tensor
@@ -15,10 +16,10 @@ from megatron.core.dist_checkpointing.writing import Saved, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
-from megatron.training.conversion.families import EMBEDDING, HEAD, Family, family_of
-from megatron.training.conversion.folder import TOKENIZER, ModelFolder, copy_tokenizer, open_folder
+from megatron.training.conversion.families import EMBEDDING, FAMILIES, HEAD, Family, family_of
+from megatron.training.conversion.folder import CONFIG, TOKENIZER, ModelFolder, copy_tokenizer, open_folder, read_config
 from megatron.training.conversion.model import BuildModel, canonical_shapes
-from megatron.training.conversion.pieces import DiskTensor, disk_tensors
+from megatron.training.conversion.pieces import DiskTensor, disk_tensors, files_of
 from megatron.training.conversion.settings import value_of
 from megatron.training.run_description import describe_run, words_of
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
@@ -26,8 +27,6 @@ from megatron.training.trained_model import config_for_one_process
 
 FLAGS = "flags.txt"
 """File beside the checkpoint: the flags that make its model."""
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def import_model(
     iterations = [found.path.name for found in list_folders(root) if found.step != RELEASE]
     if iterations:
         raise UserError(f"{root} holds checkpoints of a run ({max(iterations)}); name another folder to import into")
+    family = _family_in(source)  # before weights are looked for: for an unknown one they do not matter
     folder = open_folder(source)
-    family = family_of(folder.architecture)
     vocab_size: int = value_of(folder.config, "vocab_size")
     values = family.values(folder.config, waived)
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", say)
@@ -86,6 +85,22 @@ def import_model(
     copy_tokenizer(source, root / "tokenizer")
     write_atomically(root / FLAGS, shlex.join(flags) + "\n")
     return Imported(saved, flags)
+
+
+def _family_in(source: Path) -> Family:
+    """The one that config.json names."""
+    config = read_config(source)
+    names = config.get("architectures") or []
+    if len(names) != 1:
+        known = ", ".join(family.architecture for family in FAMILIES)
+        raise UserError(
+            f"{source / CONFIG}: architectures is {names} and model_type {config.get('model_type')!r}; one name is "
+            f"needed, of {known}"
+        )
+    try:
+        return family_of(str(names[0]))
+    except UserError as error:
+        raise UserError(f"{source / CONFIG}: {error}") from error
 
 
 def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Say) -> list[str]:
@@ -140,20 +155,14 @@ def _files(
     folder: ModelFolder, wanted: Sequence[DiskTensor], dtype: torch.dtype | None, file_bytes: int
 ) -> Iterator[list[Chunk]]:
     """The tensors as chunks without memory, a list a file."""
-    chunks: list[Chunk] = []
-    nbytes = 0
-    for tensor in wanted:
-        kind = dtype or folder.tensors[tensor.name].dtype
-        chunk = Chunk(
-            tensor.canonical_name,
-            tensor.global_shape,
-            tensor.box,
-            None,
-            torch.empty(tensor.box.shape, dtype=kind, device="meta"),
-        )
-        if chunks and nbytes + chunk.tensor.nbytes > file_bytes:
-            yield chunks
-            chunks, nbytes = [], 0
-        chunks.append(chunk)
-        nbytes += chunk.tensor.nbytes
-    yield chunks
+
+    def dtype_of(tensor: DiskTensor) -> torch.dtype:
+        return dtype or folder.tensors[tensor.name].dtype
+
+    for file in files_of(wanted, dtype_of, file_bytes):
+        yield [_without_memory(tensor, dtype_of(tensor)) for tensor in file]
+
+
+def _without_memory(tensor: DiskTensor, dtype: torch.dtype) -> Chunk:
+    values = torch.empty(tensor.box.shape, dtype=dtype, device="meta")
+    return Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)

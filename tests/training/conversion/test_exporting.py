@@ -106,6 +106,20 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_flags(flags, said, 
     assert not (tmp_path / "theirs").exists()
 
 
+def test_what_no_architecture_has_is_one_sentence(tmp_path):
+    """Latent attention turns twenty flags; which they are is no help."""
+    latent = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+    root = run(f"{LLAMA} {latent} --mtp-num-layers 1", tmp_path / "run")
+    with pytest.raises(UserError) as refusal:
+        export_model(root, tmp_path / "theirs", build_model, say=quiet)
+    said = str(refusal.value)
+    assert said.startswith(
+        "none of the architectures that can be exported has latent attention (--multi-latent-attention) or layers that "
+        "predict further tokens (--mtp-num-layers): LlamaForCausalLM, "
+    )
+    assert "comes nearest" not in said and "--kv-lora-rank" not in said
+
+
 def test_a_named_architecture_says_it_or_is_refused(llama, tmp_path):
     assert export_model(llama, tmp_path / "a", build_model, architecture="MistralForCausalLM", say=quiet).files
     assert json.loads((tmp_path / "a" / "config.json").read_text())["sliding_window"] is None

@@ -1,12 +1,14 @@
 """Imports: what is left behind when something is wrong, what the checkpoint is to a run, memory."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.runs import train
 from training.conversion.oracles import make_model, save_model
 from training.conversion.test_against_transformers import quiet
 
@@ -64,11 +66,25 @@ def test_a_folder_without_config_json_is_told_what_it_should_have(folder, tmp_pa
     refused(tmp_path / "nowhere", tmp_path, "nowhere: no config.json is there")
 
 
+def test_an_unknown_architecture_comes_before_what_else_is_wrong(folder, tmp_path):
+    change_config(folder, architectures=["FooForCausalLM"], model_type="foo", hidden_act="gelu")
+    (folder / "model.safetensors").unlink()
+    refused(
+        folder, tmp_path, "theirs/config.json: FooForCausalLM: not known; LlamaForCausalLM, .*Qwen3MoeForCausalLM are"
+    )
+    change_config(folder, architectures=..., model_type="foo")
+    refused(folder, tmp_path, r"architectures is \[\] and model_type 'foo'; one name is needed, of LlamaForCausalLM, ")
+    change_config(folder, architectures=["LlamaForCausalLM"])
+    refused(folder, tmp_path, "neither model.safetensors nor model.safetensors.index.json is there")
+
+
 CONFIGS = {
     "BlenderForCausalLM: not known; LlamaForCausalLM, MistralForCausalLM, Qwen2": {
         "architectures": ["BlenderForCausalLM"]
     },
-    r"architectures is \[\], not one name": {"architectures": []},
+    r"architectures is \[\] and model_type 'llama'; one name is needed, of LlamaForCausalLM, Mistral": {
+        "architectures": []
+    },
     "config.json has no hidden_size": {"hidden_size": ...},
     "hidden_act 'gelu' cannot be had here; 'silu' can": {"hidden_act": "gelu"},
     "quantization_config is not known for LlamaForCausalLM": {"quantization_config": {"bits": 4}},
@@ -240,6 +256,22 @@ def test_a_tokenizer_of_more_ids_than_the_model_has_rows(folder, tmp_path):
     said = []
     done = import_model(folder, tmp_path / "ours", build_model, say=said.append)
     assert "NullTokenizer" in done.flags and any("has 600 ids, the model 99" in line for line in said)
+
+
+def test_what_an_import_wrote_is_begun_from_and_not_gone_on_with(folder, tmp_path, capsys):
+    """Every way that the refusal names works."""
+    ours = tmp_path / "ours"
+    flags = shlex.join(import_model(folder, ours, build_model, say=quiet).flags)
+    flags += " --seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --eval-iters 0"
+    with pytest.raises(UserError) as refusal:
+        train(f"--load {ours} {flags}", base="")
+    said = str(refusal.value)
+    assert f"--load {ours}: this is a release checkpoint, weights without optimizer state" in said
+    assert f"--pretrained-checkpoint {ours} " in said and "--finetune" in said
+    capsys.readouterr()
+    for way in (f"--pretrained-checkpoint {ours} --load {tmp_path / 'new'}", f"--load {ours} --finetune"):
+        assert len(train(f"{way} {flags}", base="").steps) == 1
+        assert "loaded checkpoint" in capsys.readouterr().out
 
 
 def test_no_more_than_a_tensor_is_in_memory(folder, tmp_path, monkeypatch):
