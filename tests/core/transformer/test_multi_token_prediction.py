@@ -21,6 +21,7 @@ from support.reference_gpt import head, reference_hidden, reference_loss, refere
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.models.common.predictions import PredictionLoss
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -140,6 +141,18 @@ def test_a_mask_that_hides_all_gives_zeros() -> None:
     ids, labels, mask = whole_batch()
     (model(ids, labels=labels, loss_mask=torch.zeros_like(mask)) * 0.0).sum().backward()
     assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("mask_type", [torch.bfloat16, torch.float32, torch.bool])
+def test_tokens_are_counted_whatever_type_losses_have(mask_type: torch.dtype) -> None:
+    """bfloat16 has no 301: neither the count nor the sum may pass through it."""
+    depth = PredictionLoss(predicting_config(), 1)
+    losses = torch.ones(43, 7, dtype=torch.bfloat16, requires_grad=True)
+    total = depth(losses, torch.ones(43, 7, dtype=mask_type))
+    total.backward()
+    (report,) = take_reports([depth])
+    assert (float(total.detach()), float(report.total), float(report.count)) == (301.0, 301.0, 301.0)
+    assert losses.grad is not None and torch.equal(losses.grad, torch.ones_like(losses))
 
 
 def test_where_the_layers_stand() -> None:

@@ -10,6 +10,7 @@ from megatron.core.collectives import Group, all_reduce
 from megatron.core.context_parallel.ahead import rows_ahead
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
+from megatron.core.ops.precision import widened
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel.stages import stage_map, states_into_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -81,9 +82,10 @@ class PredictionLoss(nn.Module):
         self.reported = Reported(config.num_layers + depth)
 
     def forward(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Losses and mask [s, b] -> the sum of the unmasked losses."""
-        total = (losses * mask).sum()
-        self.reported.add(self.name, total, mask.sum())
+        """Losses and mask [s, b], of any types -> the sum of the unmasked losses, in float32 at least."""
+        losses = widened(losses)  # a head of a user's own may give bfloat16, in which no number over 256 is counted
+        total = (losses * mask.to(losses.dtype)).sum()
+        self.reported.add(self.name, total, mask.sum(dtype=torch.float64))
         return total
 
 
@@ -121,6 +123,6 @@ class PredictionLosses(nn.Module):
             labels = ahead[depth].labels
             assert labels is not None
             losses = head(hidden[depth], labels)  # [s, b]
-            total = module(losses, masks[depth].t().to(losses.dtype))
+            total = module(losses, masks[depth].t())
             carrier = attach_loss(carrier, total * (self.weight / divisors[depth]).to(total.dtype), scale)
         return carrier
