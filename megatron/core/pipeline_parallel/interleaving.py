@@ -58,7 +58,8 @@ class MicroBatchBaton:
         try:
             yield
         finally:
-            self._turns = None
+            if not (turns.is_abandoned and side == _BACKWARD):  # which is still to meet its end
+                self._turns = None
 
 
 class _TheOtherFailed(Exception):
@@ -66,10 +67,11 @@ class _TheOtherFailed(Exception):
 
 
 class _Turns:
-    """Whose turn it is. Only who has it reads or writes anything here."""
+    """Whose turn it is. Only who has it reads or writes anything here, unless the pair is abandoned."""
 
     def __init__(self) -> None:
         self.now = _FORWARD
+        self.is_abandoned = False
         self._wakes = (threading.Semaphore(0), threading.Semaphore(0))
         self._ended = [False, False]
         self._failed = False
@@ -90,7 +92,7 @@ class _Turns:
 
     def end(self, side: int, failed: bool) -> bool:
         """This side is done, well or not; the other goes on, if it is not. Returns whether it does."""
-        if self.now != side:  # interrupted while waiting
+        if self.now != side and not self.is_abandoned:  # interrupted while waiting
             self.wait(side)
         goes_on = not self._ended[1 - side]
         self._ended[side] = True
@@ -102,6 +104,11 @@ class _Turns:
     def fail(self) -> None:
         """Who goes on is to stop at its next turn."""
         self._failed = True
+
+    def abandon(self) -> None:
+        """The forward goes away whoever has the turn: the backward stops at its next one, or where it waits for one."""
+        self.is_abandoned = self._failed = self._ended[_FORWARD] = True
+        self._wakes[_BACKWARD].release()
 
     def _give(self, side: int) -> None:
         self.now = side
@@ -172,25 +179,16 @@ class Interleaver:
         backward_baton: MicroBatchBaton,
     ) -> None:
         """Run both, the forward in this thread, which begins. An error of either ends both, at the next turn, and is
-        raised as it was."""
+        raised as it was. So does an interrupt; a second one does not wait for the backward's turn to end."""
         turns = _Turns()
         job = _Job(backward, turns, ThreadState.here())
-        error: BaseException | None = None
         with forward_baton._taking_turns(turns, _FORWARD), backward_baton._taking_turns(turns, _BACKWARD):
-            self._start(job)
             try:
-                forward()
-            except BaseException as raised:
-                error = raised
-            draws = _RandomState.here()
-            if turns.end(_FORWARD, error is not None):
-                try:
-                    turns.wait(_FORWARD)
-                except BaseException as raised:  # an interrupt; nothing is left running
-                    error = raised
-                    turns.fail()
-                    turns.wait(_FORWARD)
-                draws.restore()
+                error = self._run_both(forward, job)
+            except BaseException:
+                turns.abandon()
+                self._leave_thread()
+                raise
         if error is None or isinstance(error, _TheOtherFailed):
             error = job.error
         if error is not None:
@@ -199,14 +197,41 @@ class Interleaver:
             finally:
                 del error, job  # whose frames hold this one
 
+    def _run_both(self, forward: Callable[[], None], job: _Job) -> BaseException | None:
+        """What ended the forward too early. Raises a second interrupt only, or one between turns."""
+        error, turns = None, job.turns
+        self._start(job)
+        try:
+            forward()
+        except BaseException as raised:
+            error = raised
+        draws = _RandomState.here()
+        if turns.end(_FORWARD, error is not None):
+            try:
+                turns.wait(_FORWARD)
+            except BaseException as raised:  # an interrupt; nothing is left running
+                error = raised
+                turns.fail()
+                turns.wait(_FORWARD)
+            draws.restore()
+        return error
+
     def _start(self, job: _Job) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="backward of a pair", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, args=(self._jobs,), name="backward of a pair", daemon=True
+            )
             self._thread.start()
         self._jobs.put(job)
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _leave_thread(self) -> None:
+        """The thread ends when its job does; nobody waits for that."""
+        self._jobs.put(None)
+        self._jobs, self._thread = queue.SimpleQueue(), None
+
+    @staticmethod
+    def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+        while (job := jobs.get()) is not None:
             job.run()
             del job  # not held until the next comes
 

@@ -139,6 +139,55 @@ def test_an_interrupt_waits_for_the_others_turn_to_end() -> None:
     assert state == ["turn ended"]
 
 
+@pytest.mark.parametrize("hands", [0, 1], ids=["forward is through", "forward waits"])
+def test_a_second_interrupt_waits_for_nothing(hands: int) -> None:
+    """Ctrl-C comes twice, and then no more, in a turn of the backward that is longer than anybody would wait: the pair
+    is over at once, and its thread at the end of that turn."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    batons = MicroBatchBaton(), MicroBatchBaton()
+    goes_on, ended, state = threading.Event(), threading.Event(), list[str]()
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def backward() -> None:
+        try:
+            interrupt()
+            interrupt()
+            goes_on.wait(20.0)
+            batons[1].hand_over()
+            state.append("went on")
+        finally:
+            ended.set()
+
+    watchdog = threading.Timer(10.0, lambda: (state.append("stuck"), interrupt()))
+    watchdog.start()
+    threads = threading.active_count()
+    try:
+        with Interleaver() as interleaver:
+            with pytest.raises(KeyboardInterrupt):
+                interleaver.run(partial(story, [], batons[0], "f", hands), backward, *batons)
+            assert not ended.is_set()
+            events: Events = []
+            others = MicroBatchBaton(), MicroBatchBaton()
+            interleaver.run(  # the next pair is not concerned
+                partial(story, events, others[0], "f", 1), partial(story, events, others[1], "b", 1), *others
+            )
+            assert events == ["f0", "b0", "f1", "b1"] and not ended.is_set()
+        goes_on.set()
+        assert ended.wait(5.0)
+        until = time.monotonic() + 5.0
+        while threading.active_count() > threads and time.monotonic() < until:
+            time.sleep(0.01)
+        assert threading.active_count() == threads and not state
+    except KeyboardInterrupt:  # the watchdog's
+        pytest.fail("the pair waits for its backward's turn, or for one of its own")
+    finally:
+        watchdog.cancel()
+        signal.signal(signal.SIGINT, handler)
+
+
 VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
 
 
