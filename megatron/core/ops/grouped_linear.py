@@ -48,6 +48,16 @@ class RowGroups:
                 yield number, part
 
 
+_WIDTH_MULTIPLE = 8
+"""Elements of 16 bits in the 16 bytes that torch's grouped product wants rows to be multiples of."""
+
+
+def is_one_product(dtype: torch.dtype, *widths: int) -> bool:
+    """Torch's grouped product takes rows of this type and of these widths; on a GPU nobody asks then how many rows a
+    group has."""
+    return dtype is torch.bfloat16 and not any(width % _WIDTH_MULTIPLE for width in widths)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The three products
 

@@ -16,17 +16,15 @@ from megatron.core.ops.grouped_linear import (
     grouped_bias,
     grouped_linear,
     grouped_product,
+    is_one_product,
 )
 
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
-_WIDTH_MULTIPLE = 8
-"""Elements of 16 bits in the 16 bytes that torch's grouped product wants rows to be multiples of."""
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
     """As `grouped_linear.grouped_product`, which takes it in types other than bfloat16 and for odd widths."""
-    fits = rows.dtype is torch.bfloat16 and not any(size % _WIDTH_MULTIPLE for size in weight.shape[1:])
-    if not fits or not rows.is_cuda:
+    if not is_one_product(rows.dtype, *weight.shape[1:]) or not rows.is_cuda:
         return grouped_product(rows, weight, groups, transposed)
     if not rows.shape[0]:
         return rows.new_empty(0, weight.shape[1 if transposed else 2])

@@ -2,8 +2,9 @@
 
 What stands in their place in a layer takes rows [n, h] that lie by expert, the router's weight of each [n], and how
 many rows each expert has; it gives [n, h], or where tensor parallel ranks share an expert's channels, this rank's part
-of their sum. The weight multiplies the activation, in float32 at least, and so also the bias of the second product:
-w (W2 a + b2); with `moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
+of their sum. If its `reads_sizes` is False, it never asks the host how many rows an expert has. The weight multiplies
+the activation, in float32 at least, and so also the bias of the second product: w (W2 a + b2); with
+`moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank
-from megatron.core.ops.grouped_linear import RowGroups
+from megatron.core.ops.grouped_linear import RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.weighted_activation import weighted
 from megatron.core.parameters import Box, each_of, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -82,6 +83,10 @@ class GroupedMLP(MegatronModule):
             splits_inputs=True,
             **common,
         )
+        matrices = self.linear_fc1.weight, self.linear_fc2.weight
+        self.reads_sizes = backend.grouped_linear is grouped_linear or not all(
+            is_one_product(matrix.dtype, *matrix.shape[1:]) for matrix in matrices
+        )
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         rows, weights_inside = _weighted_inputs(self.config, rows, weights)
@@ -96,6 +101,8 @@ class GroupedMLP(MegatronModule):
 
 class SequentialMLP(MegatronModule):
     """The experts of a rank one after the other, each an MLP of its own."""
+
+    reads_sizes = True
 
     def __init__(
         self,

@@ -77,6 +77,9 @@ class TokenDispatcher:
         ]
         """Global numbers of the experts of this rank."""
         self.backend = backend or choose_backend(config)
+        self.tells_sizes = True
+        """The experts ask the host how many rows each has: a copy is on its way from the start. Where they do not, it
+        is made only if sizes of exchanges need it."""
 
     def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
         """The journey of tokens that are routed so."""
@@ -101,7 +104,7 @@ class _AlltoAllJourney:
         self.at, self.routing, self.baton = at, routing, baton
         self.counts = once(self._all_counts)
         """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
-        self.knows_sizes = at.ep_size * at.etp_size > 1 or routing.kept is not None
+        self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host = once(lambda: HostCopy(self.counts)) if self.knows_sizes else None
         self._exchange: Exchange | None = None
 
@@ -183,15 +186,21 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
 class _AllGatherJourney:
     def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
         self.at, self.routing, self.baton = at, routing, baton
-        # Numbers of experts, and whether there is room, of all tokens at once.
-        numbers = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -1)
-        self.experts = gather_rows(gather_rows(numbers, at.ep_group), at.etp_group) - at.local_experts.start
+        self.experts = once(self._all_numbers).to(torch.int64) - at.local_experts.start
         self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
         local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
         self.counts = local.tokens_per_expert(at.num_local_experts)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
-        self._on_host = None if self.all_are_here else once(lambda: HostCopy(self.counts))
+        knows_sizes = at.tells_sizes or not self.all_are_here
+        self._on_host = once(lambda: HostCopy(self.counts)) if knows_sizes else None
         self._exchange: Exchange | None = None
+
+    def _all_numbers(self) -> Tensor:
+        """Numbers of experts, and whether there is room (else -1), of all tokens at once: int32 [all tokens, k]."""
+        numbers = self.routing.experts
+        if self.routing.kept is not None:
+            numbers = torch.where(self.routing.kept, numbers, -1)
+        return gather_rows(gather_rows(numbers.to(torch.int32), self.at.ep_group), self.at.etp_group)
 
     def send(self, hidden: Tensor) -> None:
         self.rows, self.weights = hidden, self.routing.weights
@@ -206,13 +215,16 @@ class _AllGatherJourney:
             hidden, weights = self._exchange.finish()
         if at.etp_size > 1:
             hidden, weights = Exchange(gather_route(at.etp_group), self.baton, hidden, weights).finish()
-        sizes = None if self._on_host is None else self._on_host.wait().tolist()
-        count = self.experts.numel() if sizes is None else sum(sizes)
+        count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
         here = None if self.all_are_here else self.here
         self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
         rows = at.backend.permute(hidden, self.copies)
         weights = at.weights_of(Routing(self.experts, weights), self.copies, choice)
-        return ExpertRows(rows, weights, RowGroups(self.counts, sizes))
+        return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes()))
+
+    def _sizes(self) -> list[int] | None:
+        """`counts` on the host; None where nobody asks there."""
+        return None if self._on_host is None else self._on_host.wait().tolist()
 
     def send_back(self, results: Tensor) -> None:
         at = self.at

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import collectives
+from megatron.core.backends import LOCAL
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import (
     EachOf,
@@ -29,9 +30,11 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.host_copy import HostCopy
 
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
 
@@ -87,6 +90,53 @@ def test_the_sum_of_experts_by_weight_and_the_shared_ones(overlap: bool) -> None
     torch.testing.assert_close(output, by_hand(layer, x), rtol=1e-12, atol=1e-12)
     # By itself it takes [s, b, h] too.
     assert torch.equal(layer(x.view(6, 2, 8))[0], output.view(6, 2, 8))
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
+@pytest.mark.parametrize(
+    ("grouped", "kernel", "precision", "asks"),
+    [
+        (False, True, {"bf16": True}, True),
+        (True, True, {"bf16": True}, False),
+        (True, False, {"bf16": True}, True),
+        (True, True, {"fp64": True}, True),
+        (True, True, {"bf16": True, "moe_ffn_hidden_size": 6}, True),
+    ],
+    ids=["one by one", "one product", "a loop over products", "a loop in other types", "a loop for odd widths"],
+)
+def test_sizes_that_the_host_is_asked_for_are_on_their_way_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, kernel: bool, precision: Any, asks: bool, dispatcher: str
+) -> None:
+    """One rank, and nothing dropped: a rank's experts are the only ones that could ask."""
+    events, sizes = [], []
+
+    class Told(HostCopy):
+        def __init__(self, tensor: Tensor) -> None:
+            events.append("begun")
+            super().__init__(tensor)
+
+        def wait(self) -> Tensor:
+            events.append("awaited")
+            return super().wait()
+
+    def moved(*arguments: Any) -> Tensor:
+        events.append("rows moved")
+        return LOCAL.permute(*arguments)
+
+    monkeypatch.setattr(token_dispatcher, "HostCopy", Told)
+    replaced = {"grouped_linear": lambda *arguments: LOCAL.grouped_linear(*arguments)} if kernel else {}
+    backend = dataclasses.replace(LOCAL, permute=moved, **replaced)
+    settings = {"num_layers": 1, "num_moe_experts": 4, "moe_ffn_hidden_size": 16, **precision}
+    config = TransformerConfig(
+        hidden_size=8, num_attention_heads=2, moe_token_dispatcher_type=dispatcher, **SWIGLU, **settings
+    )
+    parts = MoESubmodules(experts=GroupedMLP if grouped else SequentialMLP)
+    layer = MoELayer(config, parts, layer_number=1, backend=backend)
+    layer.experts.register_forward_pre_hook(lambda module, inputs: sizes.append(inputs[2].sizes))
+    layer(torch.randn(5, 1, 8, dtype=config.params_dtype))
+    assert [size is not None for size in sizes] == [asks]
+    assert [event for event in events if event != "rows moved"] == ["begun", "awaited"] * asks
+    assert (events[0], events[-1]) == (("begun", "awaited") if asks else ("rows moved", "rows moved"))
 
 
 def test_a_latent_width_is_what_experts_work_at() -> None:
