@@ -1,14 +1,13 @@
 """Recompute by every way of asking for it: no bit of the numbers changes, and memory does."""
 
 import copy
-import gc
 from unittest import mock
 
 import pytest
 import torch
+from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -93,19 +92,13 @@ def test_wherever_norms_stand(way, placement):
 @pytest.mark.parametrize(("placement", "count"), [("parallel", 1), ("parallel_two_norms", 2), ("sandwich", 2)])
 def test_norms_that_a_product_reads_are_forgotten(placement, count):
     settings = {"norm_placement": placement}
-    saved = (kept_bytes(**settings) - kept_bytes(**settings, **WAYS["layernorm"])) / LAYERS / HIDDEN
+    saved = (kept_by(**settings) - kept_by(**settings, **WAYS["layernorm"])) / LAYERS / HIDDEN
     assert saved == pytest.approx(count, abs=0.1)
 
 
-def kept_bytes(**settings) -> int:
-    """Bytes that a forward pass leaves allocated for backward."""
+def kept_by(**settings) -> int:
     model = build(**settings)
-    loss_of(model)  # what is allocated once
-    gc.collect()  # so that nothing from before is freed in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = loss_of(model)
-    assert loss.requires_grad
-    return sum(event.self_cpu_memory_usage for event in profiler.events())
+    return kept_bytes(lambda: loss_of(model))
 
 
 HIDDEN = LENGTH * ROWS * WIDTH * 8
@@ -114,8 +107,8 @@ HIDDEN = LENGTH * ROWS * WIDTH * 8
 
 def test_memory_that_is_kept():
     """By the layer, in hidden states: what each way saves, against what its name promises."""
-    kept = {way: kept_bytes(**settings) for way, settings in WAYS.items()}
-    nothing = kept_bytes()
+    kept = {way: kept_by(**settings) for way, settings in WAYS.items()}
+    nothing = kept_by()
     saved = {way: (nothing - count) / LAYERS / HIDDEN for way, count in kept.items()}
     assert saved["layernorm"] == pytest.approx(2, abs=0.1)  # the two norms' results
     # fc1's result and the activation's, 4 each; not fc2's, which the addition keeps nothing of.

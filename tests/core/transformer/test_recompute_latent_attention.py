@@ -1,14 +1,13 @@
 """Recomputing heads out of latents: no bit of the numbers changes, and memory does."""
 
 import copy
-import gc
 from typing import Any
 
 import pytest
 import torch
+from support.kept_memory import kept_bytes
 from support.processes import run_on_ranks
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -83,21 +82,15 @@ def test_a_copied_model_is_recomputed_with_its_own_weights() -> None:
     assert_equal(gradients(twin), gradients(build()))
 
 
-def kept_bytes(modules: list[str] | None) -> int:
-    """Bytes that a forward pass leaves allocated for backward."""
+def kept_by(modules: list[str] | None) -> int:
     model = build(modules)
-    loss_of(model)  # what is allocated once
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = loss_of(model)
-    assert loss.requires_grad
-    return sum(event.self_cpu_memory_usage for event in profiler.events())
+    return kept_bytes(lambda: loss_of(model))
 
 
 def test_memory_that_is_kept() -> None:
     """Beside the core of attention, which keeps its arguments alone, what is saved is the heads of all tokens."""
     heads = LENGTH * ROWS * HEADS * 8 * LAYERS
-    saved = kept_bytes(["core_attn"]) - kept_bytes(WAYS["heads and attention"])
+    saved = kept_by(["core_attn"]) - kept_by(WAYS["heads and attention"])
     # The projection to keys without positions goes with the values, which are a part of its result.
     assert saved == pytest.approx(heads * (KEY + KEY + VALUE + 10), rel=0.03)
 
