@@ -21,41 +21,30 @@ def as_decoder_layer(config: Any, layer_number: int) -> int:
 def is_windowed(config: Any, layer_number: int) -> bool:
     """Whether `window_size` holds in a layer (counted from 1): in all, or as `window_attn_skip_freq` says: not in every
     N-th, or where a list has a 1."""
-    if config.window_size is None:
-        return False
-    layer_number = as_decoder_layer(config, layer_number)
-    pattern = config.window_attn_skip_freq
-    if pattern is None:
-        return True
-    if isinstance(pattern, int):
-        return layer_number % pattern != 0
-    return bool(layer_flags("window_attn_skip_freq", pattern, config)[layer_number - 1])
+    return config.window_size is not None and _holds(config, layer_number, "window_attn_skip_freq")
 
 
 def is_chunked(config: Any, layer_number: int) -> bool:
     """Whether `attention_chunk_size` holds in a layer (counted from 1), by `attention_chunk_skip_freq` as `is_windowed`
     by its pattern."""
-    if config.attention_chunk_size is None:
-        return False
-    layer_number = as_decoder_layer(config, layer_number)
-    pattern = config.attention_chunk_skip_freq
-    if pattern is None:
-        return True
-    if isinstance(pattern, int):
-        return layer_number % pattern != 0
-    return bool(layer_flags("attention_chunk_skip_freq", pattern, config)[layer_number - 1])
+    return config.attention_chunk_size is not None and _holds(config, layer_number, "attention_chunk_skip_freq")
 
 
 def has_rope(config: Any, layer_number: int) -> bool:
     """Whether rotary positions hold in a layer (counted from 1), by `no_rope_freq`: not in every N-th, or not where a
     list has a 1."""
-    pattern = config.no_rope_freq
+    return _holds(config, layer_number, "no_rope_freq", entry=0)
+
+
+def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
+    """By the pattern of that name. None: in all layers; N: not in every N-th; a list: where it has this entry."""
+    pattern = getattr(config, name)
     if pattern is None:
         return True
     layer_number = as_decoder_layer(config, layer_number)
     if isinstance(pattern, int):
         return layer_number % pattern != 0
-    return not layer_flags("no_rope_freq", pattern, config)[layer_number - 1]
+    return bool(layer_flags(name, pattern, config)[layer_number - 1]) == bool(entry)
 
 
 def has_experts(config: Any, layer_number: int) -> bool:
