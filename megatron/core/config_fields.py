@@ -20,9 +20,10 @@ import dataclasses
 import enum
 import functools
 import inspect
+import math
 import string
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.exceptions import UserError
@@ -108,6 +109,14 @@ def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] =
             alone = spec == "name" or isinstance(value, bool) or value is None
             words.append(spelling(field) if alone else f"{spelling(field)} {value_text(value)}")
     return "".join(words)
+
+
+def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
+    """A problem for each of these fields that is given and not a number from `least` on."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            yield f"{{{name}}} must be at least {least}"
 
 
 def fields_of_problem(problem: str) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
+from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, too_small, unsupported_values
 
 _OLD_OVERLAP = "these switches went with old Transformer Engine releases"
 
@@ -314,6 +314,15 @@ class ModelParallelConfig:
             self.pipeline_dtype = self.params_dtype
 
 
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+
+
 def parallel_problems(config: Any) -> Iterator[str]:
     """A problem for each impossible value; `config` has the fields of ModelParallelConfig."""
     formats = [f"{{{name}}}" for name in ("fp16", "bf16", "fp64") if getattr(config, name)]
@@ -321,13 +330,4 @@ def parallel_problems(config: Any) -> Iterator[str]:
         yield f"{' and '.join(formats)} are set together; choose one"
     if config.seed <= 0:
         yield "{seed} must be larger than 0"
-    for name in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-    ):
-        size = getattr(config, name)
-        if size is not None and size < 1:
-            yield f"{{{name}}} must be at least 1"
+    yield from too_small(config, _SIZES, 1)

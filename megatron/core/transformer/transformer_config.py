@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.config_fields import flag, not_a_flag, refuse
+from megatron.core.config_fields import flag, not_a_flag, refuse, too_small
 from megatron.core.context_parallel.comm_types import comm_type_problems
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parameters import Normal
@@ -97,17 +97,12 @@ def transformer_problems(config: Any) -> Iterator[str]:
 
     `config` has the fields of TransformerConfig; None in the three sizes that every model needs is left to the caller.
     """
-    for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_num_layers"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            yield f"{{{name}}} must be at least 1"
+    others = ("ffn_hidden_size", "kv_channels", "num_query_groups", "recompute_num_layers")
+    yield from too_small(config, (*_SIZES, *others), 1)
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0.0 <= getattr(config, name) < 1.0:
             yield f"{{{name}}} must be at least 0 and less than 1"
-    for name in ("init_method_std", "embedding_init_method_std", "layernorm_epsilon"):
-        value = getattr(config, name)
-        if value is not None and not 0.0 <= value < math.inf:
-            yield f"{{{name}}} must be at least 0"
+    yield from too_small(config, ("init_method_std", "embedding_init_method_std", "layernorm_epsilon"), 0)
     if all((getattr(config, name) or 0) >= 1 for name in _SIZES):
         yield from _head_problems(config)
         yield from _split_problems(config)

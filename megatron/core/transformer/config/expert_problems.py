@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config_fields import too_small
 from megatron.core.rank_grid import divisors, nearest_divisors
 
 
@@ -15,10 +16,7 @@ def expert_problems(config: Any) -> Iterator[str]:
         if config.expert_model_parallel_size > 1:
             yield "{expert_model_parallel_size} spreads experts over ranks: it needs {num_moe_experts:name}"
         return
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            yield f"{{{name}}} must be at least 1"
+    yield from too_small(config, _SIZES, 1)
     yield from _layer_problems(config)
     yield from _shares(config)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
@@ -28,12 +26,7 @@ def expert_problems(config: Any) -> Iterator[str]:
         )
 
 
-_POSITIVE = (
-    "num_moe_experts",
-    "moe_ffn_hidden_size",
-    "moe_latent_size",
-    "moe_shared_expert_intermediate_size",
-)
+_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_latent_size", "moe_shared_expert_intermediate_size")
 
 
 def _layer_problems(config: Any) -> Iterator[str]:

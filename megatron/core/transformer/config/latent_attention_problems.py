@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config_fields import too_small
+
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _POSITIVE = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow")
 _OTHER_ATTENTION = {
@@ -26,10 +28,7 @@ def latent_attention_problems(config: Any) -> Iterator[str]:
     if not hasattr(config, "kv_lora_rank"):
         yield "{multi_latent_attention:name} needs an MLATransformerConfig, which has its sizes"
         return
-    for name in _SIZES:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            yield f"{{{name}}} must be at least 1"
+    yield from too_small(config, _SIZES, 1)
     for name in _POSITIVE:
         if not getattr(config, name) > 0:
             yield f"{{{name}}} must be larger than 0"

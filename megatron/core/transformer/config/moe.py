@@ -9,7 +9,8 @@ from megatron.core.flag_grammars import layer_pattern
 _MOE = "num_moe_experts"
 _SHARED = "moe_shared_expert_intermediate_size"
 _NO_DEEPEP = "tokens travel by the all-to-all of torch.distributed, without kernels of DeepEP or HybridEP"
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
 
 
 @dataclass(kw_only=True)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config_fields import too_small
 from megatron.core.rank_grid import divisors
-
-_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+from megatron.core.transformer.config.moe import BALANCE_LOSSES
 
 
 def router_problems(config: Any) -> Iterator[str]:
@@ -32,10 +32,7 @@ def router_problems(config: Any) -> Iterator[str]:
         )
     if config.moe_router_enable_expert_bias and softmax:
         yield "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid"
-    for name in ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"):
-        value = getattr(config, name)
-        if value is not None and not 0.0 <= value < math.inf:
-            yield f"{{{name}}} must be at least 0"
+    yield from too_small(config, ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"), 0)
     yield from _group_problems(config, experts, k)
     yield from _balance_problems(config, sinkhorn)
     yield from _capacity_problems(config)
@@ -89,8 +86,8 @@ def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
         yield "{moe_router_load_balancing_type} has a type twice"
     if any(not 0.0 <= weight < math.inf for weight in weights):
         yield "{moe_aux_loss_coeff} must be at least 0"
-    if len(kinds) > 1 and any(kind not in _LOSSES for kind in kinds):
-        yield f"{{moe_router_load_balancing_type}}: only losses go together: {', '.join(_LOSSES)}"
+    if len(kinds) > 1 and any(kind not in BALANCE_LOSSES for kind in kinds):
+        yield f"{{moe_router_load_balancing_type}}: only losses go together: {', '.join(BALANCE_LOSSES)}"
     if not sinkhorn:
         return
     if any(weights):

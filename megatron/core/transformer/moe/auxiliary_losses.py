@@ -13,10 +13,9 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import widened
+from megatron.core.transformer.config.moe import BALANCE_LOSSES
 from megatron.core.transformer.moe.micro_batch import MicroBatchShare
 from megatron.core.utils.once import once
-
-BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
