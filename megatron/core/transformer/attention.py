@@ -1,6 +1,5 @@
 """Self-attention: projections, norms of queries and keys, rotary positions, attention, output projection."""
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.storage import part_size
+from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
@@ -65,7 +65,6 @@ class SelfAttention(MegatronModule):
         self.head_size = config.kv_channels
         self.num_heads = part_size(config.num_attention_heads, groups.tp, "num_attention_heads")
         self.num_groups = groups_of_rank(config.num_query_groups, groups.tp)
-        offer = {"tp_group": groups.tp, "backend": self.backend}
         self.linear_qkv = self._build_qkv(submodules.linear_qkv, groups.tp)
         self.core_attention = build_module(
             submodules.core_attention,
@@ -77,19 +76,8 @@ class SelfAttention(MegatronModule):
             pg_collection=groups,
             offer={"backend": self.backend},
         )
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            config.num_attention_heads * config.kv_channels,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            offer=offer,
-        )
+        width = config.num_attention_heads * config.kv_channels
+        self.linear_proj = build_output_projection(submodules.linear_proj, config, width, groups.tp, self.backend)
         if config.qk_layernorm and submodules.q_layernorm in (None, IdentityOp):
             raise UserError("qk_layernorm is set, but the layer spec has no norm of queries; give it qk_layernorm=True")
         self.q_layernorm = self._build_norm(submodules.q_layernorm, config.num_attention_heads, groups.tp)
@@ -134,18 +122,8 @@ class SelfAttention(MegatronModule):
             return SharedKeyValueLinear(config, bias, tp_group, self.backend)
         heads = config.num_attention_heads // config.num_query_groups * (2 if config.attention_output_gate else 1)
         rows = (config.num_query_groups, heads + 2, config.kv_channels)
-        return build_module(
-            spec,
-            config.hidden_size,
-            math.prod(rows),
-            config=config,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=bias,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="qkv",
-            offer={"tp_group": tp_group, "backend": self.backend, "canonical_shape": rows},
+        return build_heads_projection(
+            spec, config, config.hidden_size, rows, bias=bias, name="qkv", tp_group=tp_group, backend=self.backend
         )
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:

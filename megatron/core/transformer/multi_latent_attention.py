@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.storage import part_size
+from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
@@ -114,35 +115,21 @@ class MLASelfAttention(MegatronModule):
             pg_collection=groups,
             offer={"backend": self.backend, "k_channels": query_width, "v_channels": config.v_head_dim},
         )
-        self.linear_proj = build_module(
-            _given(submodules.linear_proj, "linear_proj"),
-            heads * config.v_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            offer={"tp_group": groups.tp, "backend": self.backend},
-        )
+        output = _given(submodules.linear_proj, "linear_proj")
+        self.linear_proj = build_output_projection(output, config, heads * config.v_head_dim, groups.tp, self.backend)
 
     def _shared_out(self, spec: Spec | None, input_size: int, head_width: int, name: str) -> nn.Module:
         """A projection to all heads, of which each rank has some."""
         rows = (self.config.num_attention_heads, head_width)
-        return build_module(
+        return build_heads_projection(
             _given(spec, f"linear_{name}"),
+            self.config,
             input_size,
-            math.prod(rows),
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
+            rows,
             bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name=name,
-            offer={"tp_group": self.tp_group, "backend": self.backend, "canonical_shape": rows},
+            name=name,
+            tp_group=self.tp_group,
+            backend=self.backend,
         )
 
     def _whole(self, spec: Spec | None, output_size: int) -> nn.Module:

@@ -3,7 +3,7 @@ looks one token further ahead.
 
 Depth d gets the hidden states of the depth before (first: the decoder's, normed) and the embeddings of the tokens d
 places on, and predicts the tokens d + 1 places on, through the model's own embedding and head. What its loss does is
-`models.common.prediction_loss`.
+`models.common.predictions`.
 """
 
 from collections.abc import Sequence

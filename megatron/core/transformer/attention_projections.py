@@ -1,0 +1,57 @@
+"""The linear layers around attention, whichever kind it is: out of hidden states or latents to heads, and back."""
+
+import math
+
+from torch import nn
+
+from megatron.core.backends import Backend
+from megatron.core.collectives import Group
+from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build_heads_projection(
+    spec: Spec,
+    config: TransformerConfig,
+    input_size: int,
+    rows: tuple[int, ...],
+    *,
+    bias: bool,
+    name: str,
+    tp_group: Group,
+    backend: Backend,
+) -> nn.Module:
+    """A projection to all heads, of which each tensor parallel rank makes its own. `rows`: what its rows stand for, of
+    which ranks share the first. `name` is that of the buffer in which the published program exchanges."""
+    return build_module(
+        spec,
+        input_size,
+        math.prod(rows),
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=bias,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_comm_buffer_name=name,
+        offer={"tp_group": tp_group, "backend": backend, "canonical_shape": rows},
+    )
+
+
+def build_output_projection(
+    spec: Spec, config: TransformerConfig, input_size: int, tp_group: Group, backend: Backend
+) -> nn.Module:
+    """The projection of all heads, `input_size` channels together, to hidden states."""
+    return build_module(
+        spec,
+        input_size,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_comm_buffer_name="proj",
+        offer={"tp_group": tp_group, "backend": backend},
+    )
