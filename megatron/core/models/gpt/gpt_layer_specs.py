@@ -2,7 +2,7 @@
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stages import StagePart, stage_map
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
@@ -66,7 +66,7 @@ def get_gpt_layer_local_spec(
             post_attention_layernorm=behind,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if norm_placement == "parallel" else before,
-            mlp=_dense() if num_experts is None else _experts(moe_grouped_gemm),
+            mlp=_mlp(MLP) if num_experts is None else _moe(moe_grouped_gemm),
             post_mlp_layernorm=behind,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={
@@ -116,21 +116,15 @@ def _latent_attention(qk_layernorm: bool | None) -> ModuleSpec:
     )
 
 
-def _dense() -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    )
-
-
-def _experts(grouped: bool | None) -> ModuleSpec:
+def _mlp(module: type) -> ModuleSpec:
     parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            experts=ModuleSpec(module=GroupedMLP if grouped else SequentialMLP, submodules=parts),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=parts),
-        ),
-    )
+    return ModuleSpec(module=module, submodules=parts)
+
+
+def _moe(grouped: bool | None) -> ModuleSpec:
+    experts = GroupedMLP if grouped else SequentialMLP
+    submodules = MoESubmodules(experts=_mlp(experts), shared_experts=_mlp(SharedExpertMLP))
+    return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
 def gpt_layer_spec_of(config: TransformerConfig, layer_number: int) -> ModuleSpec:
@@ -158,8 +152,7 @@ def get_gpt_decoder_block_spec(
     `pp_rank`: default, this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
-    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
-    layers = stage_map(config).part(rank, vp_stage or 0).layers
+    layers = _part_of_chunk(config, vp_stage, pp_rank).layers
     specs = [gpt_layer_spec_of(config, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 
@@ -176,8 +169,7 @@ def get_gpt_mtp_block_spec(
     """
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a multi-token prediction spec; set it to False")
-    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
-    depths = stage_map(config).part(rank, vp_stage or 0).prediction_layers
+    depths = _part_of_chunk(config, vp_stage, pp_rank).prediction_layers
     if not depths:
         return None
     last: ModuleSpec = gpt_layer_spec_of(config, config.num_layers)
@@ -197,3 +189,8 @@ def get_gpt_mtp_block_spec(
     )
     submodules = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * depths)
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=submodules)
+
+
+def _part_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> StagePart:
+    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    return stage_map(config).part(rank, vp_stage or 0)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.models.common.embeddings.choose_rotary import choose_rotary_embeddings
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.latent_rotary_embedding import latent_rotary_embedding
 from megatron.core.models.common.embeddings.query_scale import query_scale
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, rope_scaling_of
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.predictions import (
@@ -30,7 +29,7 @@ from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GPTModel(LanguageModule):
@@ -89,11 +88,10 @@ class GPTModel(LanguageModule):
             vocab_padding_multiple = int(vocab_size)
         self.max_sequence_length = max_sequence_length
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
-        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
-        predicts, elsewhere = mtp_block_spec is not None, bool(config.mtp_num_layers) and mtp_block_spec is None
-        self.mtp_process = predicts
-        shares = share_embeddings_and_output_weights
+        self.mtp_process = predicts = mtp_block_spec is not None
+        elsewhere = bool(config.mtp_num_layers) and not predicts
         if pre_process or predicts:
             positions_tied = not pre_process or elsewhere
             self.embedding = LanguageModelEmbedding(
@@ -107,24 +105,15 @@ class GPTModel(LanguageModule):
                 tied=positions_tied or (shares and not post_process),
                 positions_tied=positions_tied,
             )
-        self.rotary_pos_emb: RotaryEmbedding | None = None
-        self.rotary_pos_emb_local: RotaryEmbedding | None = None
-        if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
-            self.rotary_pos_emb = latent_rotary_embedding(config)
-        elif position_embedding_type == "rope":
-            assert config.kv_channels is not None
-            self.rotary_pos_emb = RotaryEmbedding(
-                config.kv_channels,
-                rotary_percent,
-                config.rotary_interleaved,
-                seq_len_interpolation_factor,
-                rotary_base,
-                scaling=rope_scaling_of(config, rope_scaling_factor, llama3=rope_scaling),
-            )
-            if config.rotary_base_local is not None and config.window_size is not None:
-                self.rotary_pos_emb_local = RotaryEmbedding(
-                    config.kv_channels, rotary_percent, config.rotary_interleaved, rotary_base=config.rotary_base_local
-                )
+        self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
+            config,
+            position_embedding_type,
+            percent=rotary_percent,
+            base=rotary_base,
+            interpolation=seq_len_interpolation_factor,
+            llama3=rope_scaling,
+            factor=rope_scaling_factor,
+        )
         self.decoder = TransformerBlock(
             config,
             transformer_layer_spec,
@@ -307,6 +296,4 @@ class GPTModel(LanguageModule):
         return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
     def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:
-        if not (self.training and drops(self.config)):
-            return None
-        return dropout_tokens(tokens, device, self.backend.keep_rows)
+        return dropout_tokens(tokens, device, self.backend.keep_rows) if self.training and drops(self.config) else None
