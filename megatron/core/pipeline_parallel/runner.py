@@ -1,10 +1,9 @@
 """Executes a list of actions for one rank. Knows micro-batches, stages, losses and gradients; nothing about models."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,49 +23,7 @@ from megatron.core.pipeline_parallel.chunk_hooks import (
 from megatron.core.pipeline_parallel.exchange import Exchange
 from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchBaton
 from megatron.core.pipeline_parallel.losses import Losses
-from megatron.core.pipeline_parallel.stages import Pipeline
-from megatron.core.process_groups_config import ProcessGroupCollection
-
-ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is run for every micro-batch."""
-
-    forward_step_func: ForwardStep
-    """(data_iterator, model) -> (output, loss_func); see `get_forward_backward_func`."""
-    data_iterators: Sequence[Any]
-    """One for each chunk."""
-    chunks: Sequence[nn.Module]
-    """This rank's model chunks."""
-    config: Any
-    groups: ProcessGroupCollection
-    pipeline: Pipeline
-    num_microbatches: int
-    exchange: Exchange | None = None
-    """None where one rank has all stages."""
-    collect_non_loss_data: bool = False
-    before_micro_batch: Callable[..., None] | None = None
-    """Called with the micro-batch's number, and that of the chunk if it takes two, before its forward: places it in the
-    run, on every stage."""
-
-    states: Sequence[int] = ()
-    """How many hidden states each stage gets from the one before (`stages.states_into_stages`); empty: one each."""
-
-    def stage(self, chunk: int) -> int:
-        return self.pipeline.stage(self.groups.rank("pp"), chunk)
-
-    def states_into(self, stage: int) -> int:
-        return self.states[stage] if self.states else 1
-
-    def neighbour(self, chunk: int, step: int) -> int | None:
-        """The chunk of this same rank that is the stage before (-1) or after (+1) a chunk; None: another rank's."""
-        stage = self.stage(chunk) + step
-        if not 0 <= stage < self.pipeline.num_stages:
-            return None
-        rank, neighbour = self.pipeline.place(stage)
-        return neighbour if rank == self.groups.rank("pp") else None
+from megatron.core.pipeline_parallel.task import Task
 
 
 @dataclass

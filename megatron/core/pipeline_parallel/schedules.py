@@ -11,9 +11,10 @@ from megatron.core.pipeline_parallel.action_lists import actions_of
 from megatron.core.pipeline_parallel.chunk_hooks import device_of, takes
 from megatron.core.pipeline_parallel.exchange import Exchange, wire_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
-from megatron.core.pipeline_parallel.runner import ForwardStep, Runner, Task
+from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.stage_checks import interleaves
 from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
+from megatron.core.pipeline_parallel.task import ForwardStep, Task
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
