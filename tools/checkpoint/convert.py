@@ -16,7 +16,7 @@ sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.p
 
 import re  # noqa: E402
 import shlex  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Literal  # noqa: E402
@@ -94,18 +94,9 @@ class ExportConfig:
     """Folder to copy the tokenizer's files from; the run's own when not given."""
 
 
-def import_problems(config: ImportConfig) -> Iterator[str]:
-    """What is missing."""
-    for name in ("hf_dir", "save"):
-        if getattr(config, name) is None:
-            yield f"{{{name}:name}} is required"
-
-
-def export_problems(config: ExportConfig) -> Iterator[str]:
-    """What is missing."""
-    for name in ("load", "hf_dir"):
-        if getattr(config, name) is None:
-            yield f"{{{name}:name}} is required"
+def missing(config: ImportConfig | ExportConfig, *names: str) -> list[str]:
+    """A problem for each of these flags that was not given."""
+    return [f"{{{name}:name}} is required" for name in names if getattr(config, name) is None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,10 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["import"]:
-            section = Section("import", ImportConfig, lambda config: list(import_problems(config)))
+            section = Section("import", ImportConfig, lambda config: missing(config, "hf_dir", "save"))
             run_import(read_tool_flags(words[1:], [section], f"{PROGRAM} import [flags]", ABOUT).configs[0])
         elif words[:1] == ["export"]:
-            section = Section("export", ExportConfig, lambda config: list(export_problems(config)))
+            section = Section("export", ExportConfig, lambda config: missing(config, "load", "hf_dir"))
             run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT).configs[0])
         elif words[:1] in (["--help"], ["-h"]):
             print(f"usage: {PROGRAM} import|export [flags]\n\n{ABOUT}\n\nimport --help and export --help list flags")
