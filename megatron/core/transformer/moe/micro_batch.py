@@ -93,6 +93,10 @@ def share_of(tokens: Tokens, count: int, groups: ProcessGroupCollection, sequenc
 
 
 def share_of_rows(s: int, b: int, groups: ProcessGroupCollection, sequence_parallel: bool) -> MicroBatchShare:
-    """The same where nothing is known of tokens but that this rank has [s, b] of whole rows."""
-    parts = groups.size("tp") if sequence_parallel else 1
-    return share_of(Tokens(s * parts, b, sequence_part(groups)), s * b, groups, sequence_parallel)
+    """The same of `whole_rows`."""
+    return share_of(whole_rows(s, b, groups, sequence_parallel), s * b, groups, sequence_parallel)
+
+
+def whole_rows(s: int, b: int, groups: ProcessGroupCollection, sequence_parallel: bool) -> Tokens:
+    """The tokens of a context parallel rank where nothing is known but that this rank has [s, b] of whole rows."""
+    return Tokens(s * (groups.size("tp") if sequence_parallel else 1), b, sequence_part(groups))

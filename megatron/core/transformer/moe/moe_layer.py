@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +17,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import DISPATCHERS
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.micro_batch import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import ExpertRows
@@ -114,8 +114,7 @@ class MoELayer(MegatronModule):
 
     def _whole_rows(self, hidden_states: Tensor) -> Tokens:
         s, b = hidden_states.shape[:2] if hidden_states.dim() == 3 else (hidden_states.shape[0], 1)
-        parts = self.pg_collection.size("tp") if self.config.sequence_parallel else 1
-        return Tokens(s * parts, b, sequence_part(self.pg_collection))
+        return whole_rows(s, b, self.pg_collection, self.config.sequence_parallel)
 
     def _refuse_shared_tokens(self) -> None:
         if self.training and torch.is_grad_enabled() and not self.config.sequence_parallel:

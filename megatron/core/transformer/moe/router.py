@@ -115,7 +115,7 @@ class TopKRouter(MegatronModule):
         s, b = input.shape[:2]
         share = share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         logits = self._logits(input.flatten(0, 1), share)
-        return self.routing(logits.view(*input.shape[:2], -1))
+        return self.routing(logits.view(s, b, -1))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """This rank's logits [s, b, experts] -> the published pair; see `forward`."""

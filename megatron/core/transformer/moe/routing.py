@@ -19,14 +19,21 @@ class Routing:
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
         """int64 [experts]: tokens of this rank that each expert takes. Does not wait for the device."""
-        ones = torch.ones_like(self.experts) if self.kept is None else self.kept.to(torch.int64)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=self.experts.device)
-        return counts.scatter_add_(0, self.experts.flatten(), ones.flatten())
+        return counts.scatter_add_(0, self.experts.flatten(), self.taken().flatten())
+
+    def taken(self) -> Tensor:
+        """int64 [t, k]: 1, or 0 where the expert has no room for the token."""
+        return torch.ones_like(self.experts) if self.kept is None else self.kept.to(torch.int64)
+
+    def experts_with_room(self) -> Tensor:
+        """int64 [t, k]: `experts`, and -1 in place of one that has no room for the token."""
+        return self.experts if self.kept is None else torch.where(self.kept, self.experts, -1)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
         """The published form: weights [t, experts], zero where a token does not go, and a bool map [t, experts]."""
         t = self.experts.shape[0]
         weights = self.weights.new_zeros(t, num_experts).scatter(1, self.experts, self.weights)
-        kept = torch.ones_like(self.experts, dtype=torch.bool) if self.kept is None else self.kept
-        chosen = torch.zeros(t, num_experts, dtype=torch.bool, device=kept.device).scatter(1, self.experts, kept)
+        taken = self.taken().bool()
+        chosen = torch.zeros(t, num_experts, dtype=torch.bool, device=taken.device).scatter(1, self.experts, taken)
         return torch.where(chosen, weights, weights.new_zeros(())), chosen

@@ -9,8 +9,8 @@ take; `send_back` and `come_home` bring the results back, one sum for each token
 may be done, which both passes then hide the exchange behind.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megatron.core.ops.grouped_linear import RowGroups
 from megatron.core.ops.permute import Copies
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.layer_inputs import Baton
-from megatron.core.transformer.moe.exchange import Exchange, all_to_all_route, gather_route, uneven_gather_route
+from megatron.core.transformer.moe.exchange import Exchange, Route, all_to_all_route, gather_route, uneven_gather_route
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.host_copy import HostCopy
@@ -41,23 +41,31 @@ class ExpertRows:
     """How many of them each expert has."""
 
 
-class Journey(Protocol):
+class Journey(ABC):
     """The way of one micro-batch's tokens to the experts and back."""
 
+    def __init__(self, at: "TokenDispatcher", routing: Routing, baton: Baton | None) -> None:
+        self.at, self.routing, self.baton = at, routing, baton
+        self._exchange: Exchange | None = None
+
+    @abstractmethod
     def send(self, hidden: Tensor) -> None:
         """Start, with the tokens [t, h]."""
 
+    @abstractmethod
     def arrive(self) -> ExpertRows:
         """The rows for the experts of this rank."""
 
+    @abstractmethod
     def send_back(self, results: Tensor) -> None:
         """Start to return what the experts gave for each row, [n, h]."""
 
+    @abstractmethod
     def come_home(self) -> Tensor:
         """The sum of what each token's experts gave, [t, h]."""
 
 
-class TokenDispatcher:
+class TokenDispatcher(ABC):
     """Knows which experts are here and which ranks have the others. Raises UserError where they cannot be shared."""
 
     def __init__(
@@ -72,18 +80,19 @@ class TokenDispatcher:
                 f"num_moe_experts {self.num_experts} does not divide by {self.ep_size} expert parallel ranks"
             )
         self.num_local_experts = self.num_experts // self.ep_size
-        self.local_experts = range(self.num_experts)[group_rank(self.ep_group) * self.num_local_experts :][
-            : self.num_local_experts
-        ]
-        """Global numbers of the experts of this rank."""
+        self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
         self.tells_sizes = True
         """The experts ask the host how many rows each has: a copy is on its way from the start. Where they do not, it
         is made only if sizes of exchanges need it."""
 
+    @abstractmethod
     def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
         """The journey of tokens that are routed so."""
-        raise NotImplementedError
+
+    def of_all_ranks(self, rows: Tensor) -> Tensor:
+        """[n, ...] of each rank that shares the experts -> [etp * ep * n, ...], by etp rank, then by ep rank."""
+        return gather_rows(gather_rows(rows, self.ep_group), self.etp_group)
 
     def weights_of(self, routing: Routing, copies: Copies, choice: Tensor) -> Tensor:
         """The router's weight of each copy, [n]."""
@@ -96,61 +105,19 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     to the devices only: one small copy a layer brings it to the host."""
 
     def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
-        return _AlltoAllJourney(self, routing, baton)
+        return _JourneyOfCopies(self, routing, baton)
 
 
-class _AlltoAllJourney:
-    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
-        self.at, self.routing, self.baton = at, routing, baton
-        self.counts = once(self._all_counts)
-        """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
-        self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
-        self._on_host = once(lambda: HostCopy(self.counts)) if self.knows_sizes else None
-        self._exchange: Exchange | None = None
+class AlltoAllJourney(Journey):
+    """One whose rows go to the rank that they are for, and then to all that share its experts' channels. Results come
+    back the same way."""
 
-    def _all_counts(self) -> Tensor:
-        at = self.at
-        counts = self.routing.tokens_per_expert(at.num_experts)[None]  # [1, experts]
-        by_rank = gather_rows(gather_rows(counts, at.ep_group), at.etp_group)  # [etp * ep, experts]
-        return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
-
-    def send(self, hidden: Tensor) -> None:
-        at, routing = self.at, self.routing
-        count = routing.experts.numel()
-        if routing.kept is not None:
-            count = int(self._sizes()[group_rank(at.etp_group), group_rank(at.ep_group)].sum())
-        self.copies, choice = at.backend.copies_by_group(routing.experts, routing.kept, count, at.num_experts)
-        self.rows = at.backend.permute(hidden, self.copies)
-        self.weights = at.weights_of(routing, self.copies, choice)
-        if at.ep_size > 1:
-            sizes = self._sizes()[group_rank(at.etp_group)]  # [from, to, local experts]
-            mine = group_rank(at.ep_group)
-            self.to_experts = all_to_all_route(
-                at.ep_group, sizes[mine].sum(-1).tolist(), sizes[:, mine].sum(-1).tolist()
-            )
-            self._exchange = Exchange(self.to_experts, self.baton, self.rows, self.weights)
-
-    def arrive(self) -> ExpertRows:
-        at = self.at
-        mine = group_rank(at.ep_group)
-        counts = self.counts[:, :, mine]  # [etp, ep, local experts]
-        rows, weights = self.rows, self.weights
-        del self.rows, self.weights
-        if self._exchange is not None:
-            rows, weights = self._exchange.finish()
-        if at.etp_size > 1:
-            parts = self._sizes()[:, :, mine].sum((1, 2)).tolist()
-            self.to_channels = uneven_gather_route(at.etp_group, parts, group_rank(at.etp_group))
-            rows, weights = Exchange(self.to_channels, self.baton, rows, weights).finish()
-        self.order: Copies | None = None
-        if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
-            by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
-            experts = (by_source % at.num_local_experts)[:, None]
-            self.order, _ = at.backend.copies_by_group(experts, None, rows.shape[0], at.num_local_experts)
-            rows = at.backend.permute(rows, self.order)
-            weights = at.backend.permute(weights[:, None], self.order)[:, 0]
-        sizes = self._sizes()[:, :, mine].sum((0, 1)).tolist() if self.knows_sizes else None
-        return ExpertRows(rows, weights, RowGroups(counts.sum((0, 1)), sizes))
+    copies: Copies
+    """The rows that leave, of this rank's tokens."""
+    to_experts: Route
+    to_channels: Route
+    order: Copies | None = None
+    """The rows that experts take, of those that came; None: as they came."""
 
     def send_back(self, results: Tensor) -> None:
         at = self.at
@@ -169,6 +136,53 @@ class _AlltoAllJourney:
             (rows,) = self._exchange.finish()
         return self.at.backend.unpermute(rows, self.copies)
 
+
+class _JourneyOfCopies(AlltoAllJourney):
+    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
+        super().__init__(at, routing, baton)
+        self.counts = once(self._all_counts)
+        """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
+        self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
+        self._on_host = once(lambda: HostCopy(self.counts)) if self.knows_sizes else None
+
+    def _all_counts(self) -> Tensor:
+        at = self.at
+        by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
+        return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
+
+    def send(self, hidden: Tensor) -> None:
+        at, routing = self.at, self.routing
+        count = routing.experts.numel()
+        if routing.kept is not None:
+            count = int(self._sizes()[at.etp_rank, at.ep_rank].sum())
+        self.copies, choice = at.backend.copies_by_group(routing.experts, routing.kept, count, at.num_experts)
+        self.rows = at.backend.permute(hidden, self.copies)
+        self.weights = at.weights_of(routing, self.copies, choice)
+        if at.ep_size > 1:
+            sizes = self._sizes()[at.etp_rank].sum(-1)  # [from, to]
+            self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
+            self._exchange = Exchange(self.to_experts, self.baton, self.rows, self.weights)
+
+    def arrive(self) -> ExpertRows:
+        at = self.at
+        counts = self.counts[:, :, at.ep_rank]  # [etp, ep, local experts]
+        rows, weights = self.rows, self.weights
+        del self.rows, self.weights
+        if self._exchange is not None:
+            rows, weights = self._exchange.finish()
+        if at.etp_size > 1:
+            parts = self._sizes()[:, :, at.ep_rank].sum((1, 2)).tolist()
+            self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
+            rows, weights = Exchange(self.to_channels, self.baton, rows, weights).finish()
+        if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
+            by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
+            experts = (by_source % at.num_local_experts)[:, None]
+            self.order, _ = at.backend.copies_by_group(experts, None, rows.shape[0], at.num_local_experts)
+            rows = at.backend.permute(rows, self.order)
+            weights = at.backend.permute(weights[:, None], self.order)[:, 0]
+        sizes = self._sizes()[:, :, at.ep_rank].sum((0, 1)).tolist() if self.knows_sizes else None
+        return ExpertRows(rows, weights, RowGroups(counts.sum((0, 1)), sizes))
+
     def _sizes(self) -> Tensor:
         """`counts` on the host."""
         assert self._on_host is not None
@@ -183,24 +197,17 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
         return _AllGatherJourney(self, routing, baton)
 
 
-class _AllGatherJourney:
+class _AllGatherJourney(Journey):
     def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
-        self.at, self.routing, self.baton = at, routing, baton
-        self.experts = once(self._all_numbers).to(torch.int64) - at.local_experts.start
+        super().__init__(at, routing, baton)
+        numbers = once(lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32)))
+        self.experts = numbers.to(torch.int64) - at.ep_rank * at.num_local_experts  # [all tokens, k]
         self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
         local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
         self.counts = local.tokens_per_expert(at.num_local_experts)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         knows_sizes = at.tells_sizes or not self.all_are_here
         self._on_host = once(lambda: HostCopy(self.counts)) if knows_sizes else None
-        self._exchange: Exchange | None = None
-
-    def _all_numbers(self) -> Tensor:
-        """Numbers of experts, and whether there is room (else -1), of all tokens at once: int32 [all tokens, k]."""
-        numbers = self.routing.experts
-        if self.routing.kept is not None:
-            numbers = torch.where(self.routing.kept, numbers, -1)
-        return gather_rows(gather_rows(numbers.to(torch.int32), self.at.ep_group), self.at.etp_group)
 
     def send(self, hidden: Tensor) -> None:
         self.rows, self.weights = hidden, self.routing.weights
