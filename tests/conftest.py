@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+# What tests compute is tiny: threads would only wait for each other, and for the other worker's. Before torch reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tests without the gpu marker are about CPUs, also on a machine that has GPUs: there those are hidden."""

@@ -90,10 +90,11 @@ def covering_cells(family: Family) -> tuple[Cell, ...]:
 def further_cells() -> Iterator[Cell]:
     """The larger and the special values, each alone or as it is most likely to be wrong, with models in turn."""
     for family in FAMILIES:
-        yield from _further_cells(family)
+        yield from cells_of(family, family.further)
 
 
-def _further_cells(family: Family) -> Iterator[Cell]:
+def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cell]:
+    """Layouts by the names of their values, the family's models in turn."""
     models = itertools.cycle(family.models)
     losses = itertools.cycle(LOSSES)
 
@@ -101,7 +102,7 @@ def _further_cells(family: Family) -> Iterator[Cell]:
         cells = (Cell(next(models), layout(*names, order=order), next(losses)) for _ in family.models)
         return next(cell for cell in cells if cell.fits)  # the next one begins with the model after it
 
-    for names in family.further:
+    for names in layouts:
         order = PIPELINE_BEFORE_DATA if "pp-before-dp" in names else Layout.order
         yield fitting(*(name for name in names if name != "pp-before-dp"), order=order)
 
@@ -153,9 +154,10 @@ def slow_cells() -> tuple[Cell, ...]:
     every = [
         cell
         for family in FAMILIES
+        for special in [[*family.further, *family.rare]]
         for cell in (
             *covering_cells(family),
-            *with_each_model(family.models, [*singles_and_pairs(family), *_further_cells(family)]),
+            *with_each_model(family.models, [*singles_and_pairs(family), *cells_of(family, special)]),
         )
     ]
     quick = set(quick_cells())

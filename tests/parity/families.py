@@ -18,7 +18,9 @@ class Family:
     centres: tuple[str, ...] = ()
     """Of any two values one is along one of these; empty: any two."""
     further: list[tuple[str, ...]] = field(default_factory=list)
-    """Layouts, by the names of their values, each met by one model in every run."""
+    """Layouts, by the names of their values, each met by one model in every run and by all in `make test-all`."""
+    rare: list[tuple[str, ...]] = field(default_factory=list)
+    """Layouts that take long, met in `make test-all` alone."""
 
     def wants(self, one: str, other: str) -> bool:
         """Values along these two dimensions are to be met together."""
@@ -99,7 +101,8 @@ _LATENT = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
-    further=[("cp4-levels", "sp2"), ("sp2", "recompute-all-parts"), ("tp2", "cp2-a2a", "recompute-latents")],
+    further=[("sp2", "recompute-all-parts"), ("tp2", "cp2-a2a", "recompute-latents")],
+    rare=[("sp2", "cp4-levels")],
 )
 
 _EXPERTS = Family(
@@ -157,10 +160,10 @@ _PREDICTING = Family(
         ("pp4-apart", "cp2-p2p"),
         ("pp2-zb-h1", "dp2-optim_grads"),
         ("sp2", "pp2", "dp2", "ep2"),
-        ("cp4-levels", "sp2"),
         ("sp2", "recompute-latents"),
         ("dp2", "ep2", "recompute-shared"),
     ],
+    rare=[("sp2", "cp4-levels")],
 )
 
 FAMILIES = [_PLAIN, _KNOBS, _LATENT, _EXPERTS, _PREDICTING]

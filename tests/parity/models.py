@@ -70,6 +70,15 @@ class Model:
         return bool(self.experts or self.predicting)
 
     @property
+    def steps(self) -> int:
+        """Of a run that shows everything: an update, and one that goes by what the first has left behind.
+
+        A step without tokens leaves less; a bias of experts shows only in the choices of later steps.
+        """
+        biased = self.settings.get("moe_router_enable_expert_bias")
+        return 3 if biased or self.masked_step is not None else 2
+
+    @property
     def drops(self) -> bool:
         return bool(self.settings.get("hidden_dropout") or self.settings.get("attention_dropout"))
 

@@ -12,7 +12,7 @@ from support.pool import Pool
 pytestmark = pytest.mark.xdist_group("parity")
 
 
-def disagreements(pool: Pool, cell: Cell, steps: int = 3) -> list[str]:
+def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
     """In what a cell differs from one process; nothing where it is right."""
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
     # Under the loss per token it does not matter how samples are cut into micro-batches: the reference has one each.
@@ -22,7 +22,7 @@ def disagreements(pool: Pool, cell: Cell, steps: int = 3) -> list[str]:
 
 @pytest.mark.parametrize("cell", quick_cells(), ids=lambda cell: cell.name)
 def test_layout(pool: Pool, cell: Cell) -> None:
-    assert not disagreements(pool, cell)
+    assert not disagreements(pool, cell, cell.model.steps)
 
 
 IN_FLOAT32 = [
@@ -50,4 +50,4 @@ def test_layout_in_float32(pool: Pool, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", slow_cells(), ids=lambda cell: cell.name)
 def test_layout_of_the_whole_product(pool: Pool, cell: Cell) -> None:
-    assert not disagreements(pool, cell)
+    assert not disagreements(pool, cell, steps=3)

@@ -78,7 +78,7 @@ ROUTERS = [
         "core/distributed/expert_balance.py",
         "all_reduce(counts, groups.tp_dp_cp)",
         "pass",
-        "moe-bias/dp2/per-token",
+        "moe-bias/sp2/default",
         quick=True,
     ),
 ]

@@ -1,0 +1,20 @@
+"""In bfloat16 too, over gloo: the layouts of experts that round differently; tests/gpu has all cells over nccl."""
+
+import pytest
+from parity.bfloat16 import BFLOAT16, OF_FORCED_CHOICES, STEPS, TOLERANCE, largest_difference
+from parity.cells import Cell
+from parity.layouts import Layout
+from parity.mutated import mean_losses
+from parity.program import train
+from support.pool import Pool
+
+
+@pytest.mark.parametrize("cell", OF_FORCED_CHOICES, ids=lambda cell: cell.name)
+def test_losses_of_experts_in_bfloat16(pool: Pool, cell: Cell) -> None:
+    single = train(Cell(cell.model, Layout()), STEPS, "cpu", BFLOAT16, lean=True)
+    ranks = pool.run(train, cell.layout.ranks, cell, STEPS, "cpu", BFLOAT16, True)
+    if "capacity" in cell.name:
+        for step in single.steps:
+            print(step.reports)
+    print(largest_difference(mean_losses([single]), mean_losses(ranks), cell))
+    assert largest_difference(mean_losses([single]), mean_losses(ranks), cell) < TOLERANCE
