@@ -5,22 +5,20 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_on_ranks
+from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor
 
 from megatron.core.collectives import Traffic, recorded
-from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-ROW, ROWS, VOCABULARY = 16, 2, 37
 WAYS = ["p2p", "all_gather", "a2a", "a2a+p2p"]
-EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
 MODELS: dict[str, dict[str, Any]] = {
     "learned positions, dropout": {"position_embedding_type": "learned_absolute", "hidden_dropout": 0.2},
     "rotary, packed": {"position_embedding_type": "rope", "packed": True, "num_query_groups": 2},
@@ -79,26 +77,10 @@ def gpt(groups: ProcessGroupCollection, **settings: Any) -> GPTModel:
 
 def gradients(groups: ProcessGroupCollection, packed: bool = False, **settings: Any) -> dict[str, Tensor]:
     """The sum of the losses of this rank's tokens, and its gradients."""
-    model, part = gpt(groups, **settings), sequence_part(groups)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, ROW * ROWS) if packed else (ROWS, ROW)
-    ids, labels = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
-    mask = torch.rand(shape, dtype=torch.float64, generator=generator)
-    if part is not None:
-        ids, labels, mask = (cut_rows(tensor, part, 1) for tensor in (ids, labels, mask))
-    tokens = Tokens(
-        seq_length=ids.shape[1],
-        batch_size=ids.shape[0],
-        part=part,
-        cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
-        max_seqlen=13 if packed else None,
-        sample_length=ROW,
-        random=RandomPlace(5, 2, 4),
-    )
-    loss = (model(ids, labels=labels, tokens=tokens) * mask).sum()
-    loss.backward()
+    model = gpt(groups, **settings)
+    loss = loss_of_part(model, groups, packed)
     found = {info_of(p).name: p.grad for p in model.parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **found}
+    return {"loss": loss, **found}
 
 
 def errors_on_rank() -> dict[str, float]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.boxes import error, fill, part_of, whole_gradients, whole_values
 from support.pool import Pool
+from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor, nn
 
 from megatron.core.collectives import recorded
-from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
@@ -20,15 +20,13 @@ from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import Tokens
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.multi_latent_attention import score_scale
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 TOLERANCE = 1e-11
-ROW, ROWS, VOCABULARY = 16, 2, 37
-EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
 SIZES = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "ffn_hidden_size": 24}
 QUERY_LATENT = {"q_lora_rank": 12, "qk_layernorm": True, "rotary_scaling_factor": 4, "mscale_all_dim": 0.8}
 """With YaRN, whose frequencies of 4 channels change as `original_max_position_embeddings` says."""
@@ -64,29 +62,6 @@ def build(settings: dict[str, Any], groups: ProcessGroupCollection | None = None
     return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
 
 
-def losses(model: GPTModel, groups: ProcessGroupCollection | None, packed: bool) -> Tensor:
-    """The weighted sum of the losses of this rank's tokens, its gradients left in the model."""
-    part = None if groups is None else sequence_part(groups)
-    generator = torch.Generator().manual_seed(1)
-    shape = (1, ROW * ROWS) if packed else (ROWS, ROW)
-    ids, labels = (torch.randint(VOCABULARY, shape, generator=generator) for _ in range(2))
-    weight = torch.rand(shape, dtype=torch.float64, generator=generator)
-    if part is not None:
-        ids, labels, weight = (cut_rows(tensor, part, 1) for tensor in (ids, labels, weight))
-    tokens = Tokens(
-        ids.shape[1],
-        ids.shape[0],
-        part,
-        cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
-        max_seqlen=13 if packed else None,
-        sample_length=ROW,
-        random=RandomPlace(7, 3, 5),
-    )
-    loss = (model(ids, labels=labels, tokens=tokens) * weight).sum()
-    loss.backward()
-    return loss.detach()
-
-
 def prepared(settings: dict[str, Any]) -> dict[str, Any]:
     """What one process has and computes."""
     torch.manual_seed(0)
@@ -95,7 +70,7 @@ def prepared(settings: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.4)
-    expected |= {"values": whole_values(whole), "loss": losses(whole, None, settings.get("packed", False))}
+    expected |= {"values": whole_values(whole), "loss": loss_of_part(whole, None, settings.get("packed", False))}
     return expected | {"gradients": whole_gradients(whole)}
 
 
@@ -109,7 +84,7 @@ def errors_on_a_rank(settings: dict[str, Any], expected: dict[str, Any], layout:
         initial = parameter.detach().view(-1)[: info_of(parameter).box.numel]
         assert torch.equal(initial, part_of(expected["initial"][info_of(parameter).name], parameter).reshape(-1))
     fill(model, expected["values"])
-    loss = losses(model, groups, settings.get("packed", False))
+    loss = loss_of_part(model, groups, settings.get("packed", False))
     torch.distributed.all_reduce(loss, group=groups.cp)
     errors = {"loss": error(loss, expected["loss"])}
     for parameter in model.parameters():
@@ -197,7 +172,7 @@ def errors_of_other_parts(expected: dict[str, Any], layout: dict[str, Any], norm
     spec = with_parts(gpt_layer_spec_of(config, 1), **down, **norms)
     model = GPTModel(config, spec, VOCABULARY, ROW, pg_collection=groups)
     fill(model, expected["values"])
-    errors = {"loss": error(losses(model, groups, False), expected["loss"])}
+    errors = {"loss": error(loss_of_part(model, groups, False), expected["loss"])}
     for parameter in model.parameters():
         info, gradient = info_of(parameter), parameter.grad
         assert gradient is not None
@@ -221,7 +196,8 @@ def test_parts_of_other_classes(layout: dict[str, Any], norm: bool, pool: Pool) 
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.4)
-    expected = {"values": whole_values(whole), "loss": losses(whole, None, False), "gradients": whole_gradients(whole)}
+    expected = {"values": whole_values(whole), "loss": loss_of_part(whole, None, False)}
+    expected |= {"gradients": whole_gradients(whole)}
     for errors in pool.run(errors_of_other_parts, 2, expected, layout, norm):
         assert len(errors) > 15 and all(value < TOLERANCE for value in errors.values()), errors
 
