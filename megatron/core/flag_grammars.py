@@ -1,5 +1,6 @@
 """Grammars of flags whose one word says more than a number: patterns over layers, tuples of integers, stages."""
 
+import contextlib
 import re
 
 _TOKEN = re.compile(r"\s*(\d+|[\[\](),+*])")
@@ -25,6 +26,16 @@ def layer_pattern(text: str) -> int | list[int]:
 def integer_tuple(text: str) -> tuple[int, ...]:
     """`127,0` or `(127,0)`."""
     return tuple(int(word) for word in text.strip().strip("()").split(",") if word.strip())
+
+
+def window(text: str) -> tuple[int, ...]:
+    """Two integers: tokens that are seen before and after, -1 for all. Raises ValueError for anything else."""
+    numbers: tuple[int, ...] = ()
+    with contextlib.suppress(ValueError):
+        numbers = integer_tuple(text)
+    if len(numbers) != 2:
+        raise ValueError("expected two numbers, tokens before and after, as 127,0")
+    return numbers
 
 
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")

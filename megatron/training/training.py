@@ -136,6 +136,8 @@ def set_up_and_train(
 def train(run: Run) -> ExitDecision | None:
     """Iterate until the last iteration, or until the ranks agree to leave; returns why, if early."""
     state, decision = run.state, None
+    if run.is_done() and run.environment.logs:
+        print(f"nothing is left to train: iteration {state.iteration} of {run.config.training.train_iters}", flush=True)
     run.log.start(state.iteration)
     run.hooks.on_start(state.iteration)
     while decision is None and not run.is_done():

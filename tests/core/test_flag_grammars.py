@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.flag_grammars import integer_tuple, layer_pattern
+from megatron.core.flag_grammars import integer_tuple, layer_pattern, window
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,14 @@ def test_tuples(text: str, value: tuple[int, ...]) -> None:
 def test_a_tuple_of_words_is_a_value_error() -> None:
     with pytest.raises(ValueError):
         integer_tuple("a,b")
+
+
+@pytest.mark.parametrize(("text", "value"), [("127,0", (127, 0)), ("(-1,3)", (-1, 3))])
+def test_a_window_has_two_sides(text: str, value: tuple[int, ...]) -> None:
+    assert window(text) == value
+
+
+@pytest.mark.parametrize("text", ["7", "7,0,1", "a,b", ""])
+def test_anything_else_is_no_window(text: str) -> None:
+    with pytest.raises(ValueError, match="expected two numbers, tokens before and after, as 127,0"):
+        window(text)

@@ -8,6 +8,7 @@ import pytest
 from support.launch import launch
 from support.runs import train, train_on_ranks
 
+from megatron.core.exceptions import UserError
 from megatron.training.hooks.exit import ExitReason
 
 ENDLESS = "--train-iters 20000 --eval-iters 0 --log-interval 1"
@@ -31,6 +32,9 @@ def test_interval_and_duration(tmp_path, corpus, capsys):
     assert "exiting program after 1 minutes (iteration 5)\n" in capsys.readouterr().out
     outcome = train(f"{flags} --exit-duration-in-mins 1")
     assert outcome.decision is None and saved_iteration(tmp_path) == 10
+    assert "nothing is left" not in capsys.readouterr().out
+    assert train(flags).steps == []
+    assert "nothing is left to train: iteration 10 of 10\n" in capsys.readouterr().out
 
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -92,6 +96,15 @@ def test_a_mistake_exits_with_2(tmp_path, corpus):
     program = launch(flags, 2, tmp_path / "other")
     assert program.exit_codes() == [2, 2]
     assert "error on rank 1: --load" in program.output(1)  # nobody ended it
+
+
+def test_a_folder_that_cannot_be_written_is_called_by_the_flag_that_was_given(tmp_path):
+    (tmp_path / "file").touch()
+    flags = "--mock-data --train-iters 1 --eval-iters 0"
+    with pytest.raises(UserError, match=r"^--save: .*/file/run/metrics.jsonl cannot be written: Not a directory"):
+        train(f"{flags} --save {tmp_path}/file/run")
+    with pytest.raises(UserError, match=r"^--metrics-path .*/file/m cannot be written: "):
+        train(f"{flags} --metrics-path {tmp_path}/file/m")
 
 
 def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, corpus):

@@ -208,7 +208,7 @@ def optimizer_problems(config: Any) -> Iterator[str]:
         value = getattr(config, name)
         if value is not None and not value >= 0:
             yield f"{{{name}}} must be at least 0"
-    if config.lr is not None and config.min_lr is not None and config.min_lr > config.lr:
+    if config.lr is not None and config.min_lr is not None and 0 <= config.lr < config.min_lr:
         yield "{min_lr} is larger than {lr}"
     if not config.adam_eps > 0:
         yield "{adam_eps} must be larger than 0"

@@ -7,14 +7,11 @@ value. All rules run, whatever the others found, so they must bear missing and i
 import math
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import parallel_problems
 from megatron.core.optimizer.optimizer_config import optimizer_problems
 from megatron.core.transformer.transformer_config import transformer_problems
-from megatron.training.config import parallel_checks
+from megatron.training.config import data_checks, parallel_checks
 from megatron.training.config.settings import Settings
 
 Rule = Callable[[Settings], Iterator[str]]
@@ -32,7 +29,7 @@ def missing_of(s: Settings) -> Iterator[str]:
         yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
     if s.train_iters is None and s.train_samples is None and not s.skip_train:
         yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
-    if not _data_sources(s):
+    if not data_checks.sources(s):
         yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without any"
 
 
@@ -56,7 +53,7 @@ def _model_is_described(s: Settings) -> Iterator[str]:
 def _positive(s: Settings) -> Iterator[str]:
     for field in _POSITIVE:
         value = getattr(s, field)
-        if value is not None and value < 1:
+        if value is not None and value < 1 and s.provenance[field] != "derived":
             yield f"{{{field}}} must be at least 1"
     for field in _NOT_NEGATIVE:
         value = getattr(s, field)
@@ -135,6 +132,14 @@ def _rotary(s: Settings) -> Iterator[str]:
         yield "{rope_scaling_factor} must be larger than 0"
     if s.use_rope_scaling and s.rope_scaling_type not in (None, "llama3"):
         yield "{use_rope_scaling} is {rope_scaling_type:name} llama3; it does not go with {rope_scaling_type}"
+
+
+def _tokens_ahead(s: Settings) -> Iterator[str]:
+    if s.seq_length is not None and s.mtp_num_layers is not None and 1 <= s.seq_length <= s.mtp_num_layers:
+        yield (
+            "{mtp_num_layers} must be less than {seq_length}: a sample has no token so many places further on than the "
+            "next one"
+        )
 
 
 _ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
@@ -240,11 +245,13 @@ def _warmup(s: Settings) -> Iterator[str]:
             yield f"{{lr_warmup_fraction}} and {{{field}}} say how long to warm up in two ways; give one"
     elif len(steps) == 2:
         yield "{lr_warmup_iters} and {lr_warmup_samples} say how long to warm up in two ways; give one"
-    for warmup, decay in (("lr_warmup_iters", "lr_decay_iters"), ("lr_warmup_samples", "lr_decay_samples")):
+    for unit in ("iters", "samples"):
+        warmup, decay = f"lr_warmup_{unit}", f"lr_decay_{unit}"
         total = getattr(s, decay)
         if total is not None and getattr(s, warmup) >= max(total, 1):
-            yield f"{{{warmup}}} leaves nothing of {{{decay}}} to decay over; it must be less"
-    if s.lr is not None and s.lr_warmup_init > s.lr:
+            length = decay if s.is_given(decay) else f"train_{unit}"
+            yield f"{{{warmup}}} leaves nothing of {{{length}}} to decay over; it must be less"
+    if s.lr is not None and 0 <= s.lr < s.lr_warmup_init:
         yield "{lr_warmup_init} is larger than {lr}"
 
 
@@ -275,67 +282,12 @@ def _one_schedule(s: Settings) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data, checkpoints, logs
-
-
-def _data_sources(s: Settings) -> list[str]:
-    per_split = [f for f in ("train_data_path", "valid_data_path", "test_data_path") if getattr(s, f) is not None]
-    sources = [f for f in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(s, f) is not None]
-    return sources + per_split[:1] + (["mock_data"] if s.mock_data else [])
-
-
-def _one_data_source(s: Settings) -> Iterator[str]:
-    sources = _data_sources(s)
-    if len(sources) > 1:
-        names = " and ".join(f"{{{field}:name}}" for field in sources)
-        yield f"{names} say in {len(sources)} ways where data is; give one"
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        if getattr(s, field) == []:
-            yield f"{{{field}:name}}: a prefix is missing"
-    whole = {"train_data_path", "per_split_data_args_path"} & set(sources)
-    if s.is_given("split") and whole:
-        yield f"{{split}} does not go with {{{whole.pop()}:name}}, whose data is used whole; leave one out"
-
-
-def _files_are_there(s: Settings) -> Iterator[str]:
-    if not s.surroundings.looks_at_files:
-        return
-    for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
-        path = getattr(s, field)
-        if path is not None and not Path(path).is_file():
-            yield f"{{{field}}}: no such file"
-    if s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
-        yield "{tokenizer_model}: no such file or folder"
-    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        try:
-            blend = get_blend_from_list(getattr(s, field))
-        except UserError as error:
-            yield str(error).replace("{", "{{").replace("}", "}}")
-            continue
-        for prefix in blend[0] if blend is not None else ():
-            yield from _prefix_is_there(field, prefix)
-
-
-def _prefix_is_there(field: str, prefix: str) -> Iterator[str]:
-    """A data set is two files; the nearest names are offered where there are none."""
-    missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
-    if missing:
-        folder, name = Path(prefix).parent, Path(prefix).name
-        near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
-        hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
-        text = f"{prefix}{missing[0]}: no such file{hint}".replace("{", "{{").replace("}", "}}")
-        yield f"{{{field}:name}} {text}"
+# The run
 
 
 def _nothing_to_do(s: Settings) -> Iterator[str]:
     if s.skip_train and s.eval_iters == 0:
         yield "{skip_train} with {eval_iters} leaves nothing to do"
-
-
-def _loading(s: Settings) -> Iterator[str]:
-    for field in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
-        if getattr(s, field) not in (None, False) and s.load is None and s.pretrained_checkpoint is None:
-            yield f"{{{field}}} needs {{load:name}}: the folder to load from"
 
 
 def _exit_signal(s: Settings) -> Iterator[str]:
@@ -375,6 +327,7 @@ RULES: tuple[Rule, ...] = (
     _positive,
     _positions,
     _rotary,
+    _tokens_ahead,
     _one_activation,
     _gradient_types,
     _library,
@@ -391,10 +344,12 @@ RULES: tuple[Rule, ...] = (
     _end_decay,
     _weight_decay,
     _one_schedule,
-    _one_data_source,
-    _files_are_there,
+    data_checks.one_source,
+    data_checks.split,
+    data_checks.files_are_there,
+    data_checks.loading,
+    data_checks.checkpoints_are_there,
     _nothing_to_do,
-    _loading,
     _exit_signal,
     _profile,
     _layout_invariance,

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -142,12 +143,23 @@ def _count_problem(flag: Flag, spelling: str, words: Sequence[str]) -> str | Non
     if flag.nargs == 0:
         return f"{spelling} {' '.join(words)}: this flag takes no value" if words else None
     if flag.nargs is None and count > 1:
-        return f"{spelling} {' '.join(words)}: takes one value; {' '.join(words[1:])} belongs to no flag"
+        return (
+            f"{spelling} {' '.join(words)}: takes one value; {' '.join(words[1:])} belongs to no flag{_dashes(words)}"
+        )
     if flag.nargs in (None, "+") and count == 0:
         return f"{spelling}: a value is missing{_examples(flag)}"
     if isinstance(flag.nargs, int) and count != flag.nargs:
         return f"{spelling} {' '.join(words)}: takes {flag.nargs} values, not {count}"
     return None
+
+
+_ONE_DASH = re.compile(r"[-\u2013\u2014]{1,2}(?=[A-Za-z])")
+"""A dash, or what a word processor makes of two, before a word."""
+
+
+def _dashes(words: Sequence[str]) -> str:
+    meant = [_ONE_DASH.sub("--", word, count=1) for word in words if _ONE_DASH.match(word)]
+    return f"; flags begin with two dashes: {' '.join(meant)}" if meant else ""
 
 
 def _examples(flag: Flag) -> str:

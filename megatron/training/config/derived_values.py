@@ -68,6 +68,11 @@ def _latent_attention(s: Settings) -> str | None:
         s.derive("rope_type", "yarn")
     if s.is_given("kv_channels"):
         return "--kv-channels: has no effect with --multi-latent-attention, whose heads have widths of their own"
+    if s.position_embedding_type == "learned_absolute" and not s.is_given("position_embedding_type"):
+        return (
+            "--multi-latent-attention turns keys by their positions, and --position-embedding-type learned_absolute "
+            "adds learned ones; rope or none leaves those out"
+        )
     return None
 
 

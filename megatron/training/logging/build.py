@@ -66,7 +66,8 @@ def _sinks(config: PretrainConfig, environment: Environment, state: TrainState) 
     logging = config.logging
     sinks: list[LogSink] = []
     if logging.metrics_path is not None:
-        sinks.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration))
+        named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
+        sinks.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
     if logging.tensorboard_dir is not None:
         # The choices are named as their flags, so they are read off by name.
         choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})

@@ -37,12 +37,15 @@ class JsonlLog(LogSink):
         path: the file; its folder is made.
         resumed_iteration: iterations already done by the run (0: from the start); what the file holds beyond is
             superseded, see the module's text.
+        named_by: the flag that a user would mend if the file cannot be written.
 
     Raises UserError where the file cannot be written. Once open, a failed write (a full disk) does not stop the run:
     the lines are dropped, counted, and the first failure is printed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resumed_iteration: int = 0) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], resumed_iteration: int = 0, named_by: str = "--metrics-path"
+    ) -> None:
         self.path = Path(path)
         self.dropped = 0
         try:
@@ -51,7 +54,7 @@ class JsonlLog(LogSink):
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self._torn = not _ends_in_a_line(self.path)
         except OSError as error:
-            raise UserError(f"--metrics-path {self.path} cannot be written: {error.strerror or error}") from error
+            raise UserError(f"{named_by} {self.path} cannot be written: {error.strerror or error}") from error
         if self.superseded.path is not None:
             torn = ", the last one torn" if self.superseded.torn else ""
             print(

@@ -64,6 +64,15 @@ def test_quotes_that_a_shell_left_in_a_word_reach_the_value() -> None:
         ("--lr abc", "--lr abc: expected a number"),
         ("--lr", "--lr: a value is missing"),
         ("--lr 1 2", "--lr 1 2: takes one value; 2 belongs to no flag"),
+        (
+            "--lr 1 -num-layers 2",
+            "--lr 1 -num-layers 2: takes one value; -num-layers 2 belongs to no flag; flags begin ",
+        ),
+        (
+            "--lr 1 \u2014num-layers 2",
+            "--lr 1 \u2014num-layers 2: takes one value; \u2014num-layers 2 belongs to no flag; flags",
+        ),
+        ("--window-size 7", "--window-size 7: expected two numbers, tokens before and after, as 127,0"),
         ("--num-layers 2.5", "--num-layers 2.5: expected a whole number; 2 works"),
         ("--swiglu yes", "--swiglu yes: this flag takes no value"),
         ("--normalization Norm", "--normalization Norm: choose from LayerNorm, RMSNorm"),
@@ -100,6 +109,13 @@ def test_a_wrong_value_names_flag_value_and_what_works(words: str, message: str)
 )
 def test_an_unknown_flag_gets_a_suggestion(flag: str, message: str) -> None:
     assert unknown_flag(flag, flags_by_spelling()).startswith(message)
+
+
+def test_flags_whose_dashes_went_wrong_are_spelled_out() -> None:
+    for dashes in ("-", "\u2013", "\u2014", "\u2013\u2013"):
+        (problem,) = complaints(f"--lr 1 {dashes}num-layers 2")
+        assert problem.endswith("; flags begin with two dashes: --num-layers")
+    assert complaints("--lr 1 -2")[0].endswith("-2 belongs to no flag")
 
 
 def test_abbreviations_are_not_taken() -> None:

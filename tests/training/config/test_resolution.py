@@ -289,7 +289,7 @@ RULES = [
     ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be from 0 to 1"),
     (
         "--lr-warmup-iters 10",
-        "--lr-warmup-iters 10 leaves nothing of --lr-decay-iters 10 to decay over; it must be less",
+        "--lr-warmup-iters 10 leaves nothing of --train-iters 10 to decay over; it must be less",
     ),
     ("--lr-warmup-samples 10", "--lr-warmup-samples 10 does not go with --train-iters; give --lr-warmup-iters"),
     ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
@@ -359,6 +359,60 @@ def test_a_rule_names_flags_values_and_what_works(flags: str, message: str) -> N
 def test_rules_of_runs_by_samples(flags: str, message: str) -> None:
     problems = problems_of(f"--train-samples 1000 {flags}", base=without("--train-iters"))
     assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--pretrained-checkpoint /no/such", ["--pretrained-checkpoint /no/such: no such folder"]),
+        ("--pretrained-checkpoint /no/such --load {there}", []),  # the run has checkpoints of its own
+        ("--pretrained-checkpoint {there} --load /no/such", []),
+        ("--load /no/such", []),
+        (
+            "--load /no/such --exit-on-missing-checkpoint",
+            ["--load /no/such: no such folder, and --exit-on-missing-checkpoint is given"],
+        ),
+    ],
+)
+def test_folders_that_must_hold_a_checkpoint(flags: str, problems: list[str], tmp_path: Path) -> None:
+    words = [*SMALL.split(), *flags.format(there=tmp_path).split()]
+    for looks in (True, False):
+        try:
+            configure(words, surroundings=Surroundings(1, False, looks_at_files=looks))
+        except ConfigurationError as error:
+            assert looks and error.problems == problems
+        else:
+            assert not (looks and problems)
+
+
+def test_what_is_derived_is_called_by_what_it_is_derived_from() -> None:
+    assert problems_of("--train-iters 0") == ["--train-iters 0 must be at least 1"]
+    assert problems_of("--lr-warmup-iters 10") == [
+        "--lr-warmup-iters 10 leaves nothing of --train-iters 10 to decay over; it must be less"
+    ]
+    assert problems_of("--lr-warmup-iters 10 --lr-decay-iters 9") == [
+        "--lr-warmup-iters 10 leaves nothing of --lr-decay-iters 9 to decay over; it must be less"
+    ]
+    assert problems_of("--lr -1") == ["--lr -1.0 must be at least 0"]
+
+
+def test_a_split_without_shares_is_refused_whatever_the_data() -> None:
+    assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: expected up to three shares")
+    assert problems_of("--split {}") != []
+
+
+def test_tokens_that_no_sample_has_are_not_predicted() -> None:
+    assert configured("--mtp-num-layers 127").transformer.mtp_num_layers == 127
+    (problem,) = problems_of("--mtp-num-layers 128")
+    assert problem.startswith("--mtp-num-layers 128 must be less than --seq-length 128")
+
+
+def test_latent_attention_says_that_learned_positions_are_added() -> None:
+    def told(flags: str) -> bool:
+        return any("adds learned ones" in note for note in configured(f"--multi-latent-attention {flags}").notes)
+
+    assert told("") and not told("--position-embedding-type rope")
+    assert not told("--position-embedding-type learned_absolute"), "who asks for it knows"
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_fields import flag, not_yet
-from megatron.core.flag_grammars import integer_tuple, layer_pattern
+from megatron.core.flag_grammars import layer_pattern, window
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -46,7 +46,7 @@ class AttentionConfig:
     mrope_section: list[int] | None = not_yet(None)
     """Channels of rotary positions for time, height and width."""
 
-    window_size: tuple[int, int] | None = flag(None, parse=integer_tuple)
+    window_size: tuple[int, int] | None = flag(None, parse=window)
     """Keys to the left and right that a query sees, as `127,0`; -1: all."""
 
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")
