@@ -45,7 +45,7 @@ def routed(device: str, fields: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     hidden = torch.randn(S * B, H, generator=generator, dtype=torch.float64).to(device)
     inputs = LayerInputs(Tokens(S, B, random=RandomPlace(1, torch.tensor(3, device=device))))
     factors = torch.arange(config.moe_router_topk, dtype=torch.float64).to(device) + 1
-    if device == "cuda" and not router.uses_sinkhorn:  # which asks now and then whether it is done
+    if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
         routing = router.route(hidden, inputs)

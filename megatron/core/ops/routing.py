@@ -145,30 +145,33 @@ def balance_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
 
 
 @torch.no_grad()
-def sinkhorn(cost: Tensor, tolerance: float = 1e-4, at_once: int = 16, at_most: int = 1024) -> Tensor:
+def sinkhorn(cost: Tensor, tolerance: float = 1e-4, iterations: int = 64) -> Tensor:
     """The positive matrix [t, experts] scaled by rows and columns so that all tokens and all experts have equal shares
-    (Sinkhorn and Knopp 1967), until the mean change of the columns' factors is at most `tolerance`. Those of a matrix
-    of tiny numbers are so great that their last digits never come to rest: after `at_most` iterations that is that.
+    (Sinkhorn and Knopp 1967), until the mean change of the columns' factors is at most `tolerance`.
 
-    Iterations are done `at_once` before the host asks the device whether it was enough: those past the end change
-    nothing.
+    As many `iterations` are done whatever comes, so that nobody asks the device whether it was enough, and the one
+    after which it was is taken. What comes to rest at all does so after some thirty; the factors of a matrix of tiny
+    numbers are so great that their last digits never do, and the last iteration is taken.
     """
     tokens, experts = cost.shape
-    rows, columns = cost.new_ones(tokens), cost.new_ones(experts)
     if tokens == 0:
         return cost
-    epsilon = 1e-8
-    done = torch.zeros((), dtype=torch.bool, device=cost.device)
-    for first in range(0, at_most, at_once):
-        if first and done:
-            break
-        for _ in range(min(at_once, at_most - first)):
-            new_rows = 1 / (tokens * (cost @ columns + epsilon))
-            new_columns = 1 / (experts * (new_rows @ cost + epsilon))
-            close = (new_columns - columns).abs().mean() <= tolerance
-            rows, columns = torch.where(done, rows, new_rows), torch.where(done, columns, new_columns)
-            done = done | close | ~new_columns.isfinite().all()
-    return columns * cost * rows[:, None]
+    columns = cost.new_ones(iterations + 1, experts)  # factors before the first iteration and after each
+    transposed = cost.t()
+    for number in range(iterations):
+        columns[number + 1] = _equal_shares(transposed, _equal_shares(cost, columns[number]))
+    change = (columns[1:] - columns[:-1]).abs().mean(1)
+    ended = (change <= tolerance) | ~columns[1:].isfinite().all(1)
+    before = (ended[:-1].cumsum(0) == 0).sum().view(1)  # iterations before the one that is taken
+    rows = _equal_shares(cost, columns.index_select(0, before)[0])
+    return columns.index_select(0, before + 1) * cost * rows[:, None]
+
+
+def _equal_shares(matrix: Tensor, factors: Tensor) -> Tensor:
+    """Factors [n] of the rows of a matrix [n, m] that give each 1 / n, with `factors` [m] of its columns; 1e-8 keeps
+    them finite."""
+    count = matrix.shape[0]
+    return torch.addmv(factors.new_full((count,), count * 1e-8), matrix, factors, alpha=count).reciprocal_()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.core.ops.routing import (
     RoutingRule,
@@ -163,15 +164,26 @@ def test_sinkhorn_gives_all_tokens_and_all_experts_equal_shares() -> None:
     torch.testing.assert_close(shares.sum(1), torch.full((24,), 1 / 24, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("at_once", [1, 5, 64])
-def test_iterations_past_the_end_change_nothing(at_once: int) -> None:
-    cost = numbers(24, EXPERTS).mul(2).exp()
+@pytest.mark.parametrize(("scale", "wanted"), [(0.0, 1), (2.0, 11), (3.5, 19)])
+def test_the_iteration_that_ends_is_taken_whatever_comes_after(scale: float, wanted: int) -> None:
+    cost = numbers(24, EXPERTS).mul(scale).exp()
     rows, columns, change = torch.ones(24, dtype=torch.float64), torch.ones(EXPERTS, dtype=torch.float64), 1.0
+    done = 0
     while change > 1e-4:
+        done += 1
         rows = 1 / (24 * ((cost * columns).sum(1) + 1e-8))
         new = 1 / (EXPERTS * ((cost * rows[:, None]).sum(0) + 1e-8))
         change, columns = (new - columns).abs().mean().item(), new
-    torch.testing.assert_close(sinkhorn(cost, at_once=at_once), columns * cost * rows[:, None], rtol=1e-12, atol=0)
+    assert done == wanted
+    for iterations in (done, done + 1, 64):
+        found = sinkhorn(cost, iterations=iterations)
+        torch.testing.assert_close(found, columns * cost * rows[:, None], rtol=1e-12, atol=0)
+
+
+def test_sinkhorn_does_not_ask_the_device() -> None:
+    """A fake tensor has no numbers that the host could look at."""
+    with FakeTensorMode():
+        assert sinkhorn(torch.ones(24, EXPERTS, dtype=torch.float64)).shape == (24, EXPERTS)
 
 
 def test_sinkhorn_ends_whatever_it_is_given() -> None:
