@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from parity.cells import Cell, cell_of, quick_cells
+from parity.bfloat16 import BFLOAT16, NEWER_CELLS, STEPS, TOLERANCE, largest_difference
+from parity.cells import Cell, quick_cells
 from parity.compare import judge
 from parity.evidence import Evidence
 from parity.layouts import Layout, layout
@@ -26,7 +27,6 @@ LR = 3e-4
 """Small enough that steps do not amplify what is rounded: Adam's first step is one of full size wherever a gradient is
 not zero, however small; so what is rounded in it moves the second gradient (by 1.1e-5 in one cell at 1e-3)."""
 FLOAT32 = Precision({"params_dtype": torch.float32}, {"lr": LR})
-BFLOAT16 = Precision({"bf16": True}, {"lr": 1e-3, "bf16": True, "params_dtype": torch.bfloat16})
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,22 +78,8 @@ IN_BFLOAT16 = [
 ]
 
 
-OF_NEWER_KINDS = [
-    "moe-aux/dp2+ep2/per-token",
-    "moe-aux/sp2+dp2+ep2/per-token",
-    "moe-capacity/sp2+pp2+ep2-etp1/per-token",
-    "moe-aux/pp2-interleaved+dp2-optim_grads_params+ep2-overlap-late/per-token",
-    "mla-yarn/sp2+cp2-p2p/per-token",
-    "mla-packed/tp2+cp2-a2a/per-token",
-    "mtp-packed/sp2+pp2/per-token",
-    "mtp-learned/cp2-p2p/per-token",
-]
-"""Experts, latent attention and tokens predicted further on. Not the models whose tokens choose among groups of experts
-with a bias: in bfloat16 what is rounded changes some choices of a model this small."""
-
 BFLOAT16_CELLS = [Cell(MODELS[n], layout(*choices)) for n in (0, 1, 4) for choices in IN_BFLOAT16]
-BFLOAT16_CELLS += map(cell_of, OF_NEWER_KINDS)
-
+BFLOAT16_CELLS += NEWER_CELLS
 
 _LOSSES: dict[str, list[float]] = {}
 """Of one GPU, by model."""
@@ -102,8 +88,6 @@ _LOSSES: dict[str, list[float]] = {}
 @pytest.mark.parametrize("cell", BFLOAT16_CELLS, ids=lambda cell: cell.name)
 def test_losses_of_twenty_steps_in_bfloat16(gpus: Pool, cell: Cell) -> None:
     model = cell.model
-    alone = _LOSSES.get(model.name) or mean_losses(trained(gpus, Cell(model, Layout()), 20, BFLOAT16, lean=True))
+    alone = _LOSSES.get(model.name) or mean_losses(trained(gpus, Cell(model, Layout()), STEPS, BFLOAT16, lean=True))
     _LOSSES[model.name] = alone
-    split = mean_losses(trained(gpus, cell, 20, BFLOAT16, lean=True))
-    assert len(alone) == len(split) == 20 - (model.masked_step is not None)
-    assert max(abs(a - b) for a, b in zip(alone, split, strict=True)) < 0.01
+    assert largest_difference(alone, mean_losses(trained(gpus, cell, STEPS, BFLOAT16, lean=True)), cell) < TOLERANCE

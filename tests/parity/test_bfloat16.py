@@ -13,8 +13,6 @@ from support.pool import Pool
 def test_losses_of_experts_in_bfloat16(pool: Pool, cell: Cell) -> None:
     single = train(Cell(cell.model, Layout()), STEPS, "cpu", BFLOAT16, lean=True)
     ranks = pool.run(train, cell.layout.ranks, cell, STEPS, "cpu", BFLOAT16, True)
-    if "capacity" in cell.name:
-        for step in single.steps:
-            print(step.reports)
-    print(largest_difference(mean_losses([single]), mean_losses(ranks), cell))
-    assert largest_difference(mean_losses([single]), mean_losses(ranks), cell) < TOLERANCE
+    assert 0 < largest_difference(mean_losses([single]), mean_losses(ranks), cell) < TOLERANCE
+    dropped = [report.total > 0 for report in single.steps[0].reports if report.name == "moe_dropped"]
+    assert all(dropped) and bool(dropped) == ("capacity" in cell.name)
