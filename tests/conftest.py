@@ -1,11 +1,15 @@
 """What all tests share."""
 
 import os
+import sys
 
 import pytest
 
 # What tests compute is tiny: threads would only wait for each other, and for the other worker's. Before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import the product: they are to find it compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
