@@ -11,7 +11,6 @@ set -euo pipefail
 
 CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
 shift 3
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 case ${SIZE:-8x7b} in
 8x7b)
@@ -58,20 +57,4 @@ TRAINING=(
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
 )
-[ -n "${PRETRAINED:-}" ] && TRAINING+=(--pretrained-checkpoint "$PRETRAINED")
-if [ "$TOKENIZER" = MOCK ]; then
-    TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
-else
-    TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
-fi
-if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
-
-LAUNCH=(
-    torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
-    --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}"
-)
-if [[ " $* " == *" --dry-run "* ]]; then # one process says what all would hold
-    export WORLD_SIZE=$(($GPUS_PER_NODE * ${NNODES:-1}))
-    LAUNCH=(python)
-fi
-exec "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds text and processes, and runs it all

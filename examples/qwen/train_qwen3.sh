@@ -12,11 +12,10 @@ set -euo pipefail
 
 CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
 shift 3
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 UNTIED=--untie-embeddings-and-output-weights VOCABULARY=151936 BATCH=256
 LONGEST=(--seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings 40960)
-EXPERTS=() WORLD=8
+EXPERTS=()
 case ${SIZE:-8b} in
 0.6b)
     MODEL=(--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --num-query-groups 8)
@@ -37,7 +36,8 @@ case ${SIZE:-8b} in
 tiny | tiny-moe)
     MODEL=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2)
     MODEL+=(--kv-channels 32 --seq-length "${SEQ_LENGTH:-64}" --max-position-embeddings 64)
-    VOCABULARY=512 BATCH=8 WORLD=2
+    VOCABULARY=512 BATCH=8
+    : "${GPUS_PER_NODE:=2}"
     if [ "$SIZE" = tiny-moe ]; then
         MODEL+=($UNTIED)
         EXPERTS=(--num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2)
@@ -50,6 +50,7 @@ tiny | tiny-moe)
     exit 2
     ;;
 esac
+: "${GPUS_PER_NODE:=8}"
 
 MODEL+=(
     --group-query-attention --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
@@ -72,20 +73,4 @@ TRAINING=(
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
 )
-[ -n "${PRETRAINED:-}" ] && TRAINING+=(--pretrained-checkpoint "$PRETRAINED")
-if [ "$TOKENIZER" = MOCK ]; then
-    TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
-else
-    TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
-fi
-if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
-
-LAUNCH=(
-    torchrun --nproc_per_node "${GPUS_PER_NODE:-$WORLD}" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
-    --master_addr "${MASTER_ADDR:-localhost}" --master_port "${MASTER_PORT:-6000}"
-)
-if [[ " $* " == *" --dry-run "* ]]; then # one process says what all would hold
-    export WORLD_SIZE=$((${GPUS_PER_NODE:-$WORLD} * ${NNODES:-1}))
-    LAUNCH=(python)
-fi
-exec "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds text and processes, and runs it all
