@@ -38,8 +38,8 @@ class GenerationConfig:
     ckpt_step: int | None = None
     """Iteration of the checkpoint; the newest whole one when not given."""
 
-    prompt: list[str] | None = None
-    """Texts to continue."""
+    prompt: list[str] | None = flag(None, gathers=True)
+    """Texts to continue; may be given several times."""
 
     prompts_file: str | None = None
     """File of texts to continue, one a line; continued after those of --prompt."""
@@ -114,6 +114,9 @@ def write(config: GenerationConfig) -> None:
     trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), say=note)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
+    reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
+    if reached > trained.max_sequence_length:
+        note(f"up to {reached} tokens a row: the model was trained for {trained.max_sequence_length}")
     for first in range(0, len(prompts), config.batch_size):
         batch = slice(first, first + config.batch_size)
         written = generate(

@@ -57,6 +57,8 @@ class FlagDeclaration:
     when this one is given without it."""
     or_with: str | None = None
     """A switch with which the field is looked at too, whatever `only_with` says."""
+    gathers: bool = False
+    """For a list: given again, the flag adds to it. Otherwise what is given last stands."""
     hints: Mapping[str, str] | None = None
     """Words that people try as the value, and what to give instead; said where such a word is refused."""
     words: Mapping[str, Any] | None = None

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +103,28 @@ def test_what_follows_a_prompt_keeps_the_blank_between() -> None:
     for tokenizer, first in ((NullTokenizer(100), "3"), (BlanksBefore(100), "w3")):
         assert GENERATE.continuation(tokenizer, [1], []) == "" and GENERATE.continuation(tokenizer, [], [3]) == first
     assert GENERATE.continuation(Cut(100), [0, 1], [2, 0]) == "\ufffda", "the prompt's text cannot be taken back"
+
+
+def test_rows_longer_than_those_of_training_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Learned positions end there, which is refused; rotary ones go on."""
+    model = SimpleNamespace(position_embedding_type="rope")
+    trained = SimpleNamespace(
+        model=None,
+        tokenizer=NullTokenizer(100),
+        config=SimpleNamespace(model=model),
+        iteration=1,
+        device="cpu",
+        max_sequence_length=16,
+    )
+    monkeypatch.setattr(GENERATE, "load_trained_model", lambda *_, **__: trained)
+    monkeypatch.setattr(GENERATE, "generate", lambda *_, **__: [[7], [7]])
+    words = ["--load", "x", "--prompt", "1 2", "--prompt", "3", "--max-new-tokens"]
+    told = "up to 17 tokens a row: the model was trained for 16"
+    assert told not in run(capsys, *words, 14)[2]
+    code, out, err = run(capsys, *words, 15)
+    assert (code, out) == (0, "1 2 7\n3 7\n") and told in err
 
 
 def test_prompts_in_batches_and_alone(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

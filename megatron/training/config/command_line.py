@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_text
-from megatron.training.config.retired import RETIRED, Occurrence, translate_all
+from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
 from megatron.training.config.unoffered import UNOFFERED
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -61,6 +61,8 @@ def read_command_line(
             take_flag(line, table[occurrence.spelling], occurrence)
         elif occurrence.spelling in theirs:
             foreign.append(occurrence)
+        elif occurrence.spelling in REFUSED:
+            line.problems.append(f"{text_of(occurrence)}: {REFUSED[occurrence.spelling]}")
         elif ignore_unknown_args:
             line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
         else:
@@ -117,6 +119,7 @@ def _either(words: Sequence[str]) -> str:
 def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     """Read one flag's words into `line.values`, or say what is wrong with them."""
     spelling, words = occurrence.spelling, occurrence.words
+    before = line.values[flag.field] if flag.declaration.gathers and flag.field in line.given else []
     line.given[flag.field] = spelling
     problem = _count_problem(flag, spelling, words)
     if problem is None and flag.switch is not None:
@@ -135,7 +138,7 @@ def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     elif flag.nargs is None or (flag.one_or_list and len(values) == 1):
         line.values[flag.field] = values[0]
     else:
-        line.values[flag.field] = values
+        line.values[flag.field] = [*(before or []), *values]
 
 
 def _count_problem(flag: Flag, spelling: str, words: Sequence[str]) -> str | None:

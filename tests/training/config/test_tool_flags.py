@@ -87,3 +87,14 @@ def test_help(capsys):
         read("--help")
     assert stop.value.code == 0
     assert "usage: tool" in capsys.readouterr().out
+
+
+def test_a_flag_that_gathers_adds_and_others_start_again() -> None:
+    @dataclass(kw_only=True, frozen=True)
+    class Both:
+        all: list[str] | None = flag(None, gathers=True)
+        last: list[str] | None = None
+
+    words = ["--all", "a", "b", "--last", "a", "b", "--all", "c", "--last", "c"]
+    (config,) = read_tool_flags(words, [Section("both", Both)], "tool", "about").configs
+    assert (config.all, config.last) == (["a", "b", "c"], ["c"])
