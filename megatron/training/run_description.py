@@ -186,17 +186,46 @@ def _one_word(value: Any) -> str:
 
 
 def architecture_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
-    """A sentence for each architecture value that is not the one in another run's description."""
+    """A sentence for each architecture value that is not the one in another run's description. What only one of the two
+    has a use for, since they differ in the flag that it goes with, is left out."""
     ours, theirs = architecture_of(config), described.get("architecture", {})
+    differing = [name for name in (*ARCHITECTURE, *KNOBS) if theirs and ours.get(name) != theirs.get(name)]
     return [
-        f"{spelling_of(name)} is {_shown(ours.get(name))} in this run and {_shown(theirs.get(name))} in the checkpoint"
-        for name in (*ARCHITECTURE, *KNOBS)
-        if theirs and ours.get(name) != theirs.get(name)
+        f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
+        "checkpoint"
+        for name in differing
+        if not (_goes_with(name, differing) and None in (ours.get(name), theirs.get(name)))
     ]
 
 
-def _shown(value: Any) -> str:
-    return "not set" if value is None else value_text(value)
+def _goes_with(field: str, others: Container[str | None]) -> bool:
+    """Whether a flag without which this one is never looked at is among others, by itself or by what it goes with."""
+    flag = flag_table().get(field)
+    parent = parent_of(flag) if flag is not None else None
+    if flag is None or parent is None:
+        return False
+    return parent[0].field in others or flag.declaration.or_with in others or _goes_with(parent[0].field, others)
+
+
+def _called(field: str) -> str:
+    return _WITHOUT_A_FLAG.get(field, spelling_of(field))
+
+
+_ACTIVATIONS = "(--swiglu, --geglu, --quick-geglu, --squared-relu, --openai-gelu or none)"
+_WITHOUT_A_FLAG = {
+    "activation_func": f"the activation {_ACTIVATIONS}",
+    "gated_linear_unit": f"the MLP's gate {_ACTIVATIONS}",
+}
+"""What several flags say together."""
+
+
+def _shown(field: str, value: Any) -> str:
+    flag = flag_table().get(field)
+    if value is None:
+        return "not set"
+    if flag is not None and flag.switch is not None and not flag.switch[flag.spelling]:  # given, it says no
+        return value_text(not value)
+    return value_text(value)
 
 
 def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> None:

@@ -58,8 +58,12 @@ def test_every_architecture_value_is_a_setting():
     ("flags", "named"),
     [
         ("--hidden-size 128", "--hidden-size is 128 in this run and 64 in the checkpoint"),
-        ("--swiglu", "gated_linear_unit is True in this run and False in the checkpoint"),
-        ("--position-embedding-type rope", "--rotary-base is 10000 in this run and not set in the checkpoint"),
+        (
+            "--swiglu --ffn-hidden-size 256",
+            "the activation (--swiglu, --geglu, --quick-geglu, --squared-relu, --openai-gelu or none) is silu in this "
+            "run and gelu in the checkpoint",
+        ),
+        ("--disable-bias-linear", "--disable-bias-linear is True in this run and False in the checkpoint"),
         ("--qk-layernorm", "--qk-layernorm is True in this run and False in the checkpoint"),
         ("--rotary-base 7", None),
         ("--attention-dropout 0 --hidden-dropout 0 --bf16 --seed 7 --max-position-embeddings 256", None),
@@ -74,6 +78,29 @@ def test_what_makes_another_model_is_named(flags, named):
     assert named in architecture_differences(config, described)
     with pytest.raises(UserError, match="--finetune to change the model on purpose"):
         check_architecture(config, described)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--position-embedding-type rope",
+        "--multi-latent-attention --kv-channels 16",
+        "--num-experts 4 --moe-router-topk 3",
+    ],
+)
+def test_what_follows_from_one_flag_is_one_sentence(flags):
+    """Either way round: frequencies are no use without rotary positions, nor a router without experts."""
+    one, other = configured(flags), configured()
+    for config, described in ((one, other), (other, one)):
+        (sentence,) = architecture_differences(config, describe_run(described))
+        assert sentence.startswith(flags.split()[0])
+
+
+def test_of_two_with_experts_the_routers_are_compared():
+    described = describe_run(configured("--num-experts 4"))
+    assert architecture_differences(configured("--num-experts 4 --moe-router-topk 3"), described) == [
+        "--moe-router-topk is 3 in this run and 2 in the checkpoint"
+    ]
 
 
 def test_a_checkpoint_that_says_nothing_of_its_run_is_not_compared():
