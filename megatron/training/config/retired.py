@@ -54,15 +54,16 @@ def translate(occurrence: Occurrence) -> Translation | None:
     if spelling in _NOW:
         return _becomes(occurrence, (_NOW[spelling],))
     if spelling in _GONE:
-        return Translation((), (), f"{_text(occurrence)}: retired and ignored: {_GONE[spelling]}")
+        return Translation((), (), f"{text_of(occurrence)}: retired and ignored: {_GONE[spelling]}")
     return None
 
 
 def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurrence, ...] = ()) -> Translation:
-    return Translation(new, implied, f"{_text(old)}: retired; taken as {' '.join(map(_text, (*new, *implied)))}")
+    return Translation(new, implied, f"{text_of(old)}: retired; taken as {' '.join(map(text_of, (*new, *implied)))}")
 
 
-def _text(occurrence: Occurrence) -> str:
+def text_of(occurrence: Occurrence) -> str:
+    """A flag as it was written."""
     return " ".join((occurrence.spelling, *occurrence.words))
 
 
@@ -91,6 +92,12 @@ _GONE = {
     "--no-scatter-gather-tensors-in-pipeline": "pipeline stages exchange what each needs",
     "--onnx-safe": "it belonged to an exporter",
 }
+
+REFUSED = {
+    "--moe-router-topk-limited-devices": "of older releases; it would make a token's experts depend on the number of "
+    "expert parallel ranks; set --moe-router-num-groups to that number and --moe-router-group-topk to this one",
+}
+"""Flags of older releases that stand for something else on every layout, and the way that works."""
 
 RETIRED = frozenset({"--no-position-embedding", *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
 """Every flag that `translate` knows."""
