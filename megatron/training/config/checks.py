@@ -149,6 +149,11 @@ def _one_activation(s: Settings) -> Iterator[str]:
     given = [f"{{{field}}}" for field in _ACTIVATIONS if getattr(s, field)]
     if len(given) > 1:
         yield f"{' and '.join(given)} choose different activations; give one"
+    if not (s.swiglu or s.quick_geglu or s.geglu):
+        for field, none in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+            if getattr(s, field) != none:
+                gates = "{swiglu:name}, {geglu:name} or {quick_geglu:name}"
+                yield f"{{{field}}} is for an MLP with a gate; add {gates}"
 
 
 def _gradient_types(s: Settings) -> Iterator[str]:

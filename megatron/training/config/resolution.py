@@ -21,6 +21,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
 from megatron.training.config.evaluation import EvaluationConfig
 from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
+from megatron.training.config.idle_flags import idle_flags
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -141,7 +142,7 @@ def _without_effect(settings: Settings) -> list[str]:
             notes.append(f"{said}: has no effect {_condition(flag, settings)}")
         elif (parent := parent_of(flag)) is not None and parent[0].declaration.no_effect is not None:
             notes.append(f"{said}: {parent[0].declaration.no_effect}")
-    return notes
+    return notes + [_in_flags(sentence, settings) for sentence in idle_flags(settings)]
 
 
 def _condition(flag: Flag, settings: Settings) -> str:

@@ -231,6 +231,16 @@ def test_no_learnt_positions_beside_rotary_ones_are_not_said_to_be_none(words: s
     assert note.endswith("taken as --position-embedding-type none")
 
 
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_flag_that_goes_by_ranks_is_refused_with_the_way_that_works(asks: bool) -> None:
+    words = ["--num-experts", "8", "--moe-router-topk-limited-devices", "2"]
+    line = read_command_line(words, ignore_unknown_args=asks)
+    (problem,) = line.problems
+    assert problem.startswith("--moe-router-topk-limited-devices 2: of older releases; it would make a token's experts")
+    assert problem.endswith("set --moe-router-num-groups to that number and --moe-router-group-topk to this one")
+    assert not line.warnings
+
+
 def test_each_retired_flag_warns_once() -> None:
     config = configured("--DDP-impl local --DDP-impl local --no-scatter-gather-tensors-in-pipeline")
     assert sum("--DDP-impl local: retired" in note for note in config.notes) == 1

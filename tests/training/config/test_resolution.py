@@ -11,6 +11,7 @@ from support.command_lines import SMALL, configured, problems_of, without
 
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.parameters import XavierUniform
+from megatron.core.transformer.mlp import activation_of
 from megatron.training.arguments import configure
 from megatron.training.config.derived_values import iterations_of_samples
 from megatron.training.config.flag_table import Flag, flag_table
@@ -80,6 +81,11 @@ def test_activations() -> None:
             "--num-experts 4 --moe-router-bias-update-rate 0.1",
             "--moe-router-bias-update-rate 0.1: has no effect without --moe-router-enable-expert-bias",
         ),
+        ("--moe-router-pre-softmax", "--moe-router-pre-softmax: has no effect without --num-experts"),
+        (
+            "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            "--moe-router-pre-softmax: has no effect with --moe-router-score-function sigmoid",
+        ),
     ],
 )
 def test_what_nothing_reads_is_said(flags: str, note: str) -> None:
@@ -91,6 +97,19 @@ def test_what_nothing_reads_is_said(flags: str, note: str) -> None:
         "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"
     )
     assert not [line for line in configured(working).notes if "has no effect" in line]
+
+
+def test_what_hides_exchanges_says_where_there_are_none() -> None:
+    def said(flags: str, ranks: int = 1) -> list[str]:
+        notes = configured(f"--num-experts 4 {flags}", ranks=ranks).notes
+        return [note.partition(":")[0] for note in notes if "hides nothing with --expert-model-parallel-size 1" in note]
+
+    shared = "--moe-shared-expert-overlap"
+    both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
+    assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
+    assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []
+    assert said(f"{both} --expert-tensor-parallel-size 2", ranks=2) == [shared]  # an expert's channels are elsewhere
+    assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
 
 
 def test_query_groups_count_only_with_their_switch() -> None:
@@ -265,6 +284,11 @@ RULES = [
         "--position-embedding-type mrope: not yet; what works so far is learned_absolute",
     ),
     ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
+    (
+        "--glu-linear-offset 1",
+        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu or --quick-geglu",
+    ),
+    ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for an MLP with a gate"),
     ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
     ("--seed 0", "--seed 0 must be larger than 0"),
     ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
@@ -399,6 +423,19 @@ def test_what_is_derived_is_called_by_what_it_is_derived_from() -> None:
 def test_a_split_without_shares_is_refused_whatever_the_data() -> None:
     assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: expected up to three shares")
     assert problems_of("--split {}") != []
+
+
+@pytest.mark.parametrize("gate", ["--swiglu", "--geglu", "--quick-geglu"])
+def test_every_gate_has_an_offset_and_a_clamp(gate: str) -> None:
+    transformer = configured(f"{gate} --glu-linear-offset 1 --activation-func-clamp-value 7").transformer
+    activation = activation_of(transformer)
+    assert (activation.up_offset, activation.clamp) == (1.0, 7.0)
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_number_of_experts_is_refused_once(number: str) -> None:
+    (problem,) = problems_of(f"--num-experts {number}")
+    assert problem == f"--num-experts {number} must be at least 1"
 
 
 def test_tokens_that_no_sample_has_are_not_predicted() -> None:
