@@ -30,7 +30,7 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe import exchange, token_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -169,56 +169,52 @@ def test_weights_on_inputs() -> None:
 class Events:
     """What happens in which order, told by what is called."""
 
-    def __init__(self, layer: MoELayer, monkeypatched: Any) -> None:
+    def __init__(self, layer: MoELayer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
-        start = collectives.start_all_to_all_rows
-        self.inside = False
-
-        def watched(*arguments: Any) -> Any:
-            self.seen.append("start")
-            pending = start(*arguments)
-            wait = pending.wait
-
-            def wait_watched() -> Any:
-                self.seen.append("wait")
-                return wait()
-
-            pending.wait = wait_watched
-            return pending
-
-        monkeypatched.start_all_to_all_rows = watched
+        for name in ("start_all_to_all_rows", "start_gather_rows", "start_reduce_scatter_rows"):
+            monkeypatch.setattr(exchange, name, partial(self.begun, getattr(collectives, name)))
         layer.shared_experts.linear_fc1.register_forward_hook(lambda *unused: self.seen.append("fc1"))
         layer.shared_experts.linear_fc2.register_forward_hook(lambda *unused: self.seen.append("fc2"))
         for name in ("fc1", "fc2"):
             linear = getattr(layer.shared_experts, f"linear_{name}")
             linear.weight.register_post_accumulate_grad_hook(lambda *unused, name=name: self.seen.append(f"d{name}"))
 
+    def begun(self, start: Any, *arguments: Any) -> Any:
+        self.seen.append("start")
+        pending = start(*arguments)
+        wait = pending.wait
+
+        def wait_watched() -> Any:
+            self.seen.append("wait")
+            return wait()
+
+        pending.wait = wait_watched
+        return pending
+
     def hand_over(self) -> None:
         self.seen.append("hand over")
 
 
-def order_of_events() -> list[str]:
-    from megatron.core.transformer.moe import exchange
-
+def order_of_events(dispatcher: str) -> list[str]:
     groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
-    original = exchange.start_all_to_all_rows
     settings = {"moe_shared_expert_intermediate_size": 10, "moe_shared_expert_overlap": True, "add_bias_linear": False}
-    layer = build(groups, moe_token_dispatcher_type="alltoall", **settings)
-    try:
-        events = Events(layer, exchange)
+    layer = build(groups, moe_token_dispatcher_type=dispatcher, **settings)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        events = Events(layer, monkeypatch)
         x = hidden().requires_grad_()
         output, _ = layer(x, LayerInputs(Tokens(6, 2), baton=events))
         events.seen.append("backward")
         output.sum().backward()
-    finally:
-        exchange.start_all_to_all_rows = original
     return events.seen
 
 
-def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_under_way(pool: Pool) -> None:
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_under_way(
+    dispatcher: str, pool: Pool
+) -> None:
     go = ["start", "start", "fc1", "hand over", "wait", "wait", "start", "fc2", "hand over", "wait"]
     back = ["start", "dfc2", "hand over", "wait", "start", "start", "dfc1", "hand over", "wait", "wait"]
-    for seen in pool.run(order_of_events, 2):
+    for seen in pool.run(order_of_events, 2, dispatcher):
         assert seen == [*go, "backward", *back]
 
 
