@@ -136,8 +136,8 @@ class Checkpoints:
 
     def _tolerance(self, with_optimizer: bool) -> Tolerance:
         goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
-        waived = list(self.flags.ckpt_waive_keys or ()) + ([] if with_optimizer else [_ALL_OPTIMIZER_STATE])
-        return Tolerance(goes_on, goes_on, tuple(waived))
+        left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
+        return Tolerance(goes_on, goes_on, tuple(self.flags.ckpt_waive_keys or ()), left)
 
     def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
         """Refuse a checkpoint of another model, or one that lacks what is wanted, in terms of flags."""

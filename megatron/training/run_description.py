@@ -232,4 +232,7 @@ def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> 
     """Raises UserError naming every flag that makes this run's model another than the described one."""
     differences = architecture_differences(config, described)
     if differences:
-        raise UserError(f"{'; '.join(differences)}: give the same, or --finetune to change the model on purpose")
+        raise UserError(
+            f"{'; '.join(differences)}: give the same, or --use-checkpoint-args to take the checkpoint's, or "
+            "--finetune to change the model on purpose"
+        )

@@ -202,10 +202,13 @@ def test_main_weights_follow_loaded_weights(tmp_path, flags):
     assert equal(run.weights(), first.weights())
 
 
-def test_no_load_optim_goes_on_with_fresh_moments(saved, tmp_path):
+def test_no_load_optim_goes_on_with_fresh_moments(saved, tmp_path, capsys):
     run = SmallRun.make(f"--load {tmp_path} --no-load-optim", seed=77)
     fresh = run.everything()
+    capsys.readouterr()
     run.load()
+    (line,) = capsys.readouterr().out.splitlines()  # nothing of keys that are not used: that was asked for
+    assert line.startswith("loaded checkpoint") and line.endswith("(without optimizer state)")
     assert run.state == saved.state and run.scheduler.num_steps == saved.scheduler.num_steps
     assert run.optimizer.common_state() == fresh["common"][2]
     assert equal(run.weights(), saved.weights())

@@ -76,7 +76,9 @@ def test_what_makes_another_model_is_named(flags, named):
         check_architecture(config, described)
         return
     assert named in architecture_differences(config, described)
-    with pytest.raises(UserError, match="--finetune to change the model on purpose"):
+    with pytest.raises(
+        UserError, match=r"--use-checkpoint-args to take .*, or --finetune to change the model on purpose"
+    ):
         check_architecture(config, described)
 
 

@@ -104,7 +104,8 @@ def make_catalogue(indexes: Iterable[RankIndex]) -> Catalogue:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Which keys may be missing from a checkpoint, or unused in it, without an error. What is tolerated is told."""
+    """Which keys may be missing from a checkpoint, or unused in it, without an error. What is tolerated is told, what
+    is left on purpose is not."""
 
     missing: bool = False
     """Any wanted key may be missing; the tensor keeps the values it has."""
@@ -112,9 +113,15 @@ class Tolerance:
     """Any stored key may be left unused."""
     patterns: tuple[str, ...] = ()
     """Shell patterns of keys that may be missing or unused."""
+    left: tuple[str, ...] = ()
+    """The same of keys that nobody asked for, of which nothing is said where they are not used."""
 
     def allows(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*self.patterns, *self.left))
+
+    def leaves(self, name: str) -> bool:
+        """Whether nobody asked for it."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.left)
 
 
 @dataclass

@@ -165,8 +165,9 @@ class _Loading:
         missing = {name for names in self.ranks.gather(sorted(matching.missing)) for name in names}
         if missing:
             self.say(f"{len(missing)} keys are not in the checkpoint and keep their values: {describe_names(missing)}")
-        if unused:
-            self.say(f"{len(unused)} keys of the checkpoint are not used: {describe_names(unused)}")
+        strange = [name for name in unused if not self.tolerance.leaves(name)]
+        if strange:
+            self.say(f"{len(strange)} keys of the checkpoint are not used: {describe_names(strange)}")
 
 
 def fill_tensors(checkpoint: Checkpoint, matching: Matching) -> None:
