@@ -145,7 +145,10 @@ def read_prompts(config: GenerationConfig) -> list[str]:
 
 def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
     """Ids of a prompt; an empty one is the end of a document, after which a new one begins."""
-    ids = trained.tokenizer.tokenize(text) or [trained.tokenizer.eod]
+    try:
+        ids = trained.tokenizer.tokenize(text) or [trained.tokenizer.eod]
+    except UserError as error:
+        raise UserError(f"prompt {text!r}: {error}") from error
     longest = trained.max_sequence_length
     if trained.config.model.position_embedding_type == "learned_absolute" and len(ids) + max_new_tokens > longest:
         raise UserError(

@@ -123,6 +123,8 @@ def test_rows_longer_than_those_of_training_are_told(
     words = ["--load", "x", "--prompt", "1 2", "--prompt", "3", "--max-new-tokens"]
     told = "up to 17 tokens a row: the model was trained for 16"
     assert told not in run(capsys, *words, 14)[2]
+    code, out, err = run(capsys, "--load", "x", "--prompt", "def f")
+    assert (code, out) == (2, "") and "prompt 'def f': NullTokenizer reads ids" in err
     code, out, err = run(capsys, *words, 15)
     assert (code, out) == (0, "1 2 7\n3 7\n") and told in err
 
