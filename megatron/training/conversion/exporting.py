@@ -79,11 +79,11 @@ def export_model(
     shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
     tensors = disk_tensors(family.tensors, shapes)
-    kinds = {name: dtype or chunk.dtype for name, chunk in stored.items()}
-    keys = family.config(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _word(kinds[_EMBEDDING])}
+    dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
+    keys = family.config(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _word(dtypes[_EMBEDDING])}
     tokenizer = tokenizer or _tokenizer_of(config)
     keys |= _special_ids(tokenizer, vocab_size)
-    return _write(checkpoint, target, tensors, kinds, keys, shard_bytes, tokenizer)
+    return _write(checkpoint, target, tensors, dtypes, keys, shard_bytes, tokenizer)
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -110,8 +110,8 @@ def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], 
 class _Reader:
     """Gives tensors in the order in which they are written, and reads some of those that follow along with each."""
 
-    def __init__(self, checkpoint: Checkpoint, order: Sequence[DiskTensor], kinds: Mapping[str, torch.dtype]) -> None:
-        self.checkpoint, self.kinds = checkpoint, kinds
+    def __init__(self, checkpoint: Checkpoint, order: Sequence[DiskTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.checkpoint, self.dtypes = checkpoint, dtypes
         self.order = iter(order)
         self.ready: dict[str, Tensor] = {}
 
@@ -126,7 +126,7 @@ class _Reader:
     def _next_chunks(self) -> Iterator[tuple[str, Chunk]]:
         nbytes = 0
         while nbytes < _READ_AT_ONCE and (tensor := next(self.order, None)) is not None:
-            values = torch.empty(tensor.box.shape, dtype=self.kinds[tensor.canonical_name])
+            values = torch.empty(tensor.box.shape, dtype=self.dtypes[tensor.canonical_name])
             nbytes += values.nbytes
             yield tensor.name, Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)
 
@@ -135,7 +135,7 @@ def _write(
     checkpoint: Checkpoint,
     target: Path,
     tensors: Sequence[DiskTensor],
-    kinds: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     keys: dict[str, Any],
     shard_bytes: int,
     tokenizer: Path | None,
@@ -144,7 +144,7 @@ def _write(
     disk, aside = Disk(), beside(target, "tmp")
     try:
         disk.make_directory(aside)
-        files, nbytes = _write_tensors(disk, aside, checkpoint, tensors, kinds, shard_bytes)
+        files, nbytes = _write_tensors(disk, aside, checkpoint, tensors, dtypes, shard_bytes)
         disk.write_file(aside / CONFIG, json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n")
         if tokenizer is not None:
             copy_tokenizer(tokenizer, aside)
@@ -163,31 +163,31 @@ def _write_tensors(
     folder: Path,
     checkpoint: Checkpoint,
     tensors: Sequence[DiskTensor],
-    kinds: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
     shard_bytes: int,
 ) -> tuple[list[str], int]:
     """The files' names and the bytes of all tensors."""
-    files = files_of(tensors, lambda tensor: kinds[tensor.canonical_name], shard_bytes)
-    shards = [_in_order(file, kinds) for file in files]
-    reader = _Reader(checkpoint, [tensor for shard in shards for tensor in shard], kinds)
+    files = files_of(tensors, lambda tensor: dtypes[tensor.canonical_name], shard_bytes)
+    shards = [_in_order(file, dtypes) for file in files]
+    reader = _Reader(checkpoint, [tensor for shard in shards for tensor in shard], dtypes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [ONE_FILE]
     for name, shard in zip(names, shards, strict=True):
-        write_data_file(disk, folder / name, [_entry(tensor, kinds, reader) for tensor in shard])
-    nbytes = sum(tensor.nbytes(kinds[tensor.canonical_name]) for tensor in tensors)
+        write_data_file(disk, folder / name, [_entry(tensor, dtypes, reader) for tensor in shard])
+    nbytes = sum(tensor.nbytes(dtypes[tensor.canonical_name]) for tensor in tensors)
     if len(shards) > 1:
         file_of = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         disk.write_file(folder / INDEX, index_of(file_of, nbytes))
     return names, nbytes
 
 
-def _in_order(shard: Sequence[DiskTensor], kinds: Mapping[str, torch.dtype]) -> list[DiskTensor]:
+def _in_order(shard: Sequence[DiskTensor], dtypes: Mapping[str, torch.dtype]) -> list[DiskTensor]:
     """As they lie in a file: wide types first."""
-    return sorted(shard, key=lambda tensor: -kinds[tensor.canonical_name].itemsize)
+    return sorted(shard, key=lambda tensor: -dtypes[tensor.canonical_name].itemsize)
 
 
-def _entry(tensor: DiskTensor, kinds: Mapping[str, torch.dtype], reader: _Reader) -> Entry:
-    later = Later(kinds[tensor.canonical_name], tensor.box.numel, partial(reader.take, tensor))
+def _entry(tensor: DiskTensor, dtypes: Mapping[str, torch.dtype], reader: _Reader) -> Entry:
+    later = Later(dtypes[tensor.canonical_name], tensor.box.numel, partial(reader.take, tensor))
     return Entry(tensor.name, tensor.shape, later)
 
 

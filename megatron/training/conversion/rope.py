@@ -36,11 +36,11 @@ class Rope:
     reads = ("rope_theta", "rope_scaling", "rope_parameters")
 
     def fields(self, config: Json) -> dict[str, Any]:
-        stretched = value_of(config, "rope_parameters", None) or value_of(config, "rope_scaling", {})
-        base = value_of(stretched, "rope_theta", value_of(config, "rope_theta", self.base))
+        rope = value_of(config, "rope_parameters", None) or value_of(config, "rope_scaling", {})
+        base = value_of(rope, "rope_theta", value_of(config, "rope_theta", self.base))
         if base != int(base):
             raise UserError(f"config.json: rope_theta {base} cannot be had here; {round(base)} can")
-        return {"position_embedding_type": "rope", "rotary_base": int(base), **_scaling(stretched, config)}
+        return {"position_embedding_type": "rope", "rotary_base": int(base), **_scaling(rope, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
         kind, factor = values["rope_scaling_type"], values["rope_scaling_factor"]
@@ -55,25 +55,25 @@ class Rope:
         return {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling}
 
 
-def _scaling(stretched: Json, config: Json) -> dict[str, Any]:
-    kind = stretched.get("rope_type", stretched.get("type", "default"))
+def _scaling(rope: Json, config: Json) -> dict[str, Any]:
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {}
     if kind not in _KINDS:
         raise UserError(f"config.json: rope scaling {kind} cannot be had here; default, {', '.join(_KINDS)} can")
     rest = {
         key: value
-        for key, value in stretched.items()
+        for key, value in rope.items()
         if key not in ("rope_theta", "rope_type", "type", "factor", *_KINDS[kind]) and value is not None
     }
     if rest:
         raise UserError(f"config.json: {', '.join(rest)} of rope scaling {kind} cannot be had here")
-    fields: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": float(value_of(stretched, "factor"))}
+    fields: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": float(value_of(rope, "factor"))}
     for key, field in _KINDS[kind].items():
         default = flag_table()[field].default
         if key == "original_max_position_embeddings":
             default = value_of(config, "max_position_embeddings")
-        value = value_of(stretched, key, default)
+        value = value_of(rope, key, default)
         if value != flag_table()[field].default:
             fields[field] = type(flag_table()[field].default or 0.0)(value)
     return fields

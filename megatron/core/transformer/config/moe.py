@@ -1,7 +1,7 @@
 """Mixture of experts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet
 from megatron.core.flag_grammars import layer_pattern
@@ -182,3 +182,8 @@ class MoEConfig:
 
     moe_per_layer_logging: bool = flag(False, only_with=_MOE)
     """Log auxiliary losses, and the loads of experts, layer by layer too (to files)."""
+
+
+def listed(value: Any) -> list[Any]:
+    """The things that a field holds which takes one or several."""
+    return list(value) if isinstance(value, list | tuple) else [value]

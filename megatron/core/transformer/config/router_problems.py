@@ -6,20 +6,20 @@ from typing import Any
 
 from megatron.core.config_fields import too_small
 from megatron.core.rank_grid import divisors
-from megatron.core.transformer.config.moe import BALANCE_LOSSES
+from megatron.core.transformer.config.moe import BALANCE_LOSSES, listed
 
 
 def router_problems(config: Any) -> Iterator[str]:
     """A problem for each value, or pair of values, of which no router can be made."""
     experts, k = config.num_moe_experts, config.moe_router_topk
-    if experts is None:
+    if experts is None or experts < 1:  # of which others speak
         return
     if not 1 <= k <= experts:
         yield "{moe_router_topk} must be from 1 to {num_moe_experts}"
         return
     softmax = config.moe_router_score_function == "softmax"
     late = softmax and not config.moe_router_pre_softmax
-    sinkhorn = "sinkhorn" in _listed(config.moe_router_load_balancing_type)
+    sinkhorn = "sinkhorn" in listed(config.moe_router_load_balancing_type)
     if late and k == 1 and not sinkhorn:
         yield (
             "{moe_router_topk} with {moe_router_score_function}: the softmax of one number is 1 and teaches the router "
@@ -79,7 +79,7 @@ def _group_problems(config: Any, experts: int, k: int) -> Iterator[str]:
 
 
 def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
-    kinds, weights = _listed(config.moe_router_load_balancing_type), _listed(config.moe_aux_loss_coeff)
+    kinds, weights = listed(config.moe_router_load_balancing_type), listed(config.moe_aux_loss_coeff)
     if len(weights) not in (1, len(kinds)):
         yield "{moe_aux_loss_coeff} must be one number for each of {moe_router_load_balancing_type}"
     if len(set(kinds)) != len(kinds):
@@ -105,7 +105,3 @@ def _capacity_problems(config: Any) -> Iterator[str]:
         yield "{moe_expert_capacity_factor} must be more than 0; 1.0 is an even share, and nothing is dropped without"
     if config.moe_pad_expert_input_to_capacity and (factor is None or factor < 0):
         yield "{moe_pad_expert_input_to_capacity:name} needs {moe_expert_capacity_factor:name}"
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import widened
-from megatron.core.transformer.config.moe import BALANCE_LOSSES
+from megatron.core.transformer.config.moe import BALANCE_LOSSES, listed
 from megatron.core.transformer.moe.micro_batch import MicroBatchShare
 from megatron.core.utils.once import once
 
@@ -42,10 +42,10 @@ def micro_batch_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) ->
 def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
     """The same of each sample by itself, and of these the mean (DeepSeek-AI 2024, arXiv:2412.19437)."""
     length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
-    number = share.sample_numbers(scores.device)
-    membership = (number[:, None] == torch.arange(samples, device=number.device)).double()  # [t, samples]
+    sample = share.sample_numbers(scores.device)
+    membership = (sample[:, None] == torch.arange(samples, device=sample.device)).double()  # [t, samples]
     sums = (membership.t() @ scores.double()).to(scores.dtype)
-    cell = (number[:, None] * num_experts + experts).flatten()
+    cell = (sample[:, None] * num_experts + experts).flatten()
     chosen = all_reduce(count_choices(cell, samples * num_experts), share.group).view(samples, -1).to(scores.dtype)
     return (sums * chosen).sum() * (num_experts / (experts.shape[1] * length**2 * samples))
 
@@ -84,8 +84,7 @@ def z_loss(logits: Tensor, share: MicroBatchShare) -> Tensor:
 
 def coefficients(types: str | Sequence[str], values: float | Sequence[float]) -> dict[str, float]:
     """The balance losses that count, by type, in the order given."""
-    types = [types] if isinstance(types, str) else list(types)
-    weights = [values] if isinstance(values, int | float) else list(values)
+    kinds, weights = listed(types), listed(values)
     if len(weights) == 1:
-        weights *= len(types)
-    return {kind: value for kind, value in zip(types, weights, strict=True) if kind in BALANCE_LOSSES and value}
+        weights *= len(kinds)
+    return {kind: value for kind, value in zip(kinds, weights, strict=True) if kind in BALANCE_LOSSES and value}

@@ -25,6 +25,7 @@ from megatron.core.ops.token_noise import token_normal, token_uniform
 from megatron.core.parameters import Constant, declare
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
+from megatron.core.transformer.config.moe import listed
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.auxiliary_losses import (
@@ -68,7 +69,7 @@ class TopKRouter(MegatronModule):
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         self.rule = routing_rule(config)
         kinds = config.moe_router_load_balancing_type
-        self.uses_sinkhorn = "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+        self.uses_sinkhorn = "sinkhorn" in listed(kinds)
         self.balance = coefficients(kinds, config.moe_aux_loss_coeff)
         self.global_balance = GlobalBalance()
         self.reported = Reported(0)
@@ -160,18 +161,18 @@ class TopKRouter(MegatronModule):
     def _choose(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
         """Experts and weights [t, k]."""
         if self.uses_sinkhorn:
-            return self._spread(logits, share)
+            return self._choose_by_sinkhorn(logits, share)
         return choose_experts(logits, self.rule, self.expert_bias)
 
-    def _spread(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
+    def _choose_by_sinkhorn(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
         wide = widened(logits)
         scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
-        compared = self._evenly_spread(logits, share) if self.training else scores
+        compared = self._evened_out(logits, share) if self.training else scores
         experts = best(compared.detach(), self.topk)
         return experts, scores.gather(1, experts)
 
     @torch.no_grad()
-    def _evenly_spread(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
+    def _evened_out(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
         # In float64: exp has room, and how ranks share the tokens cannot be seen in what is compared.
         return share.own(sinkhorn(share.gather(logits.double().exp())))
 
