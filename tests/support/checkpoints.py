@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.planning import match, share_out
+from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.parameters import Box
 
@@ -53,7 +54,7 @@ def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 1
     disk = disk or Disk()
     aside = root / writing._begin(disk, root, step)["aside"]
     for rank, chunks in enumerate(chunks_by_rank):
-        writing._write_rank(disk, aside, rank, share_out(chunks, rank))
+        write_rank(disk, aside, rank, share_out(chunks, rank))
     contents = writing._Contents(len(chunks_by_rank), {"train_state": {"iteration": step}}, {}, {})
     writing._publish(disk, aside, step, contents, None)
     return root / f"iter_{step:07d}"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
 
 _WRITE_BUFFER = 1 << 20
@@ -71,3 +72,9 @@ class Disk:
             aside.unlink(missing_ok=True)
             raise
         self.sync_directory(path.parent)
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """What a user is told when a change fails that a save wanted to make at `path`."""
+    reason = error.strerror or error
+    return UserError(f"{error.filename or path}: {reason}; this checkpoint is not written, earlier ones are untouched")

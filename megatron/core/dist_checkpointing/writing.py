@@ -10,19 +10,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.data_file import Entry, Later, aligned_order, write_data_file
-from megatron.core.dist_checkpointing.disk import Disk
+from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
@@ -30,12 +27,11 @@ from megatron.core.dist_checkpointing.manifest import (
     FileDigest,
     Manifest,
     RankIndex,
-    StoredChunk,
-    data_name,
     index_name,
     read_bytes,
 )
 from megatron.core.dist_checkpointing.planning import check_complete, make_catalogue, share_out
+from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.exceptions import UserError
 
@@ -128,7 +124,7 @@ def save_streamed(
     aside, count = root / begun["aside"], 0
     try:
         for count, chunks in enumerate(files, 1):
-            _write_rank(disk, aside, count - 1, chunks, values_of)
+            write_rank(disk, aside, count - 1, chunks, values_of)
         done = _publish(disk, aside, step, _Contents(count, common, config, {}), None)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
@@ -142,7 +138,7 @@ def _write_aside(
     """Every rank's share, then what rank 0 does to make it a checkpoint. After a failure nothing is left."""
     try:
         mine = share_out(chunks, ranks.global_rank)
-        ranks.together(lambda: _write_rank(disk, aside, ranks.rank, mine))
+        ranks.together(lambda: write_rank(disk, aside, ranks.rank, mine))
         return ranks.from_first(lambda: publish(aside))
     except BaseException:
         if ranks.rank == 0:
@@ -166,7 +162,7 @@ def _begin(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
         aside = folders.beside(root / folders.folder_name(step), "tmp")
         disk.make_directory(aside)
     except OSError as error:
-        raise _cannot_write(root, error) from error
+        raise cannot_write(root, error) from error
     notes = [f"removed or put back what an interrupted save left: {', '.join(touched)}"] if touched else []
     return {"aside": aside.name, "notes": notes}
 
@@ -181,62 +177,9 @@ def _begin_folder(disk: Disk, folder: Path) -> dict[str, Any]:
         aside = folders.beside(folder, "tmp")
         disk.make_directory(aside)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     notes = [f"removed what an interrupted save left: {', '.join(touched)}"] if touched else []
     return {"aside": aside.name, "notes": notes}
-
-
-def _write_rank(
-    disk: Disk,
-    aside: Path,
-    rank: int,
-    chunks: Sequence[Chunk],
-    values_of: Callable[[Chunk], Tensor] | None = None,
-) -> None:
-    """This rank's data file and index, on disk when it returns. Elements are the chunks' own, or come from
-    `values_of`."""
-    for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # whichever streams are still writing them
-    entries = {_key(chunk): chunk for chunk in chunks}
-    assert len(entries) == len(chunks), "a chunk is listed twice"
-    ordered = aligned_order([Entry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()])
-    try:
-        written = write_data_file(disk, aside / data_name(rank), ordered)
-        stored = [
-            _stored(entries[entry.key], entry.key, offset, checksums)
-            for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
-        ]
-        index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
-        disk.write_file(aside / index_name(rank), index.to_bytes())
-    except OSError as error:
-        raise _cannot_write(aside / data_name(rank), error) from error
-
-
-def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | Later:
-    return (
-        chunk.flat if values_of is None else Later(chunk.tensor.dtype, chunk.tensor.numel(), partial(values_of, chunk))
-    )
-
-
-def _key(chunk: Chunk) -> str:
-    """Name of a chunk in its data file: the canonical name when it is the whole tensor, else with its place."""
-    if chunk.box.shape == chunk.global_shape and chunk.range == (0, chunk.box.numel):
-        return chunk.name
-    spans = ",".join(f"{a}:{a + n}" for a, n in zip(chunk.box.start, chunk.box.shape, strict=True))
-    return f"{chunk.name}[{spans}]" if _is_box(chunk) else "{}[{}]({}:{})".format(chunk.name, spans, *chunk.range)
-
-
-def _shape(chunk: Chunk) -> tuple[int, ...]:
-    return chunk.box.shape if _is_box(chunk) else (chunk.tensor.numel(),)
-
-
-def _is_box(chunk: Chunk) -> bool:
-    return chunk.range == (0, chunk.box.numel)
-
-
-def _stored(chunk: Chunk, key: str, offset: int, checksums: Sequence[int]) -> StoredChunk:
-    shape, dtype = tuple(chunk.global_shape), chunk.tensor.dtype
-    return StoredChunk(chunk.name, shape, chunk.box, chunk.range, dtype, key, offset, tuple(checksums))
 
 
 @dataclass(frozen=True)
@@ -257,7 +200,7 @@ def _publish(disk: Disk, aside: Path, step: Step, contents: _Contents, keep_last
         folders.put_in_place(disk, aside, folder)
         folders.write_tracker(disk, root, step)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
     return {"nbytes": nbytes, "notes": notes}
 
@@ -269,7 +212,7 @@ def _publish_folder(disk: Disk, aside: Path, folder: Path, contents: _Contents) 
         disk.rename(aside, folder)  # also onto a folder that is empty
         disk.sync_directory(folder.parent)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     return {"nbytes": nbytes}
 
 
@@ -293,7 +236,7 @@ def _tie(disk: Disk, aside: Path, folder: Path, iteration: int, contents: _Conte
         disk.write_file(aside / MANIFEST, manifest.to_bytes())
         disk.sync_directory(aside)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     return sum(index.data_size for index in indexes)
 
 
@@ -324,8 +267,3 @@ def _is_whole(folder: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _cannot_write(path: Path, error: OSError) -> UserError:
-    reason = error.strerror or error
-    return UserError(f"{error.filename or path}: {reason}; this checkpoint is not written, earlier ones are untouched")

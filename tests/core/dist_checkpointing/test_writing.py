@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
 from megatron.core.dist_checkpointing.planning import share_out
+from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import load
-from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
+from megatron.core.dist_checkpointing.writing import save, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box, Constant, declare, name_parameters
 
@@ -45,7 +46,7 @@ def test_safetensors_reads_what_is_written(tmp_path):
     ]
     aside = tmp_path / "aside"
     aside.mkdir()
-    _write_rank(Disk(), aside, 0, chunks)
+    write_rank(Disk(), aside, 0, chunks)
     tensors = load_file(aside / "rank_00000.safetensors")
     expected = {"half": 0, "scalar": 1, "wide": 2, "grid[0:4,3:6]": 3, "rest[0:4,0:6](1:24)": 4}
     assert set(tensors) == set(expected)
@@ -188,7 +189,7 @@ import resource, torch
 resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 from pathlib import Path
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
+from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 chunk = Chunk("a", (100000,), Box.whole((100000,)), None, torch.zeros(100000))
@@ -237,7 +238,7 @@ import resource, torch
 from pathlib import Path
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.reading import load
-from megatron.core.dist_checkpointing.writing import _write_rank, save, save_streamed
+from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import Box
 chunk = Chunk("a", ({count},), Box.whole(({count},)), None, torch.ones({count}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
