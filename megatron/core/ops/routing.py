@@ -150,8 +150,9 @@ def sinkhorn(cost: Tensor, tolerance: float = 1e-4, iterations: int = 64) -> Ten
     (Sinkhorn and Knopp 1967), until the mean change of the columns' factors is at most `tolerance`.
 
     As many `iterations` are done whatever comes, so that nobody asks the device whether it was enough, and the one
-    after which it was is taken. What comes to rest at all does so after some thirty; the factors of a matrix of tiny
-    numbers are so great that their last digits never do, and the last iteration is taken.
+    after which it was is taken, or else the last. Logits of standard deviation 1, 3 and 10 take about 5, 10 and 30 for
+    thousands of tokens; with few tokens and larger ones it may be a hundred, and the factors of a matrix of tiny
+    numbers are so great that their last digits never come to rest.
     """
     tokens, experts = cost.shape
     if tokens == 0:
