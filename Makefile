@@ -20,11 +20,12 @@ TEST_WORKERS ?= 2
 quickstart: $(READY)
 	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
 
+# Files stay whole: what one sets up, a world of processes mostly, is there once.
 test: $(READY_DEV)
-	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadgroup
+	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile
 
 test-all: $(READY_DEV)
-	$(PYTHON) -m pytest tests -m "not gpu" -n $(TEST_WORKERS) --dist loadgroup
+	$(PYTHON) -m pytest tests -m "not gpu" -n $(TEST_WORKERS) --dist loadfile
 
 test-gpu: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m gpu

@@ -7,7 +7,7 @@ from parity.cells import WORLD
 from support.pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     with Pool(WORLD, seconds=100.0) as pool:
         yield pool

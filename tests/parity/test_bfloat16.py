@@ -1,5 +1,7 @@
 """In bfloat16 too, over gloo: the layouts of experts that round differently; tests/gpu has all cells over nccl."""
 
+from collections.abc import Iterator
+
 import pytest
 from parity.bfloat16 import BFLOAT16, OF_FORCED_CHOICES, STEPS, TOLERANCE, largest_difference
 from parity.cells import Cell
@@ -7,6 +9,12 @@ from parity.layouts import Layout
 from parity.mutated import mean_losses
 from parity.program import train
 from support.pool import Pool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(max(cell.layout.ranks for cell in OF_FORCED_CHOICES)) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("cell", OF_FORCED_CHOICES, ids=lambda cell: cell.name)

@@ -8,9 +8,6 @@ from parity.program import Precision, train
 from parity.reference import reference
 from support.pool import Pool
 
-# One process of the test runner has the pool; loadgroup sends them all to it.
-pytestmark = pytest.mark.xdist_group("parity")
-
 
 def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
     """In what a cell differs from one process; nothing where it is right."""

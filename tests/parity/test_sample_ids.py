@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from support.runs import TINY, stream, train_all_on_ranks, write_documents
 
 BASE = TINY.replace("--num-layers 2", "--num-layers 4").replace("--global-batch-size 4", "--global-batch-size 8")
@@ -25,7 +24,6 @@ RUNS = {
 """By ranks: all with one global batch."""
 
 
-@pytest.mark.xdist_group("parity")
 def test_one_stream(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "text")
     seen = {}
