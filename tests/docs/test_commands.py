@@ -35,7 +35,7 @@ def checkout(tmp_path: Path) -> Path:
         "pyproject.toml",
     ):
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, tmp_path / name)
         elif (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path / name)
     corpus = ROOT / "tests/data/golden/corpus"

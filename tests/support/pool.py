@@ -15,6 +15,9 @@ from typing import Any
 
 from support.processes import forkserver
 
+_NO_MORE = b""
+"""Instead of a call: there are none to come."""
+
 _GRACE = 5.0
 """Seconds after which ranks that were told to end are ended."""
 
@@ -70,6 +73,9 @@ class Pool:
     def close(self, at_once: bool = False) -> None:
         """End the processes and wait until they are gone."""
         for end in self._ends:
+            with contextlib.suppress(OSError):  # it ended by itself
+                # A word, not the end of the pipe alone: of that forked ranks have copies.
+                end.send_bytes(_NO_MORE)
             end.close()
         for process in self._processes:
             if not at_once:
@@ -160,6 +166,6 @@ def _serve(end: Connection, rank: int, world_size: int, folder: str, device: str
 
 def _next_call(end: Connection) -> bytes | None:
     try:
-        return end.recv_bytes()
+        return end.recv_bytes() or None
     except EOFError:
         return None

@@ -34,7 +34,7 @@ GPT = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 "
-    "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10"
+    "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10 --eval-iters 1"
 )
 """A model of two layers and batches of four; data and length are to be added."""
 
