@@ -17,12 +17,8 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-CELLS = [
-    pytest.param(c, id=c.name, marks=[] if "capacity" in c.name else [pytest.mark.slow]) for c in OF_FORCED_CHOICES
-]
-
-
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", OF_FORCED_CHOICES, ids=lambda cell: cell.name)
 def test_losses_of_experts_in_bfloat16(pool: Pool, cell: Cell) -> None:
     single = train(Cell(cell.model, Layout()), STEPS, "cpu", BFLOAT16, lean=True)
     ranks = pool.run(train, cell.layout.ranks, cell, STEPS, "cpu", BFLOAT16, True)

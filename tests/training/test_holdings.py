@@ -219,6 +219,7 @@ def _bytes_that_pass(config: PretrainConfig) -> int:
     return most["weights"] * sharded + most["gradients"]
 
 
+@pytest.mark.slow
 def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> None:
     real = run_on_ranks(bytes_that_pass, 4, PASSING)
     for number, flags in enumerate(PASSING):

@@ -33,7 +33,6 @@ KNOBS = [
         "if variant.cap is not None:",
         "if False:",
         "gemma/cp2-p2p/default",
-        quick=True,
     ),
     Mutation(
         "cap-missing-in-its-gradient",

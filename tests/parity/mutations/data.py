@@ -10,7 +10,6 @@ DATA = [
         "return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype",
         "return torch.bfloat16",
         "llama-gqa/dp2/per-token",
-        quick=True,
     ),
     Mutation(
         "tokens-of-a-rank",

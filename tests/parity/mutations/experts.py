@@ -116,7 +116,6 @@ EXPERTS = [
         "if bias is not None and not self.adds_bias:",
         "if False:",
         "moe-seq/sp2/per-token",
-        quick=True,
     ),
     Mutation(
         "shared-experts-twice",

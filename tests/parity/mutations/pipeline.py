@@ -18,7 +18,6 @@ PIPELINE = [
         "if info.tied and groups.rank(info.tied_over) != 0:",
         "if False:",
         "gpt2/pp2/default",
-        quick=True,
     ),
     Mutation(
         "tied-not-summed",

@@ -59,7 +59,6 @@ TENSOR = [
         "min(max(vocab_size - first, 0), columns)",
         "columns",
         "llama-gqa/tp2/per-token",
-        quick=True,
     ),
     Mutation(
         "label-by-maximum",
