@@ -21,7 +21,7 @@ from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.data.step_data import StepData
-from megatron.training.pieces import Context, ForwardStep, Pieces, SampleCounts, Stage
+from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts, Stage
 
 
 def build_model(context: Context, stage: Stage) -> GPTModel:
@@ -103,4 +103,4 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 if __name__ == "__main__":
-    pretrain(Pieces(build_model, build_datasets, build_forward_step))
+    pretrain(Providers(build_model, build_datasets, build_forward_step))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation
-from megatron.core.ops.grouped_linear import RowGroups
+from megatron.core.ops.moe.grouped_linear import RowGroups
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Operation:
     nbytes: float = 0.0
 
 
-class Sink:
+class MainGrad:
     """Where weight gradients are accumulated, as a training run has it."""
 
-    puts_off = False
+    defers_weight_grad = False
 
     def __init__(self, total: Tensor) -> None:
         self.total = total
@@ -73,7 +73,7 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
     hidden = torch.randn(sizes.tokens, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     rows = torch.randn(sizes.rows, sizes.hidden, device=device, dtype=dtype).requires_grad_()
     weight = nn.Parameter(torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device, dtype=dtype) * 0.02)
-    weight.gradient_sink = Sink(torch.zeros(weight.shape, device=device))  # type: ignore[attr-defined]
+    weight.main_grad_accumulator = MainGrad(torch.zeros(weight.shape, device=device))  # type: ignore[attr-defined]
     product = torch.randn(sizes.rows, 2 * sizes.ffn, device=device, dtype=dtype).requires_grad_()
     gates = torch.rand(sizes.rows, device=device).requires_grad_()
     swiglu = Activation(F.silu, gated=True)

@@ -28,15 +28,15 @@ from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.arguments import configure, exit_with_problems
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.signals import SignalWatch
 from megatron.training.initialize import process_environment
-from megatron.training.pieces import ForwardStep, Pieces
-from megatron.training.run import Run
+from megatron.training.providers import ForwardStep, Providers
 from megatron.training.setup import set_up
+from megatron.training.trainer import Trainer
 from megatron.training.training import train_step
 
-PIECES = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 MADE_UP = [
     "--mock-data",
     "--tokenizer-type",
@@ -52,12 +52,12 @@ _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_o
 """Names by which a set of ranks is called; the first that fits."""
 
 
-def main(words: Sequence[str], surroundings: Surroundings | None = None) -> None:
+def main(words: Sequence[str], launch_environment: LaunchEnvironment | None = None) -> None:
     try:
         words = [*MADE_UP, "--num-workers", "0", "--log-interval", "1000", *words]
-        config = configure(words, surroundings=surroundings)
+        config = configure(words, launch_environment=launch_environment)
         with SignalWatch([]) as signals, process_environment(config) as environment:
-            run = set_up(config, PIECES, environment, signals, time.monotonic())
+            run = set_up(config, PROVIDERS, environment, signals, time.monotonic())
             kept: list[int] = []
             run.forward_step = _measured(run.forward_step, kept)
             run.log.start(0)
@@ -115,7 +115,7 @@ def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
     return forward_step
 
 
-def memory_of(run: Run, kept: Sequence[int]) -> dict[str, int]:
+def memory_of(run: Trainer, kept: Sequence[int]) -> dict[str, int]:
     """Bytes of this rank's buffers between steps, and of a micro-batch's activations."""
     units = [unit for chunk in run.model for unit in chunk.units]
     weights = sum(unit.owned_weights.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.timeline import Part, StepTimes, read_step_times
+from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_times
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def report(times: StepTimes, kernels: int = 0) -> Iterator[str]:
         yield from map(_kernel_line, times.kernels[:kernels])
 
 
-def _kernel_line(part: Part) -> str:
+def _kernel_line(part: TimeShare) -> str:
     return f"  {part.busy:>10.3f}{part.calls:>8g}  {part.name[:120]}"
 
 

@@ -33,13 +33,13 @@ from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure, exit_with_problems
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.layout_check.differences import differences, report
+from megatron.training.layout_check.layout_trace import Evidence, watch
 from megatron.training.layout_check.shrinking import shrink, words_that_matter
-from megatron.training.layout_check.witness import Evidence, watch
-from megatron.training.pieces import Pieces
+from megatron.training.providers import Providers
 
-PIECES = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     except UserError as error:
         exit_with_problems(error)
     found = differences(alone, ranks, options.tolerance)
-    axes = configure(small.words, surroundings=Surroundings(small.sizes.ranks, False)).grid.dense
+    axes = configure(small.words, launch_environment=LaunchEnvironment(small.sizes.ranks, False)).grid.dense
     coordinates = {rank: axes.coordinates(rank) for rank in range(small.sizes.ranks)}
     print(*report(found, coordinates, len(alone.found), options.tolerance), sep="\n", flush=True)
     return 1 if found else 0
@@ -84,13 +84,13 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
 
 def config_of(flags: Sequence[str]) -> PretrainConfig:
     """The run that the user means. Raises ConfigurationError with everything that is wrong with it."""
-    surroundings, words = Surroundings.of_this_process(), words_that_matter(flags)
-    world_size = surroundings.world_size
-    if not surroundings.world_size_is_given:
+    launch_environment, words = LaunchEnvironment.of_this_process(), words_that_matter(flags)
+    world_size = launch_environment.world_size
+    if not launch_environment.world_size_is_given:
         values = read_command_line(words).values
         sizes = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
         world_size = 2 * math.prod(max(1, int(values[name])) for name in sizes)
-    return configure(words, surroundings=Surroundings(world_size, surroundings.has_cuda))
+    return configure(words, launch_environment=LaunchEnvironment(world_size, launch_environment.has_cuda))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def as_rank(folder: Path) -> None:
     told = json.loads((folder / "run.json").read_text())
     rank = int(os.environ["RANK"])
     try:
-        evidence = watch(configure(told["words"]), PIECES, told["steps"])
+        evidence = watch(configure(told["words"]), PROVIDERS, told["steps"])
     except UserError as error:
         exit_with_problems(error)
     evidence.save(folder / f"rank_{rank}.safetensors")

@@ -17,26 +17,26 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.ops.attention import AttentionVariant
-from megatron.core.ops.attention_blocks import merge_block
-from megatron.core.ops.attention_kernels import (
+from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
     AttentionKernel,
     BlockKernel,
     Situation,
 )
+from megatron.core.ops.attention.unfused import AttentionVariant
 from megatron.core.ops.cross_entropy import cross_entropy
-from megatron.core.ops.dropout import bias_dropout_add, keep_rows
-from megatron.core.ops.dropout_cpu import keep_rows_compiled
+from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
+from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
-from megatron.core.ops.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear
+from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
+from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
+from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.permute import Copies, copies_by_group, permute, unpermute
 from megatron.core.ops.rope import apply_rope
-from megatron.core.ops.weighted_activation import weighted_activation
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -97,12 +97,12 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 def triton_backend() -> Backend | None:
     """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
     try:
-        from megatron.core.ops.attention_merge_triton import merge_block_triton
+        from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
-        from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
-        from megatron.core.ops.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
-        from megatron.core.ops.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
-        from megatron.core.ops.weighted_activation_triton import weighted_activation_triton
+        from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.moe.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
+        from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+        from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
     except ImportError:
         return None
     return dataclasses.replace(

@@ -328,10 +328,10 @@ class InputsToGather(Protocol):
         """Begin to gather all rows, [t, in]."""
 
 
-class GradientSink(Protocol):
+class MainGrad(Protocol):
     """Takes the gradient of one parameter as soon as backward has it, in place of `.grad`."""
 
-    puts_off: bool
+    defers_weight_grad: bool
     """At the moment products are kept as their factors, to be run later: their inputs may then be something that
     gathers them, so that no more than this rank's rows is kept."""
 
@@ -351,6 +351,6 @@ class GradientSink(Protocol):
         """Accumulate rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""
 
 
-def gradient_sink(parameter: Tensor) -> GradientSink | None:
-    """The sink that a data parallel wrapper gave this parameter; None means ordinary `.grad`."""
-    return getattr(parameter, "gradient_sink", None)
+def main_grad_accumulator(parameter: Tensor) -> MainGrad | None:
+    """The main_grad that a data parallel wrapper gave this parameter; None means ordinary `.grad`."""
+    return getattr(parameter, "main_grad_accumulator", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class RandomPlace:
+class RngPosition:
     """Where these tokens stand in the run: what a dropout mask is a function of, beside the layer and the site."""
 
     seed: int
@@ -59,7 +59,7 @@ class Tokens:
     """Tokens of one sample, where a packed batch lays several samples end to end; None: `row_length`."""
     first_position: int = 0
     """Index in its row of the first token held here: not 0 while decoding with a cache."""
-    random: RandomPlace | None = None
+    random: RngPosition | None = None
     """None: no place in a run (evaluation, a bare call); dropout then asks torch's generator for a seed."""
 
     @property

@@ -22,7 +22,7 @@ from megatron.training.config.resolution import (
     resolve,
     transformer_fields,
 )
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For the app
@@ -49,12 +49,12 @@ def configure(
     extra_args_provider: ExtraArgsProvider | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
-    surroundings: Surroundings | None = None,
+    launch_environment: LaunchEnvironment | None = None,
 ) -> PretrainConfig:
     """`config_of_command_line` for any words; raises ConfigurationError with all mistakes."""
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
-    return resolve(line, args_defaults, surroundings)
+    return resolve(line, args_defaults, launch_environment)
 
 
 _AFTER_THE_FIRST_RANK = 5.0
@@ -66,11 +66,11 @@ def exit_with_problems(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
             print(f"error: {problem}", file=sys.stderr, flush=True)
-    let_first_rank_speak()
+    delay_errors_on_other_ranks()
     raise SystemExit(2)
 
 
-def let_first_rank_speak() -> None:
+def delay_errors_on_other_ranks() -> None:
     """On any rank but the first: wait, before telling of a mistake, until the first has had time to tell of it.
 
     Most mistakes all ranks find. The first says it and ends, and who starts the ranks then ends the others, which die
@@ -132,9 +132,9 @@ def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) ->
     changed = {name for name, value in line.values.items() if value != args._line.values[name]}
     line.script = line.script | changed
     line.given = {name: flag for name, flag in line.given.items() if name not in changed}
-    surroundings = dataclasses.replace(Surroundings.of_this_process(), world_size=args.world_size)
+    launch_environment = dataclasses.replace(LaunchEnvironment.of_this_process(), world_size=args.world_size)
     try:
-        config = resolve(line, defaults, surroundings)
+        config = resolve(line, defaults, launch_environment)
     except ConfigurationError as error:
         exit_with_problems(error)
     for name, value in (config.flat() | dict(config.extra)).items():

@@ -1,6 +1,6 @@
 """--dry-run: what a run would be, without process groups, devices or memory.
 
-What each rank holds comes from builds of its part of the model (`holdings`); here is the rest: steps and data.
+What each rank holds comes from builds of its part of the model (`rank_memory`); here is the rest: steps and data.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.gpt_data import blends
-from megatron.training.holdings import Holding, MemoryOfRank, holdings, parameters_of_model
 from megatron.training.logging.flops import ModelShape, training_flops
-from megatron.training.pieces import Pieces
-from megatron.training.setup import settle
+from megatron.training.providers import Providers
+from megatron.training.rank_memory import MemoryOfRank, RankMemory, parameters_of_model, rank_memory
+from megatron.training.setup import resolve_vocabulary_and_stages
 from megatron.training.tokenizer.build import build_tokenizer
 
 
@@ -37,7 +37,7 @@ class DryRun:
     """Of the whole model, without what pads the vocabulary."""
     vocab_size: int
     padded_vocab_size: int
-    ranks: tuple[Holding, ...]
+    ranks: tuple[RankMemory, ...]
     """What each rank holds."""
     tokens_per_step: int
     microbatches_per_step: int
@@ -52,12 +52,12 @@ class DryRun:
         return max((holding.memory for holding in self.ranks), key=lambda memory: memory.total)
 
 
-def dry_run(config: PretrainConfig, pieces: Pieces) -> DryRun:
+def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     """Find out what the run would be. Raises UserError when its tokenizer, model or data cannot be made."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
-    padded, notes = settle(config, tokenizer)
-    ranks = holdings(config, pieces, tokenizer, padded)
+    padded, notes = resolve_vocabulary_and_stages(config, tokenizer)
+    ranks = rank_memory(config, providers, tokenizer, padded)
     shape = ModelShape.from_config(config.transformer, padded_vocab_size=padded, seq_length=length)
     return DryRun(
         parameters=parameters_of_model(holding.part for holding in ranks),

@@ -11,12 +11,12 @@ from megatron.core.rank_grid import RankGrid, ranks_text
 from megatron.training.arguments import exit_with_problems
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run import DryRun, dry_run, tokens_to_train_on
-from megatron.training.holdings import Holding
-from megatron.training.pieces import Pieces
 from megatron.training.print_config import config_lines
+from megatron.training.providers import Providers
+from megatron.training.rank_memory import RankMemory
 
 
-def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
+def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
     """Print what is to be said about the flags, the settings with --print-config, and what the run would be.
 
     Only the first process does. Where the run could not be made, prints why to stderr and exits with code 2.
@@ -24,7 +24,7 @@ def print_dry_run(config: PretrainConfig, pieces: Pieces) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     try:
-        run = dry_run(config, pieces)
+        run = dry_run(config, providers)
     except UserError as error:
         exit_with_problems(error)
     shown = config_lines(config) if config.training.print_config else ()
@@ -99,7 +99,7 @@ def short_size(count: int) -> str:
 # Ranks
 
 
-def _rank_lines(ranks: Sequence[Holding]) -> Iterator[str]:
+def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """A line for each rank."""
     parts = len({id(holding.part) for holding in ranks})
     yield (
@@ -151,7 +151,7 @@ def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[s
 # Who holds what
 
 
-def _map_lines(config: PretrainConfig, ranks: Sequence[Holding]) -> Iterator[str]:
+def _map_lines(config: PretrainConfig, ranks: Sequence[RankMemory]) -> Iterator[str]:
     stages, grid = stage_map(config.transformer), config.grid
     yield "who holds what"
     for part in stages.parts:
@@ -194,7 +194,7 @@ _SHARES = {
 }
 
 
-def _split_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
+def _split_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
     """Which parameters are shared out among which ranks of a stage, and which each has whole; layers are alike and said
     once."""
     found: dict[tuple[str, ...], dict[str, str]] = {axes: {} for axes in _SHARES}
@@ -210,7 +210,7 @@ def _split_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
             yield from (f"    {name}  {shape}" for name, shape in names.items())
 
 
-def _copy_lines(ranks: Sequence[Holding]) -> Iterator[str]:
+def _copy_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """Weights of which two pipeline stages have a copy."""
     for name, info in _all_infos(ranks).items():
         if info.tied:
@@ -218,7 +218,7 @@ def _copy_lines(ranks: Sequence[Holding]) -> Iterator[str]:
             yield f"  copies of one weight, whose gradients are summed: {name} on pipeline ranks {ranks_text(holders)}"
 
 
-def _all_infos(ranks: Sequence[Holding]) -> Mapping[str, ParameterInfo]:
+def _all_infos(ranks: Sequence[RankMemory]) -> Mapping[str, ParameterInfo]:
     """A descriptor of each tensor of the model, by canonical name."""
     found: dict[str, ParameterInfo] = {}
     for part in {id(holding.part): holding.part for holding in ranks}.values():
@@ -234,7 +234,7 @@ _SHARED_OUT = {
 }
 
 
-def _sharding_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
+def _sharding_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
     """What data parallel ranks share out."""
     sharding = ranks[0].part.shardings["dense"]
     if sharding.shards == 1:
@@ -242,6 +242,6 @@ def _sharding_lines(grid: RankGrid, ranks: Sequence[Holding]) -> Iterator[str]:
     group = ranks_text(grid.named_group(sharding.shard_group, 0))
     instances = f", as do {sharding.instances - 1} other instances of it" if sharding.instances > 1 else ""
     yield (
-        f"  data parallel ranks share out {_SHARED_OUT[sharding.placement.value]} of each layer, the embedding and the "
+        f"  data parallel ranks share out {_SHARED_OUT[sharding.strategy.value]} of each layer, the embedding and the "
         f"head in {sharding.shards} equal parts, such as ranks {group}{instances}"
     )

@@ -16,7 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
 
 if TYPE_CHECKING:
-    from megatron.training.pieces import Context
+    from megatron.training.providers import Context
     from megatron.training.tokenizer.base import Tokenizer
 
 _STATE_NAMES = {
@@ -116,7 +116,7 @@ def forget() -> None:
     _published.context = _published.arguments = _published.timers = _published.tensorboard_writer = None
 
 
-def published_run() -> "Context":
+def megatron_lm_run() -> "Context":
     """The run that was set up last, for the published functions that take no config. Raises UserError before any."""
     if _published.context is None:
         raise UserError("there is no run yet: this works inside the functions that are handed to pretrain()")

@@ -128,5 +128,5 @@ def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterat
 def __getattr__(name: str) -> Any:
     """The published home of a function that stands, with its like, where it may import the rest of the app."""
     if name == "initialize_megatron":
-        return importlib.import_module("megatron.training.published").initialize_megatron
+        return importlib.import_module("megatron.training.megatron_lm_api").initialize_megatron
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -70,7 +70,7 @@ ARCHITECTURE = (
 )
 """Fields that decide what function the weights are of: with another value, the same weights are another model."""
 
-KNOBS = (
+MODEL_OPTIONS = (
     "attn_logit_softcapping",
     "attention_chunk_size",
     "attention_chunk_skip_freq",
@@ -110,7 +110,7 @@ KNOBS = (
     "moe_router_group_score_topk",
 )
 """More of these, which few models turn: described where they are not at their defaults, so that a checkpoint from
-before there was such a knob is one that leaves it alone."""
+before there was such a model option is one that leaves it alone."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     """The architecture by field name, as JSON values, without what this model has no use for (as `rotary_base` when
     positions are learned)."""
     values = config.flat()
-    turned = [name for name in KNOBS if values[name] != flag_table()[name].default]
+    turned = [name for name in MODEL_OPTIONS if values[name] != flag_table()[name].default]
     return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
 
 
@@ -189,7 +189,7 @@ def architecture_differences(config: PretrainConfig, described: Mapping[str, Any
     """A sentence for each architecture value that is not the one in another run's description. What only one of the two
     has a use for, since they differ in the flag that it goes with, is left out."""
     ours, theirs = architecture_of(config), described.get("architecture", {})
-    differing = [name for name in (*ARCHITECTURE, *KNOBS) if theirs and ours.get(name) != theirs.get(name)]
+    differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
         "checkpoint"

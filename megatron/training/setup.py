@@ -1,4 +1,4 @@
-"""From a config and the pieces of a script to a run that is ready to train."""
+"""From a config and the providers of a script to a run that is ready to train."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_checks import interleaves
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.dot_product_attention import describe_kernels
-from megatron.core.transformer.stage_costs import settle_layout
+from megatron.core.transformer.stage_costs import resolve_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -32,19 +32,19 @@ from megatron.training.hooks.signals import SignalWatch
 from megatron.training.initialize import Environment
 from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
+from megatron.training.lr_schedule import build_scheduler
 from megatron.training.parallelize import parallelize
-from megatron.training.pieces import Context, Pieces, SampleCounts, Stage, stages_of_rank
 from megatron.training.print_config import config_lines
-from megatron.training.run import Run
-from megatron.training.schedule import build_scheduler
+from megatron.training.providers import Context, Providers, SampleCounts, Stage, stages_of_rank
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+from megatron.training.trainer import Trainer
 
 
 def set_up(
-    config: PretrainConfig, pieces: Pieces, environment: Environment, signals: SignalWatch, started: float
-) -> Run:
+    config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
+) -> Trainer:
     """Build everything, load the checkpoint if there is one, and find the place in the data.
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
@@ -53,23 +53,23 @@ def set_up(
     state = TrainState()
     tokenizer = build_tokenizer(config.tokenizer)
     context = Context(config, environment, tokenizer, state)
-    padded, found = settle(config, tokenizer)
+    padded, found = resolve_vocabulary_and_stages(config, tokenizer)
     if environment.is_first:
         shown = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *shown, *found, padding_line(context.vocab_size, padded), sep="\n", flush=True)
     global_vars.publish(context, padded_vocab_size=padded)
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
-    model = build_model(context, pieces)
+    model = build_model(context, providers)
     for line in lines_on_kernels(model, environment, config):
         print(line, flush=True)
-    optimizer = build_optimizer(context, pieces, model)
+    optimizer = build_optimizer(context, providers, model)
     scheduler = build_scheduler(config, optimizer)
     connect(config, model, optimizer)
     checkpoints = Checkpoints(config, environment.groups)
     checkpoints.load(state, model, optimizer, scheduler)
-    datasets = pieces.build_datasets(context, sample_counts(config))
-    forward_step = pieces.build_forward_step(context)
+    datasets = providers.build_datasets(context, sample_counts(config))
+    forward_step = providers.build_forward_step(context)
     log = build_log(config, environment, state, padded, model)
     exit_agreement = ExitAgreement(
         agreement_group(),
@@ -85,7 +85,7 @@ def set_up(
     for note in notes_on_run(config, environment, splits):
         if environment.is_first:
             print(note, flush=True)
-    return Run(
+    return Trainer(
         config=config,
         environment=environment,
         state=state,
@@ -104,7 +104,7 @@ def set_up(
     )
 
 
-def settle(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]]:
+def resolve_vocabulary_and_stages(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]]:
     """What follows from the vocabulary: the number of stored rows; the stages of the layout `auto`, put into the
     config. And what is to be said about it."""
     transformer, length = config.transformer, config.data.seq_length
@@ -114,7 +114,7 @@ def settle(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]
     )
     asked = transformer.pipeline_model_parallel_layout
     assert length is not None
-    settle_layout(transformer, length, padded)
+    resolve_auto_layout(transformer, length, padded)
     stages = transformer.pipeline_model_parallel_layout
     return padded, [] if stages == asked else [f"--pipeline-model-parallel-layout {asked}: stages {stages}"]
 
@@ -171,30 +171,30 @@ def set_torch(config: PretrainConfig) -> None:
         logging.getLogger().setLevel(config.logging.logging_level)
 
 
-def build_model(context: Context, pieces: Pieces) -> list[DistributedDataParallel]:
+def build_model(context: Context, providers: Providers) -> list[DistributedDataParallel]:
     """This rank's model chunks, one for each of its virtual pipeline stages, wrapped."""
     config, environment = context.config, context.environment
     stages = stages_of_rank(config, environment.groups.rank("pp"))
-    return [parallelize(build_chunk(context, pieces, stage), config, environment) for stage in stages]
+    return [parallelize(build_chunk(context, providers, stage), config, environment) for stage in stages]
 
 
-def build_chunk(context: Context, pieces: Pieces, stage: Stage) -> nn.Module:
+def build_chunk(context: Context, providers: Providers, stage: Stage) -> nn.Module:
     """One model chunk, with --init-model-with-meta-device without memory."""
     with torch.device("meta") if context.config.transformer.init_model_with_meta_device else contextlib.nullcontext():
-        return pieces.build_model(context, stage)
+        return providers.build_model(context, stage)
 
 
-def build_optimizer(context: Context, pieces: Pieces, model: Sequence[nn.Module]) -> MegatronOptimizer:
+def build_optimizer(context: Context, providers: Providers, model: Sequence[nn.Module]) -> MegatronOptimizer:
     """What the flags say, or what the script's own piece makes."""
     config = context.config
-    if pieces.build_optimizer is None:
+    if providers.build_optimizer is None:
         return get_megatron_optimizer(
             config.optimizer,
             model,
             pg_collection=context.environment.groups,
             stop_on_nonfinite=stops_on_nonfinite(config),
         )
-    made: Any = pieces.build_optimizer(context, model)
+    made: Any = providers.build_optimizer(context, model)
     return made if isinstance(made, MegatronOptimizer) else ExternalOptimizer(config.optimizer, made, model)
 
 

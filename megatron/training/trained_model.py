@@ -17,9 +17,9 @@ from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.initialize import process_environment
-from megatron.training.pieces import Context, Stage
+from megatron.training.providers import Context, Stage
 from megatron.training.run_description import check_architecture
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
@@ -83,7 +83,7 @@ def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str],
     """The settings of the run that a checkpoint describes, for its model in one process, with `changes` (words) after
     its flags. What only training needs may be missing. Raises UserError if they make no model."""
     words = _for_one_process(described.get("command_line", []), half=has_cuda)
-    return configure([*words, *changes, "--dry-run"], surroundings=Surroundings(1, has_cuda))
+    return configure([*words, *changes, "--dry-run"], launch_environment=LaunchEnvironment(1, has_cuda))
 
 
 def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:

@@ -14,19 +14,21 @@ from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.training.arguments import config_of_command_line, let_first_rank_speak
+from megatron.training.arguments import config_of_command_line, delay_errors_on_other_ranks
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run_report import print_dry_run
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.initialize import Environment, process_environment
-from megatron.training.pieces import Pieces, pieces_of_user_script, say_not_asked
-from megatron.training.published import build_train_valid_test_data_iterators as build_train_valid_test_data_iterators
-from megatron.training.published import evaluate as evaluate
-from megatron.training.published import get_model as get_model
-from megatron.training.published import setup_model_and_optimizer as setup_model_and_optimizer
-from megatron.training.run import Run
+from megatron.training.megatron_lm_api import (
+    build_train_valid_test_data_iterators as build_train_valid_test_data_iterators,
+)
+from megatron.training.megatron_lm_api import evaluate as evaluate
+from megatron.training.megatron_lm_api import get_model as get_model
+from megatron.training.megatron_lm_api import setup_model_and_optimizer as setup_model_and_optimizer
+from megatron.training.providers import Providers, providers_of_user_script, warn_unused
 from megatron.training.setup import set_up
+from megatron.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class StepResult:
 
 
 def pretrain(
-    train_valid_test_dataset_provider: Pieces | Callable[..., Sequence[Any]],
+    train_valid_test_dataset_provider: Providers | Callable[..., Sequence[Any]],
     model_provider: Callable[..., nn.Module] | None = None,
     model_type: ModelType = ModelType.encoder_or_decoder,
     forward_step_func: Callable[..., Any] | None = None,
@@ -58,9 +60,9 @@ def pretrain(
     *,
     optimizer_provider: Callable[..., Any] | None = None,
 ) -> None:
-    """Train the model that the command line describes, out of the given pieces.
+    """Train the model that the command line describes, out of the given providers.
 
-    Takes the published provider functions, or a `Pieces` alone. `optimizer_provider(model_chunks)` may return any
+    Takes the published provider functions, or a `Providers` alone. `optimizer_provider(model_chunks)` may return any
     torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
     when the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have
     nothing to choose: which ranks hold an embedding follows from the layout of the stages. Raises UserError for what
@@ -76,7 +78,7 @@ def pretrain(
     for name, given in unserved.items():
         if given is not None:
             raise UserError(f"pretrain({name}=...): not yet")
-    say_not_asked(
+    warn_unused(
         "pretrain",
         {
             "get_embedding_ranks": get_embedding_ranks,
@@ -84,17 +86,17 @@ def pretrain(
         },
     )
     config = config_of_command_line(extra_args_provider, args_defaults)
-    if isinstance(train_valid_test_dataset_provider, Pieces):
-        pieces = train_valid_test_dataset_provider
+    if isinstance(train_valid_test_dataset_provider, Providers):
+        providers = train_valid_test_dataset_provider
     else:
         assert model_provider is not None and forward_step_func is not None
-        pieces = pieces_of_user_script(
+        providers = providers_of_user_script(
             train_valid_test_dataset_provider, model_provider, forward_step_func, optimizer_provider
         )
     if config.training.dry_run:
-        return print_dry_run(config, pieces)
+        return print_dry_run(config, providers)
     try:
-        decision = run_pretraining(config, pieces, started)
+        decision = run_pretraining(config, providers, started)
     except UserError as error:
         rank = os.environ.get("RANK")
         print(f"error: {error}" if rank is None else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
@@ -103,23 +105,23 @@ def pretrain(
         raise SystemExit(decision.exit_code)
 
 
-def run_pretraining(config: PretrainConfig, pieces: Pieces, started: float) -> ExitDecision | None:
+def run_pretraining(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
     """Set up, train, finish; returns why the run ended early, if it did. Everything it started has ended by then."""
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
     with SignalWatch(sorted(watched)) as signals, process_environment(config) as environment:
         try:
-            return set_up_and_train(config, pieces, environment, signals, started)
+            return set_up_and_train(config, providers, environment, signals, started)
         except UserError:
-            let_first_rank_speak()
+            delay_errors_on_other_ranks()
             raise
 
 
 def set_up_and_train(
-    config: PretrainConfig, pieces: Pieces, environment: Environment, signals: SignalWatch, started: float
+    config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
 ) -> ExitDecision | None:
     """What `run_pretraining` does among the other ranks."""
     decision = None
-    run = set_up(config, pieces, environment, signals, started)
+    run = set_up(config, providers, environment, signals, started)
     try:
         with signals.training():
             if not config.evaluation.skip_train:
@@ -133,7 +135,7 @@ def set_up_and_train(
     return decision
 
 
-def train(run: Run) -> ExitDecision | None:
+def train(run: Trainer) -> ExitDecision | None:
     """Iterate until the last iteration, or until the ranks agree to leave; returns why, if early."""
     state, decision = run.state, None
     if run.is_done() and run.environment.logs:
@@ -154,7 +156,7 @@ def train(run: Run) -> ExitDecision | None:
     return decision
 
 
-def train_step(run: Run) -> StepResult:
+def train_step(run: Trainer) -> StepResult:
     """One global batch forward and backward, one update. Nothing here waits for the device."""
     for chunk in run.model:
         chunk.zero_grad_buffer()
@@ -175,7 +177,7 @@ def train_step(run: Run) -> StepResult:
     return StepResult(reports, update, learning_rate, loss_scale, norm_of_weights(run))
 
 
-def norm_of_weights(run: Run) -> Tensor | None:
+def norm_of_weights(run: Trainer) -> Tensor | None:
     """With --log-params-norm, of all weights after the update, where a log line is due."""
     logging = run.config.logging
     if not logging.log_params_norm or (run.state.iteration + 1) % logging.log_interval:

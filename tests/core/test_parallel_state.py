@@ -19,7 +19,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection, set_default_collection
 from megatron.core.rank_grid import RankGrid
 
-PUBLISHED = json.loads((Path(__file__).parents[1] / "data/published_parallel_state.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data/megatron_lm_parallel_state.json").read_text())
 
 
 @pytest.mark.parametrize("entry", PUBLISHED, ids=lambda entry: entry["name"])

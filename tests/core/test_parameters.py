@@ -1,4 +1,4 @@
-"""Descriptors: names, boxes, initial values of any part of a tensor, sinks."""
+"""Descriptors: names, boxes, initial values of any part of a tensor, main_grads."""
 
 import pytest
 import torch

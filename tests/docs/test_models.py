@@ -1,4 +1,4 @@
-"""What docs/models.md says of knobs and models is true of the flags, and of the models that tests compare with."""
+"""What docs/models.md says of model options is true of the flags, and of the models that tests compare with."""
 
 import dataclasses
 import re
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import configured, problems_of
-from support.knob_cases import CASES, COMMON, Case
-from training.config.test_flag_table import KNOBS
+from support.model_option_cases import CASES, COMMON, Case
+from training.config.test_flag_table import MODEL_OPTIONS
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.flag_table import flags_by_spelling
@@ -36,8 +36,8 @@ def command_line(name: str) -> str:
 
 
 def test_every_knob_is_on_the_page() -> None:
-    named = [flag for cell, _ in rows("Knobs") for flag in re.findall("--[a-z0-9-]+", cell)]
-    assert len(named) == len(set(named)) and set(named) == KNOBS
+    named = [flag for cell, _ in rows("Model options") for flag in re.findall("--[a-z0-9-]+", cell)]
+    assert len(named) == len(set(named)) and set(named) == MODEL_OPTIONS
 
 
 def test_every_flag_on_the_page_is_one() -> None:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import cut_rows, sequence_part
-from megatron.core.context_parallel.exchanged import Job, exchanged_attention
-from megatron.core.context_parallel.exchanges import Arriving, ring_turns
+from megatron.core.context_parallel.kv_exchange import Arriving, ring_steps
+from megatron.core.context_parallel.ring import Job, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.context_parallel.tiles import Tile
-from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
-from megatron.core.ops.attention_blocks import BlockCall, merge_block
-from megatron.core.ops.attention_blocks_cuda import cudnn_takes
-from megatron.core.ops.attention_kernels import FLASH_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS, BlockKernel
+from megatron.core.ops.attention.blocks import BlockCall, merge_block
+from megatron.core.ops.attention.blocks_cuda import cudnn_takes
+from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, UNFUSED_BLOCKS, BlockKernel
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.precision import at_least_float32
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tokens import SequencePart, Tokens
@@ -105,21 +105,21 @@ class Nearby:
 
     def __init__(self, rank: int, whole: Tensor, totals: list[Tensor], join: bool, reach: tuple) -> None:
         self.rank, self.whole, self.totals = rank, whole, totals
-        self.turns = ring_turns(SequencePart(rank, RANKS), ROW // RANKS // 2, reach, join)
+        self.ring_steps = ring_steps(SequencePart(rank, RANKS), ROW // RANKS // 2, reach, join)
 
     @property
     def steps(self) -> tuple[tuple[Tile, ...], ...]:
-        return tuple(turn.tiles for turn in self.turns)
+        return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
     def _source(self, step: int) -> int:
-        return (self.rank - self.turns[step].distance) % RANKS
+        return (self.rank - self.ring_steps[step].distance) % RANKS
 
     def start_fetch(self, step: int, own: Tensor) -> Any:
-        rows = cut_rows(self.whole, SequencePart(self._source(step), RANKS), 0)[self.turns[step].fetched]
+        rows = cut_rows(self.whole, SequencePart(self._source(step), RANKS), 0)[self.ring_steps[step].fetched]
         return _There(lambda: rows)
 
     def start_return(self, step: int, gradient: Tensor, total: Tensor) -> Any:
-        return _There(lambda: self.totals[self._source(step)][self.turns[step].fetched].add_(gradient))
+        return _There(lambda: self.totals[self._source(step)][self.ring_steps[step].fetched].add_(gradient))
 
 
 class _There(Arriving):
@@ -145,7 +145,7 @@ def on_one_gpu(feature: dict[str, Any], kernel: BlockKernel, dtype: torch.dtype)
         used = [*mine, sink] if "sink" in feature else mine
         torch.cuda.set_sync_debug_mode("error")
         try:
-            output = exchanged_attention(*mine, sink if "sink" in feature else None, job)
+            output = ring_attention(*mine, sink if "sink" in feature else None, job)
             found = torch.autograd.grad(output, used, cut_rows(gradient, part, 0))
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def build(device: str, **settings: Any) -> GPTModel:
 
 def step(model: GPTModel) -> dict[str, Tensor]:
     ids = torch.randint(500, (2, 65), generator=torch.Generator().manual_seed(1)).to(next(model.parameters()).device)
-    loss = model(ids[:, :-1], labels=ids[:, 1:], tokens=Tokens(64, 2, random=RandomPlace(5, 3, 8)))
+    loss = model(ids[:, :-1], labels=ids[:, 1:], tokens=Tokens(64, 2, random=RngPosition(5, 3, 8)))
     loss.mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **gradients}
@@ -106,7 +106,7 @@ def test_a_dropless_step_on_one_rank_does_not_wait_and_is_the_same_at_every_run(
         model = build("cuda", bf16=True, **CASES[case])
         ids = torch.randint(500, (2, 65), generator=torch.Generator().manual_seed(1)).cuda()
         iteration, first = (torch.tensor(number, device="cuda") for number in (3, 8))
-        tokens = Tokens(64, 2, random=RandomPlace(5, iteration, first))
+        tokens = Tokens(64, 2, random=RngPosition(5, iteration, first))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:

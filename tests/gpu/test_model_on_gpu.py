@@ -12,10 +12,10 @@ from megatron.core.inference.generation import generate
 from megatron.core.inference.sampling import GREEDY
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
-from megatron.core.ops.attention_kernels import SDPA_CUDA, SDPA_CUDNN, SDPA_FLASH, UNFUSED, VARLEN
-from megatron.core.ops.attention_sdpa import first_usable_kernel
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.ops.attention.kernels import SDPA_CUDA, SDPA_CUDNN, SDPA_FLASH, UNFUSED, VARLEN
+from megatron.core.ops.attention.sdpa import first_usable_kernel
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.gpu
@@ -129,7 +129,7 @@ def test_gpu_equals_cpu_with_dropout(settings: dict, model: dict, packed: bool, 
     tolerance = 1e-4 if not fp64 else 1e-7 if model is ROPE else 1e-11
     results = []
     for device in ("cpu", "cuda"):
-        random = RandomPlace(5, 3, first_sample=8)
+        random = RngPosition(5, 3, first_sample=8)
         tokens, b = Tokens(96, 2, random=random), 2
         if packed:
             cu_seqlens = torch.tensor([0, 30, 96], dtype=torch.int32, device=device)
@@ -149,7 +149,7 @@ def test_a_half_precision_step_does_not_wait(settings: dict, model: dict, packed
     ids = torch.randint(1000, (record(packed)[1], 97), generator=torch.Generator().manual_seed(1)).cuda()
     tokens, _ = record(packed)
     iteration, first_sample = (torch.tensor(number, device="cuda") for number in (3, 8))
-    place = Tokens(**{**vars(tokens), "random": RandomPlace(5, iteration, first_sample)})
+    place = Tokens(**{**vars(tokens), "random": RngPosition(5, iteration, first_sample)})
     for attempt in range(2):  # the first compiles kernels and fills caches
         gpt.zero_grad()
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
@@ -166,7 +166,7 @@ def test_a_half_precision_step_does_not_wait(settings: dict, model: dict, packed
 
 
 def record(packed: bool) -> tuple[Tokens, int]:
-    random = RandomPlace(5, 3, 8)
+    random = RngPosition(5, 3, 8)
     if not packed:
         return Tokens(96, 2, random=random), 2
     cu_seqlens = torch.tensor([0, 30, 96], dtype=torch.int32, device="cuda")

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.sinks import BufferSink, accumulate_product
+from megatron.core.distributed.main_grad import BufferMainGrad, accumulate_product
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.update_rules import Adam, Segments, Sgd, StepInputs
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -58,9 +58,9 @@ def test_rows_are_summed_in_the_same_order_every_time() -> None:
     seen = []
     for _ in range(3):
         table = nn.Parameter(torch.zeros(10, 64, device="cuda"))
-        sink = BufferSink(table, torch.zeros(10, 64, device="cuda"), lambda parameter: None)
-        sink.add_rows(index, rows)
-        seen.append(sink.gradient)
+        main_grad = BufferMainGrad(table, torch.zeros(10, 64, device="cuda"), lambda parameter: None)
+        main_grad.add_rows(index, rows)
+        seen.append(main_grad.gradient)
     expected = torch.zeros(10, 64, dtype=torch.float64, device="cuda").index_add_(0, index, rows.double())
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
     assert (seen[0].double() - expected).norm() < 1e-5 * expected.norm()
@@ -140,7 +140,7 @@ def test_steps_do_not_wait_for_the_device(precision: str, optimizer_name: str) -
     iteration = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def forward_step(iterator: Any, chunk: nn.Module) -> tuple[Tensor, Any]:
-        tokens = Tokens(64, 4, random=RandomPlace(1, iteration, 0))
+        tokens = Tokens(64, 4, random=RngPosition(1, iteration, 0))
         losses = chunk(ids[:, :-1], None, None, labels=ids[:, 1:], tokens=tokens)
         return losses.sum(), partial(reported, losses.numel())
 

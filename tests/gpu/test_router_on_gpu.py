@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,7 @@ def routed(device: str, fields: dict[str, Any]) -> tuple[Any, torch.Tensor]:
     router.weight.data = torch.randn(EXPERTS, H, generator=generator, dtype=torch.float64)
     router.to(device)
     hidden = torch.randn(S * B, H, generator=generator, dtype=torch.float64).to(device)
-    inputs = LayerInputs(Tokens(S, B, random=RandomPlace(1, torch.tensor(3, device=device))))
+    inputs = LayerInputs(Tokens(S, B, random=RngPosition(1, torch.tensor(3, device=device))))
     factors = torch.arange(config.moe_router_topk, dtype=torch.float64).to(device) + 1
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")

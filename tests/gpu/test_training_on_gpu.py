@@ -116,7 +116,7 @@ import pretrain_gpt
 from megatron.training import setup, training
 from megatron.training.arguments import configure
 from megatron.training.hooks.hook import Hook
-from megatron.training.pieces import Pieces
+from megatron.training.providers import Providers
 
 class NoWaiting(Hook):
     def on_start(self, iteration): self.after_step(iteration)
@@ -131,8 +131,8 @@ if {plant}:
     def waiting(run):
         result = step(run); result.update.grad_norm.item(); return result
     training.train_step = waiting
-pieces = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-training.run_pretraining(configure({flags!r}), pieces, time.monotonic())
+providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+training.run_pretraining(configure({flags!r}), providers, time.monotonic())
 print("done")
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.ops.dropout import Draw
+from megatron.core.ops.dropout.dropout import Draw
 from megatron.core.parameters import Box
 from megatron.core.transformer.reported import Report, take_reports
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import DENSE, EXPERTS, KNOBS, LATENT, PREDICTING
+from parity.model_list import DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING
 from parity.models import Model
 
 
@@ -80,9 +80,9 @@ _PLAIN = Family(
     ],
 )
 
-_KNOBS = Family(
+_MODEL_OPTIONS = Family(
     "parts of a layer",
-    KNOBS,
+    MODEL_OPTIONS,
     _values(
         tensor="tp2 sp2",
         pipeline="pp2",
@@ -170,4 +170,4 @@ _PREDICTING = Family(
     rare=[("sp2", "cp4-levels")],
 )
 
-FAMILIES = [_PLAIN, _KNOBS, _LATENT, _EXPERTS, _PREDICTING]
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING]

@@ -51,7 +51,7 @@ DENSE = [
 """Tied and not, GQA, MQA, norms of queries and keys, learned and rotary positions, dropout, packed documents, windows,
 sinks, odd vocabularies, biases and none."""
 
-KNOBS = [
+MODEL_OPTIONS = [
     Model(
         "nemotron",
         settings={"layernorm_zero_centered_gamma": True, "activation_func": squared_relu, "num_query_groups": 4}
@@ -260,4 +260,4 @@ PREDICTING = [
 ]
 """Tokens further on predicted: two and one, under packed documents, with latent attention and experts."""
 
-MODELS = [*DENSE, *KNOBS, *LATENT, *EXPERTS, *PREDICTING]
+MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING]

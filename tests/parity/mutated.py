@@ -21,7 +21,7 @@ from parity.reference import reference
 from support.pool import Pool
 
 from megatron.core import backends
-from megatron.core.ops.dropout import keep_rows
+from megatron.core.ops.dropout.dropout import keep_rows
 
 LONG = 6
 """Steps in which the loss is to fall."""

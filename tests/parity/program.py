@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import StageMap, embedding_ranks, stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.stage_costs import settle_layout
+from megatron.core.transformer.stage_costs import resolve_auto_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -87,7 +87,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     config = transformer_config(
         cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
-    settle_layout(config, LENGTH, cell.model.vocabulary)
+    resolve_auto_layout(config, LENGTH, cell.model.vocabulary)
     groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0, config)
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     stages: StageMap = stage_map(config)

@@ -6,7 +6,7 @@ import torch
 from parity.models import LENGTH, SEED, Model
 from torch import Tensor
 
-from megatron.core.tokens import RandomPlace, SequencePart, Tokens
+from megatron.core.tokens import RngPosition, SequencePart, Tokens
 
 GLOBAL_BATCH = 8
 
@@ -34,7 +34,7 @@ def micro_batch(
     samples = [_sample(model, step, number) for number in range(first, first + rows)]
     ids, labels, mask = (torch.stack([sample[i] for sample in samples]) for i in range(3))
     ends = sorted({end + LENGTH * row for row, sample in enumerate(samples) for end in [*sample[3], LENGTH]})
-    place = RandomPlace(SEED, step, first)
+    place = RngPosition(SEED, step, first)
     if not model.packed:
         index = zigzag(LENGTH, part)
         cut = [value[:, index] for value in (ids, labels, mask)]

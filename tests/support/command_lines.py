@@ -8,7 +8,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
@@ -19,7 +19,7 @@ SMALL = (
 
 def configured(flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False) -> PretrainConfig:
     """The config of a command line on a machine of our choice."""
-    return configure(f"{base} {flags}".split(), surroundings=Surroundings(ranks, has_cuda))
+    return configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(ranks, has_cuda))
 
 
 def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[str]:
@@ -42,9 +42,9 @@ def without(flag: str) -> str:
     return " ".join(words[:at] + words[end:])
 
 
-def published_commands() -> list[dict[str, str]]:
+def megatron_lm_commands() -> list[dict[str, str]]:
     """The published commands that are to be accepted, or refused for reasons: `source` and `command`."""
-    file = Path(__file__).parents[1] / "data/flags/published_commands.jsonl"
+    file = Path(__file__).parents[1] / "data/flags/megatron_lm_commands.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

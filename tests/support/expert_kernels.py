@@ -7,16 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
-from megatron.core.ops.grouped_linear import RowGroups, grouped_bias, grouped_linear
-from megatron.core.ops.grouped_linear_triton import (
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
+from megatron.core.ops.moe.grouped_linear_triton import (
     accumulate_grouped_product_triton,
     grouped_bias_cuda,
     grouped_linear_cuda,
 )
-from megatron.core.ops.permute import copies_by_group, permute, unpermute
-from megatron.core.ops.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
-from megatron.core.ops.weighted_activation import weighted_activation
-from megatron.core.ops.weighted_activation_triton import weighted_activation_triton
+from megatron.core.ops.moe.permute import copies_by_group, permute, unpermute
+from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
+from megatron.core.ops.moe.weighted_activation import weighted_activation
+from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_CPU = DEVICE.type == "cpu"

@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from megatron.core.ops import attention_blocks_cuda as kernels
+from megatron.core.ops.attention import blocks_cuda as kernels
 
 
 def sequences(query: Tensor, key: Tensor, lengths: kernels.Lengths | None) -> list[tuple[slice, slice]]:

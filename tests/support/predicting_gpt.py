@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCABULARY, ROW, ROWS = 37, 16, 2
@@ -80,5 +80,5 @@ def tokens_of(packed: bool = False, part: Any = None) -> Tokens:
         cu_seqlens=torch.tensor(EDGES, dtype=torch.int32) if packed else None,
         max_seqlen=13 if packed else None,
         sample_length=ROW,
-        random=RandomPlace(7, 3, 5),
+        random=RngPosition(7, 3, 5),
     )

@@ -23,7 +23,7 @@ def reference_hidden(
     """What the head reads, [b, s, h]."""
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape) if positions is None else positions
     x = embed(weights, model, tokens, positions)
-    angles, seen = surroundings(config, model, positions, hidden_pairs)
+    angles, seen = launch_environment(config, model, positions, hidden_pairs)
     for number in range(config.num_layers):
         x = layer(x, below(weights, f"decoder.layers.{number}."), config, angles, seen, number + 1)
     return norm(x, weights, "decoder.final_layernorm.", config)
@@ -43,7 +43,7 @@ def reference_predictions(
 ) -> list[tuple[Tensor, Tensor]]:
     """For each depth of multi-token prediction the sum of its losses and the sum of its mask. `hidden` [b, s, h]: what
     the head reads. `documents` [b, s]: a number for each document; nothing is predicted from one about another."""
-    angles, seen = surroundings(config, model, positions, hidden_pairs)
+    angles, seen = launch_environment(config, model, positions, hidden_pairs)
     found = []
     for depth in range(1, config.mtp_num_layers + 1):
         ids, places, wanted, counted = (ahead(row, depth, documents) for row in (tokens, positions, labels, mask))
@@ -79,7 +79,7 @@ def embed(weights: dict[str, Tensor], model: dict, tokens: Tensor, positions: Te
     return x
 
 
-def surroundings(config, model: dict, positions: Tensor, hidden_pairs=None) -> tuple[Tensor | None, Tensor]:
+def launch_environment(config, model: dict, positions: Tensor, hidden_pairs=None) -> tuple[Tensor | None, Tensor]:
     """Angles of rotary positions, if there are any, and which pairs [b, s, s] see each other."""
     b, s = positions.shape
     rotary = model.get("position_embedding_type", "learned_absolute") == "rope"

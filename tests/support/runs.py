@@ -20,16 +20,16 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.parameters import Box, Constant, ParameterInfo, canonical_index
 from megatron.training import training
 from megatron.training.arguments import configure
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
-from megatron.training.pieces import Pieces
-from megatron.training.run import Run
+from megatron.training.providers import Providers
+from megatron.training.trainer import Trainer
 
 torch.set_num_threads(1)  # tiny products: threads would only wait for each other
 
-GPT = Pieces(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+GPT = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -86,7 +86,7 @@ class Outcome:
 class _Recorder(Hook, LogSink):
     """Writes a run's story into an outcome."""
 
-    def __init__(self, run: Run, outcome: Outcome) -> None:
+    def __init__(self, run: Trainer, outcome: Outcome) -> None:
         self.run, self.outcome = run, outcome
         groups = run.environment.groups
         outcome.place = {axis: groups.rank(axis) for axis in ("tp", "cp", "dp", "pp")}
@@ -119,7 +119,7 @@ class _Recorder(Hook, LogSink):
         self.outcome.events.append(event)
 
 
-def everything(run: Run) -> dict[str, Any]:
+def everything(run: Trainer) -> dict[str, Any]:
     """All state of a run by name: weights, optimizer, schedule, counts. For one layout: see `pieces` for others."""
     weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in run.checkpoints.weights(run.model)}
     optimizer = run.optimizer.state_dict()
@@ -127,7 +127,7 @@ def everything(run: Run) -> dict[str, Any]:
     return weights | optimizer["state"] | rest
 
 
-def pieces(run: Run) -> list[Piece]:
+def pieces(run: Trainer) -> list[Piece]:
     """Copies of what this rank would write into a checkpoint, and of what others would write in its stead."""
     held = [(f"weight {chunk.name}", chunk) for chunk in run.checkpoints.weights(run.model)]
     held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
@@ -170,16 +170,16 @@ def logger_of(ranks: Sequence[Outcome]) -> Outcome:
 
 def train(
     flags: str,
-    pieces: Pieces = GPT,
+    pieces: Providers = GPT,
     *,
     base: str = TINY,
-    before: Callable[[Run], None] = lambda run: None,
+    before: Callable[[Trainer], None] = lambda run: None,
     seconds_ago: float = 0.0,
 ) -> Outcome:
     """A run of this process's rank, told by flags, whose program started so many seconds ago. `before` may tamper with
     the run that was set up."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    config = configure(f"{base} {flags}".split(), surroundings=Surroundings(world, False))
+    config = configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
         outcome.decision = training.run_pretraining(config, pieces, time.monotonic() - seconds_ago)
@@ -196,10 +196,10 @@ def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -
 
 
 @contextlib.contextmanager
-def _remembered(outcome: Outcome, before: Callable[[Run], None]) -> Iterator[None]:
+def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator[None]:
     set_up = training.set_up
 
-    def watched(*arguments: Any) -> Run:
+    def watched(*arguments: Any) -> Trainer:
         run = set_up(*arguments)
         recorder = _Recorder(run, outcome)
         run.hooks = Hooks([*run.hooks.hooks, recorder])

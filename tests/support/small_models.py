@@ -1,4 +1,4 @@
-"""Small models whose parameters feed gradient sinks, for tests of what happens around a model."""
+"""Small models whose parameters feed gradient main_grads, for tests of what happens around a model."""
 
 from types import SimpleNamespace
 

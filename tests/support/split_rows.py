@@ -6,7 +6,7 @@ from torch import Tensor
 from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 
 VOCABULARY, ROW, ROWS = 37, 16, 2
 _EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
@@ -29,7 +29,7 @@ def loss_of_part(model: GPTModel, groups: ProcessGroupCollection | None, packed:
         cu_seqlens=torch.tensor(_EDGES, dtype=torch.int32) if packed else None,
         max_seqlen=13 if packed else None,
         sample_length=ROW,
-        random=RandomPlace(7, 3, 5),
+        random=RngPosition(7, 3, 5),
     )
     loss = (model(ids, labels=labels, tokens=tokens) * weight).sum()
     loss.backward()

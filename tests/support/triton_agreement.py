@@ -4,13 +4,13 @@ import itertools
 
 import torch
 
-from megatron.core.ops.attention_blocks import merge_block
-from megatron.core.ops.attention_merge_triton import merge_block_triton
+from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.merge_triton import merge_block_triton
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
-from megatron.core.ops.dropout import Draw, DropoutPlace, bias_dropout_add, dropout_tokens, keep_rows
-from megatron.core.ops.dropout_triton import bias_dropout_add_triton, keep_rows_triton
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add, dropout_tokens, keep_rows
+from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+from megatron.core.tokens import RngPosition, Tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -25,8 +25,8 @@ def masks() -> None:
 
 
 def bias_dropout_residual() -> None:
-    tokens = dropout_tokens(Tokens(2, 2, random=RandomPlace(12, 7, 100)), DEVICE)
-    place = DropoutPlace(tokens, 3, "mlp")
+    tokens = dropout_tokens(Tokens(2, 2, random=RngPosition(12, 7, 100)), DEVICE)
+    place = DropoutRngPosition(tokens, 3, "mlp")
     narrow = itertools.product((torch.float32, torch.bfloat16), (True, False), (None, torch.float32), (70,))
     for dtype, bias, residual, width in (*narrow, (torch.float16, True, torch.float16, 1030)):
         results = [run(f, dtype, bias, residual, width, place) for f in (bias_dropout_add, bias_dropout_add_triton)]

@@ -15,9 +15,9 @@ from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import info_of
 from megatron.training.arguments import configure
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.initialize import process_environment
-from megatron.training.pieces import Context, Stage
+from megatron.training.providers import Context, Stage
 from megatron.training.run_description import describe_run
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer
@@ -49,7 +49,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run with these flags saves, with weights that are worth generating from."""
     root = tmp_path_factory.mktemp("run") / "checkpoints"
     tokenizer = ["--vocab-file", str(BPE / "vocab.json"), "--merge-file", str(BPE / "merges.txt")]
-    config = configure([*MODEL, *tokenizer], surroundings=Surroundings(1, False))
+    config = configure([*MODEL, *tokenizer], launch_environment=LaunchEnvironment(1, False))
     with process_environment(config) as environment:
         context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
         model = GENERATE.build_model(context, Stage()).cpu()

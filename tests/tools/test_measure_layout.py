@@ -13,7 +13,7 @@ from support.processes import run_on_ranks
 from megatron.core.collectives import Traffic
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 PATH = Path(__file__).resolve().parents[2] / "tools" / "measure_layout.py"
 
@@ -66,7 +66,7 @@ def test_groups_have_the_first_name_that_fits():
 def _measure(flags: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        tool().main(flags.split(), Surroundings(2, False))
+        tool().main(flags.split(), LaunchEnvironment(2, False))
     return printed.getvalue()
 
 

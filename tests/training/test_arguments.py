@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.command_lines import SMALL, configured, published_commands, smallest_world
+from support.command_lines import SMALL, configured, megatron_lm_commands, smallest_world
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,10 +23,10 @@ from megatron.training.arguments import (
     validate_args,
 )
 from megatron.training.config.resolution import ConfigurationError
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = published_commands()
+COMMANDS = megatron_lm_commands()
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> "object":
 def test_a_published_command_makes_a_config_or_is_refused_for_reasons(command: dict[str, str]) -> None:
     argv = shlex.split(command["command"])
     try:
-        configure(argv, surroundings=Surroundings(smallest_world(argv), True))
+        configure(argv, launch_environment=LaunchEnvironment(smallest_world(argv), True))
     except ConfigurationError as error:
         for problem in error.problems:
             assert _is_a_reason(problem), problem
@@ -73,7 +73,7 @@ def test_how_many_published_commands_run_today() -> None:
     for command in COMMANDS:
         argv = shlex.split(command["command"])
         try:
-            configure(argv, surroundings=Surroundings(smallest_world(argv), True))
+            configure(argv, launch_environment=LaunchEnvironment(smallest_world(argv), True))
         except ConfigurationError:
             counts[False] += 1
         else:

@@ -13,13 +13,13 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.exceptions import UserError
 from megatron.training.dry_run import dry_run
 from megatron.training.dry_run_report import print_dry_run, report_lines
-from megatron.training.pieces import Pieces
+from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 
 ROOT = Path(__file__).parents[2]
 
 
-PIECES = Pieces(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
 
 
 def test_numbers_of_a_known_model() -> None:
@@ -29,7 +29,7 @@ def test_numbers_of_a_known_model() -> None:
         "--mock-data --tokenizer-type NullTokenizer",
         ranks=8,
     )
-    run = dry_run(config, PIECES)
+    run = dry_run(config, PROVIDERS)
     assert run.parameters == 124_439_808  # GPT-2 small
     assert (run.vocab_size, run.padded_vocab_size) == (50257, 50304)
     assert run.tokens_per_step == 64 * 1024 and run.microbatches_per_step == 2
@@ -46,7 +46,7 @@ def test_epochs_over_the_data(tmp_path: Path) -> None:
             builder.finalize(str(tmp_path / f"{name}.idx"))
     base = SMALL.replace("--mock-data", f"--data-path 1 {tmp_path}/a 3 {tmp_path}/b --split 90,10,0")
     config = configured("--train-iters 100", base=base)
-    first, second = dry_run(config, PIECES).data
+    first, second = dry_run(config, PROVIDERS).data
     wanted = 100 * 2 * 128
     assert (first.tokens, second.tokens) == (900, 2700)
     assert first.epochs == pytest.approx(wanted / 4 / 900) and second.epochs == pytest.approx(wanted * 3 / 4 / 2700)
@@ -55,15 +55,15 @@ def test_epochs_over_the_data(tmp_path: Path) -> None:
 def test_what_a_run_lacks_is_said_and_no_error() -> None:
     base = " ".join(word for word in SMALL.split() if word not in ("--mock-data", "--train-iters", "10"))
     config = configured("--dry-run", base=base)
-    assert "training    of no length yet" in list(report_lines(config, dry_run(config, PIECES)))
+    assert "training    of no length yet" in list(report_lines(config, dry_run(config, PROVIDERS)))
 
 
 def test_data_and_tokenizers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     config = configured(base=SMALL.replace("--mock-data", "--data-path no/such/prefix"))
     with pytest.raises(UserError, match="no/such/prefix"):
-        dry_run(config, PIECES)
+        dry_run(config, PROVIDERS)
     with pytest.raises(SystemExit) as caught:
-        print_dry_run(config, PIECES)
+        print_dry_run(config, PROVIDERS)
     assert caught.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 

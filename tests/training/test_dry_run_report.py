@@ -9,10 +9,10 @@ from support.command_lines import configured
 from megatron.core.pipeline_parallel.stages import StagePart
 from megatron.training.dry_run import dry_run
 from megatron.training.dry_run_report import report_lines, short_size, size_text, stage_text
-from megatron.training.pieces import Pieces
+from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 
-PIECES = Pieces(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
+PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
 PUBLISHED = (
     "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
     "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
@@ -22,7 +22,7 @@ PUBLISHED = (
 
 def report(flags: str = "", base: str = PUBLISHED, ranks: int = 128) -> list[str]:
     config = configured(flags, base=base, ranks=ranks)
-    return list(report_lines(config, dry_run(config, PIECES)))
+    return list(report_lines(config, dry_run(config, PROVIDERS)))
 
 
 def rows_of_ranks(lines: list[str]) -> list[list[str]]:
@@ -108,7 +108,7 @@ def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
 
 def test_stages_that_are_balanced_by_cost_are_told() -> None:
     config = configured("--pipeline-model-parallel-layout auto", base=PUBLISHED, ranks=128)
-    run = dry_run(config, PIECES)
+    run = dry_run(config, PROVIDERS)
     (note,) = run.notes
     assert note.startswith("--pipeline-model-parallel-layout auto: stages Et")
     assert sum(len(stage.layers) for holding in run.ranks[::32] for stage in holding.part.stages) == 32

@@ -14,7 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import configure, core_transformer_config_from_args
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 
 @dataclass
@@ -30,7 +30,7 @@ def run() -> Iterator[Any]:
         parser.add_argument("--mine", type=int, default=1)
         return parser
 
-    config = configure([*SMALL.split(), "--mine", "7"], provider, surroundings=Surroundings(1, False))
+    config = configure([*SMALL.split(), "--mine", "7"], provider, launch_environment=LaunchEnvironment(1, False))
     context = SimpleNamespace(config=config, state=State(), tokenizer="the tokenizer", environment=None)
     global_vars.publish(context, padded_vocab_size=128)  # type: ignore[arg-type]
     yield context

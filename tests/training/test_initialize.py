@@ -7,16 +7,16 @@ from support.runs import TINY
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.initialize import Environment, groups_of_rank
-from megatron.training.pieces import stages_of_rank
+from megatron.training.providers import stages_of_rank
 
 FLAGS = f"{TINY} --num-layers 8 --mock-data --train-iters 1"
 PP = "--pipeline-model-parallel-size"
 
 
 def configured(flags: str, world_size: int) -> PretrainConfig:
-    return configure(f"{FLAGS} {flags}".split(), surroundings=Surroundings(world_size, False))
+    return configure(f"{FLAGS} {flags}".split(), launch_environment=LaunchEnvironment(world_size, False))
 
 
 def environments(config: PretrainConfig) -> list[Environment]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.training import pretrain
 from megatron.training.hooks.exit import ExitReason
-from megatron.training.pieces import Context, ForwardStep, Pieces
+from megatron.training.providers import Context, ForwardStep, Providers
 
 RUN = "--eval-iters 0"
 
@@ -29,7 +29,7 @@ class _BadGradient(torch.autograd.Function):
         return gradient * torch.inf
 
 
-def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Pieces:
+def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Providers:
     """GPT whose loss or gradient is infinite in one micro-batch (from 0) of one iteration (from 1) on one rank."""
 
     def build(context: Context) -> ForwardStep:
@@ -44,7 +44,7 @@ def poisoned(kind: str, iteration: int, micro_batch: int, rank: int = 0) -> Piec
 
         return step
 
-    return Pieces(GPT.build_model, GPT.build_datasets, build)
+    return Providers(GPT.build_model, GPT.build_datasets, build)
 
 
 def named(outcome: Outcome) -> list[str]:

@@ -13,8 +13,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import grad_norm
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.step_data import StepData
-from megatron.training.pieces import Context, ForwardStep, Pieces
-from megatron.training.run import Run
+from megatron.training.providers import Context, ForwardStep, Providers
+from megatron.training.trainer import Trainer
 
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 
@@ -81,7 +81,7 @@ def test_packed_documents_are_separate_documents(corpus):
     """Losses and gradients of a packed batch are those of its documents, each put through the model alone."""
     found: dict[str, Any] = {}
 
-    def compare(run: Run) -> None:
+    def compare(run: Trainer) -> None:
         model, config = run.model[0].eval(), run.config
         batch = next(run.splits.train)
         lone = StepData(iter([batch]), micro_batch_size=config.training.micro_batch_size)
@@ -166,11 +166,11 @@ def test_a_growing_batch(tmp_path, corpus):
 
 
 class Watching:
-    """The pieces of GPT; what evaluation puts through the model is written down."""
+    """The providers of GPT; what evaluation puts through the model is written down."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[float, float]] = []
-        self.pieces = Pieces(GPT.build_model, GPT.build_datasets, self.build)
+        self.providers = Providers(GPT.build_model, GPT.build_datasets, self.build)
 
     def build(self, context: Context) -> ForwardStep:
         forward_step = GPT.build_forward_step(context)
@@ -187,7 +187,7 @@ class Watching:
 
 def evaluate_on_rank(flags: str) -> tuple[list[tuple[float, float]], Outcome]:
     watching = Watching()
-    return watching.sums, train(flags, watching.pieces)
+    return watching.sums, train(flags, watching.providers)
 
 
 def test_evaluation_is_the_mean_over_all_its_tokens(corpus):
@@ -261,7 +261,7 @@ def test_an_empty_split_is_said(corpus, capsys):
 def test_norms_and_zeros_are_those_of_weights_and_gradients(corpus):
     found: dict[str, Any] = {}
 
-    def watch(run: Run) -> None:
+    def watch(run: Trainer) -> None:
         step = run.optimizer.step_on_device
 
         def watched(*inputs: Any) -> Any:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from megatron.core.backends import AttentionPlan, BlockPlan
 from megatron.core.collectives import Group, group_size
+from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.comm_types import CommType
-from megatron.core.context_parallel.exchanged import Job, exchanged_attention
-from megatron.core.context_parallel.exchanges import Gather, Ring
-from megatron.core.context_parallel.gathering import gather_whole_rows
-from megatron.core.context_parallel.heads import (
+from megatron.core.context_parallel.kv_exchange import Gather, Ring
+from megatron.core.context_parallel.ring import Job, ring_attention
+from megatron.core.context_parallel.splitting import chunk_length, cut_rows
+from megatron.core.context_parallel.ulysses import (
     from_pieces,
     in_pieces,
     share_keys,
@@ -21,11 +22,10 @@ from megatron.core.context_parallel.heads import (
     start_to_rows,
     whole_rows_of,
 )
-from megatron.core.context_parallel.splitting import chunk_length, cut_rows
 from megatron.core.exceptions import UserError
-from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
-from megatron.core.ops.attention_blocks import BlockCall
-from megatron.core.ops.attention_kernels import Situation
+from megatron.core.ops.attention.blocks import BlockCall
+from megatron.core.ops.attention.kernels import Situation
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
@@ -168,9 +168,7 @@ class ContextAttention:
         exchange = split(rows.part, self._row_group(), len(query) // 2, self.variant.reach, join)
         kernel = self.blocks.choices[situation].kernel
         places = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
-        return exchanged_attention(
-            query, key, value, call.sink, Job(exchange, kernel, self.merge, self.variant, places)
-        )
+        return ring_attention(query, key, value, call.sink, Job(exchange, kernel, self.merge, self.variant, places))
 
     def _row_group(self) -> Group:
         return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self.groups.cp

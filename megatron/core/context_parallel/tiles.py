@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.core.ops.attention_blocks import BlockPlace
+from megatron.core.ops.attention.blocks import BlockOffsets
 from megatron.core.tokens import SequencePart
 
 Reach = tuple[int | None, int | None]
@@ -28,7 +28,7 @@ class Tile:
     """Rows of this rank's queries."""
     keys: slice
     """Rows of the keys at hand."""
-    place: BlockPlace
+    place: BlockOffsets
 
     @property
     def whole(self) -> bool:
@@ -69,7 +69,7 @@ def tile_of(queries: Span, keys: Span, reach: Reach) -> Tile | None:
     return Tile(
         slice(queries.first_row + first_query, queries.first_row + end_query),
         slice(keys.first_row + first_key, keys.first_row + end_key),
-        BlockPlace(queries.place + first_query, keys.place + first_key, left, right),
+        BlockOffsets(queries.place + first_query, keys.place + first_key, left, right),
     )
 
 
@@ -110,7 +110,7 @@ def own_tiles(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tuple
     if join and reach == (None, 0):  # causal over the row is causal over the two chunks as they lie
         spans = spans_of(part, chunk)
         rows = slice(0, 2 * chunk)
-        return (Tile(rows, rows, BlockPlace(spans[0].place, spans[0].place, None, 0)),)
+        return (Tile(rows, rows, BlockOffsets(spans[0].place, spans[0].place, None, 0)),)
     return tiles_between(part, part.rank, part.rank, chunk, reach, join)
 
 

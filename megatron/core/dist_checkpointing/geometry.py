@@ -16,7 +16,7 @@ from megatron.core.parameters import Box
 
 
 @dataclass(frozen=True)
-class Part:
+class FlatRange:
     """The elements [begin, end) of a box, numbered in row-major order of the box."""
 
     box: Box
@@ -27,13 +27,13 @@ class Part:
     def numel(self) -> int:
         return self.end - self.begin
 
-    def part(self, begin: int, end: int) -> "Part":
+    def part(self, begin: int, end: int) -> "FlatRange":
         """The elements [begin, end), counted from this part's first."""
-        return Part(self.box, self.begin + begin, self.begin + end)
+        return FlatRange(self.box, self.begin + begin, self.begin + end)
 
 
 @dataclass(frozen=True)
-class Run:
+class ContiguousRange:
     """A box of canonical coordinates whose elements lie from `offset` on, in row-major order, in a part's memory."""
 
     offset: int
@@ -42,11 +42,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements that two parts share: a box, and the run of each part in which it lies."""
+    """Elements that two parts share: a box, and the contiguous_range of each part in which it lies."""
 
     box: Box
-    target: Run
-    source: Run
+    target: ContiguousRange
+    source: ContiguousRange
 
     @property
     def numel(self) -> int:
@@ -61,9 +61,11 @@ class Overlap:
         return _view(flat, self.source, self.box)
 
 
-def _view(flat: Tensor, run: Run, box: Box) -> Tensor:
-    inside = flat[run.offset : run.offset + run.box.numel].view(run.box.shape)
-    for dim, (begin, origin, length) in enumerate(zip(box.start, run.box.start, box.shape, strict=True)):
+def _view(flat: Tensor, contiguous_range: ContiguousRange, box: Box) -> Tensor:
+    inside = flat[contiguous_range.offset : contiguous_range.offset + contiguous_range.box.numel].view(
+        contiguous_range.box.shape
+    )
+    for dim, (begin, origin, length) in enumerate(zip(box.start, contiguous_range.box.start, box.shape, strict=True)):
         inside = inside.narrow(dim, begin - origin, length)
     return inside
 
@@ -93,10 +95,10 @@ def merge_dimensions(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[
     return tuple(merged), [Box(tuple(a), tuple(b)) for a, b in zip(starts, shapes, strict=True)]
 
 
-def runs(part: Part) -> Iterator[Run]:
+def contiguous_ranges(part: FlatRange) -> Iterator[ContiguousRange]:
     """The part as boxes in canonical coordinates, in the order of its elements."""
     for offset, start, shape in _range_boxes(part.box.shape, part.begin, part.end):
-        yield Run(offset, Box(tuple(a + b for a, b in zip(part.box.start, start, strict=True)), shape))
+        yield ContiguousRange(offset, Box(tuple(a + b for a, b in zip(part.box.start, start, strict=True)), shape))
 
 
 def _range_boxes(
@@ -141,15 +143,15 @@ def intersect(a: Box, b: Box) -> Box | None:
     return Box(start, shape) if all(extent > 0 for extent in shape) else None
 
 
-def overlaps(shape: Sequence[int], target: Part, source: Part) -> list[Overlap]:
+def overlaps(shape: Sequence[int], target: FlatRange, source: FlatRange) -> list[Overlap]:
     """What two parts of one tensor of this shape share; empty when nothing."""
     if intersect(target.box, source.box) is None:
         return []
     _, (target_box, source_box) = merge_dimensions(shape, [target.box, source.box])
-    source_runs = list(runs(Part(source_box, source.begin, source.end)))
+    source_runs = list(contiguous_ranges(FlatRange(source_box, source.begin, source.end)))
     return [
         Overlap(common, target_run, source_run)
-        for target_run in runs(Part(target_box, target.begin, target.end))
+        for target_run in contiguous_ranges(FlatRange(target_box, target.begin, target.end))
         for source_run in source_runs
         if (common := intersect(target_run.box, source_run.box)) is not None
     ]
@@ -165,13 +167,13 @@ class Tiling:
     """Positions, in the list of parts, of two that share elements."""
 
 
-def check_tiling(shape: Sequence[int], parts: Sequence[Part]) -> Tiling:
+def check_tiling(shape: Sequence[int], parts: Sequence[FlatRange]) -> Tiling:
     """Whether every element of a tensor of this shape lies in exactly one of the parts."""
     merged_shape, boxes = merge_dimensions(shape, [part.box for part in parts])
     pieces = [
-        (index, run.box)
+        (index, contiguous_range.box)
         for index, (part, box) in enumerate(zip(parts, boxes, strict=True))
-        for run in runs(Part(box, part.begin, part.end))
+        for contiguous_range in contiguous_ranges(FlatRange(box, part.begin, part.end))
     ]
     twice = _shared(pieces, len(merged_shape))
     missing = math.prod(shape) - sum(box.numel for _, box in pieces)

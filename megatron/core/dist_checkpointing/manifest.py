@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
-from megatron.core.dist_checkpointing.geometry import Part
+from megatron.core.dist_checkpointing.geometry import FlatRange
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 
@@ -55,14 +55,14 @@ class StoredChunk:
     checksums: tuple[int, ...]
 
     @property
-    def part(self) -> Part:
-        return Part(self.box, *self.range)
+    def part(self) -> FlatRange:
+        return FlatRange(self.box, *self.range)
 
     @property
     def nbytes(self) -> int:
         return self.part.numel * self.dtype.itemsize
 
-    def block_part(self, block: int) -> Part:
+    def block_part(self, block: int) -> FlatRange:
         """The elements that lie in one of its blocks."""
         size = data_file.BLOCK_BYTES // self.dtype.itemsize
         return self.part.part(block * size, min((block + 1) * size, self.part.numel))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_name
-from megatron.core.dist_checkpointing.geometry import Overlap, Part, check_tiling, overlaps
+from megatron.core.dist_checkpointing.geometry import FlatRange, Overlap, check_tiling, overlaps
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, RankIndex, StoredChunk
 from megatron.core.exceptions import UserError
 
@@ -36,7 +36,7 @@ def share_out(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
     for holders, by_place in by_holders.items():
         shared = list(by_place.values())
         assert rank in holders, f"rank {rank} holds {shared[0]} but is not among its holders {holders}"
-        mine += _my_run(shared, holders.index(rank), len(holders))
+        mine += _my_range(shared, holders.index(rank), len(holders))
     return sorted(mine, key=_place)
 
 
@@ -44,7 +44,7 @@ def _place(chunk: Chunk) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     return chunk.name, chunk.box.start, chunk.range
 
 
-def _my_run(chunks: Sequence[Chunk], position: int, count: int) -> list[Chunk]:
+def _my_range(chunks: Sequence[Chunk], position: int, count: int) -> list[Chunk]:
     total = sum(chunk.flat.nbytes for chunk in chunks)
     begin, end = total * position // count, total * (position + 1) // count
     mine, at = [], 0
@@ -197,7 +197,7 @@ def plan_reads(sources: Iterable[tuple[Chunk, str]], catalogue: Catalogue) -> li
     """
     copies: dict[tuple[str, int, int], Fill] = {}
     for chunk, name in sources:
-        target = Part(chunk.box, *chunk.range)
+        target = FlatRange(chunk.box, *chunk.range)
         found = 0
         for located in catalogue[name]:
             for block in _blocks_near(chunk.global_shape, target, located.chunk):
@@ -214,7 +214,7 @@ def plan_reads(sources: Iterable[tuple[Chunk, str]], catalogue: Catalogue) -> li
     return [copies[key] for key in sorted(copies)]
 
 
-def _blocks_near(shape: tuple[int, ...], target: Part, stored: StoredChunk) -> Iterable[int]:
+def _blocks_near(shape: tuple[int, ...], target: FlatRange, stored: StoredChunk) -> Iterable[int]:
     """Blocks of a stored chunk that can hold elements of the target."""
     if len(stored.checksums) > 1 and not overlaps(shape, target, stored.part):
         return ()

@@ -1,7 +1,7 @@
 """Buckets: neighbouring units whose gradients are reduced once a step, and when that happens.
 
 All ranks reduce buckets in one fixed order, the last units first, as backward finishes them. With overlap a bucket goes
-out once all contributions to it have landed and those before it are out. How many contributions there are (a weight
+out once all contributions to it have arrived and those before it are out. How many contributions there are (a weight
 that is used twice has two) is learned from the first reduced step: until it is known, buckets go out at the end.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.distributed.reductions import PendingSum, Reduction
-from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.parameters import info_of
 
 
@@ -38,17 +38,17 @@ class Bucket:
         self.wire_dtype = wire_dtype
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.main_dtype, device=units[0].device)
-        self.landed = 0
+        self.num_accumulated = 0
         """Contributions since reductions were last allowed to start."""
         self.expected: int | None = None
         """Contributions of a step's last micro-batch, once seen."""
         self.started = False
-        self._sums: list[PendingSum] = []
-        self._replica_sums: list[PendingSum] = []
+        self._sums: list[PendingReduction] = []
+        self._replica_sums: list[PendingReduction] = []
 
     @property
     def is_ready(self) -> bool:
-        return self.expected is not None and self.landed >= self.expected
+        return self.expected is not None and self.num_accumulated >= self.expected
 
     @property
     def _is_sharded(self) -> bool:
@@ -85,7 +85,7 @@ class Bucket:
         """Zero the gradients, for the next step."""
         self.finish()
         self.grad_buffer.zero_()
-        self.landed = 0
+        self.num_accumulated = 0
         self.started = False
 
 
@@ -101,16 +101,16 @@ class BucketQueue:
             self._bind(bucket)
 
     def _bind(self, bucket: Bucket) -> None:
-        def landed(parameter: nn.Parameter) -> None:
-            self._landed(bucket, parameter)
+        def on_accumulated(parameter: nn.Parameter) -> None:
+            self._on_accumulated(bucket, parameter)
 
         offset = 0
         for unit in bucket.units:
             whole = bucket.grad_buffer[offset : offset + unit.plan.numel]
-            unit.bind_gradients(whole, whole[slice(*unit.owned_range)], landed)
+            unit.bind_gradients(whole, whole[slice(*unit.owned_range)], on_accumulated)
             offset += unit.plan.numel
 
-    def _landed(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+    def _on_accumulated(self, bucket: Bucket, parameter: nn.Parameter) -> None:
         if bucket.started:
             raise RuntimeError(
                 f"a gradient of {info_of(parameter).name} came after its reduction had begun: either "
@@ -118,7 +118,7 @@ class BucketQueue:
                 "an earlier one did, which overlap_grad_reduce cannot know"
             )
         if self.may_start:
-            bucket.landed += 1
+            bucket.num_accumulated += 1
             if self.overlap and bucket.is_ready:
                 self._start(only_ready=True)
 
@@ -140,11 +140,13 @@ class BucketQueue:
     def finish(self) -> None:
         """Wait for all reductions, beginning those that have not begun."""
         self.start()
-        went_through = any(bucket.landed for bucket in self.buckets)  # else there was no backward to learn from
+        went_through = any(
+            bucket.num_accumulated for bucket in self.buckets
+        )  # else there was no backward to learn from
         for bucket in self.buckets:
             bucket.finish()
             if went_through:
-                bucket.expected = max(bucket.landed, bucket.expected or 0)
+                bucket.expected = max(bucket.num_accumulated, bucket.expected or 0)
 
     def reset(self) -> None:
         """Zero all gradients."""

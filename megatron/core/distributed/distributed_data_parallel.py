@@ -12,14 +12,14 @@ from megatron.core.collectives import Group, broadcast
 from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
 from megatron.core.distributed.buckets import BucketQueue, Reductions, make_buckets, wire_dtype_of
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.gradient_shards import GradientShards
-from megatron.core.distributed.materialization import materialize, materialize_rest
-from megatron.core.distributed.placements import shardings
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.main_grad import WeightGradientQueue
+from megatron.core.distributed.meta_init import materialize, materialize_rest
+from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
 from megatron.core.distributed.reductions import Reduction
 from megatron.core.distributed.replicas import replica_ranks
-from megatron.core.distributed.sinks import WeightGradientQueue
-from megatron.core.distributed.unit_memory import Unit
-from megatron.core.distributed.units import Piece, UnitPlan, named_infos, plan_units
+from megatron.core.distributed.sharding_strategy import shardings
+from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
@@ -29,8 +29,8 @@ class DistributedDataParallel(nn.Module):
     """Wraps a model chunk: its weights move into units' flat buffers, its gradients into buckets that are summed.
 
     After `finish_grad_sync` every parameter's `main_grad` holds the mean over data (and context) parallel ranks of what
-    they accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, the sum. Where the placement
-    shards, that is so of what this rank owns of it: `unit.pieces` of `unit.owned_gradients`. Gradients are
+    they accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, the sum. Where the strategy
+    shards, that is so of what this rank owns of it: `unit.parameter_slices` of `unit.owned_gradients`. Gradients are
     accumulated in float32 at least, and summed in it with `ddp_config.grad_reduce_in_fp32`, else in the model's type.
     Replicas stay equal to the bit. `param.grad` is never left set.
 
@@ -62,11 +62,11 @@ class DistributedDataParallel(nn.Module):
         materialize_rest(module, device or _default_device(), config)
         reductions = {grid: self._reductions(grid) for grid in {plan.grid for plan in plans}}
         wire_dtype = functools.partial(wire_dtype_of, reduce_in_main_dtype=ddp_config.grad_reduce_in_fp32)
-        by_step = [unit for unit in self.units if not unit.sharding.placement.shards_gradients]
-        by_micro_batch = [unit for unit in self.units if unit.sharding.placement.shards_gradients]
+        by_step = [unit for unit in self.units if not unit.sharding.strategy.shards_gradients]
+        by_micro_batch = [unit for unit in self.units if unit.sharding.strategy.shards_gradients]
         most = None if disable_bucketing else self._bucket_elements()
         self._queue = BucketQueue(make_buckets(by_step, reductions, most, wire_dtype), ddp_config.overlap_grad_reduce)
-        self._shards = GradientShards(by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce)
+        self._shards = ReduceScatterGradients(by_micro_batch, reductions, wire_dtype, ddp_config.overlap_grad_reduce)
         gathered = [unit for unit in self.units if unit.sharding.shards > 1]
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
@@ -156,10 +156,10 @@ class DistributedDataParallel(nn.Module):
             self._queue.may_start = True
 
     @contextlib.contextmanager
-    def put_off_weight_gradients(self, key: Hashable) -> Iterator[None]:
+    def defer_weight_gradients(self, key: Hashable) -> Iterator[None]:
         """A backward that runs in here gives input gradients only; the products that make weight gradients wait, under
         a key of the caller's, for `compute_weight_gradients`."""
-        with self._shards.held(), self._late.put_off(key):
+        with self._shards.held(), self._late.defer(key):
             yield
 
     def compute_weight_gradients(self, key: Hashable) -> None:
@@ -167,15 +167,15 @@ class DistributedDataParallel(nn.Module):
         with self._shards.late():
             self._late.compute(key)
 
-    def lagging_weight_gradients(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    def deferred_weight_gradients(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
         """In a backward that runs in here the products that make weight gradients lag: they wait until the function
         that is given is called, or for the end of the backward."""
-        return self._late.lagging()
+        return self._late.deferred()
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Begin all reductions now; no gradient may be added afterwards."""
         self._queue.start()
-        self._shards.flush_landed()
+        self._shards.flush_accumulated()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Reduce what is not reduced yet, and wait. On CUDA the host does not wait, later kernels do.
@@ -208,8 +208,8 @@ class DistributedDataParallel(nn.Module):
     def gradient_chunks(self) -> Iterator[Chunk]:
         """What this rank owns of every parameter's gradient, over live memory; to be read once they are finalised."""
         for unit in self.units:
-            for piece in unit.pieces:
-                yield self._chunk(piece, piece.of(unit.owned_gradients), unit)
+            for parameter_slice in unit.parameter_slices:
+                yield self._chunk(parameter_slice, parameter_slice.of(unit.owned_gradients), unit)
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Move gradients to host memory and free the device's, until `restore_grad_buffers`."""
@@ -234,17 +234,17 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_sync()
         self._hooks.release_unused()  # whole weights would not know of values that are loaded into the parts
         for unit in self.units:
-            for piece in unit.pieces if unit.shards_weights else ():
-                yield self._chunk(piece, piece.of(unit.owned_weights), unit)
+            for parameter_slice in unit.parameter_slices if unit.shards_weights else ():
+                yield self._chunk(parameter_slice, parameter_slice.of(unit.owned_weights), unit)
         sharded = {s.parameter for u in self.units if u.shards_weights for s in u.slots}
         for parameter, info in named_infos(self.module):
             if parameter not in sharded:
                 yield parameter_chunk(parameter, replica_ranks(info, self.pg_collection))
 
-    def _chunk(self, piece: Piece, tensor: Tensor, unit: Unit) -> Chunk:
-        info = piece.info
+    def _chunk(self, parameter_slice: ParameterSlice, tensor: Tensor, unit: Unit) -> Chunk:
+        info = parameter_slice.info
         holders = replica_ranks(info, self.pg_collection, unit.sharding)
-        return Chunk(info.name, info.global_shape, info.box, piece.flat_range, tensor, holders)
+        return Chunk(info.name, info.global_shape, info.box, parameter_slice.flat_range, tensor, holders)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:

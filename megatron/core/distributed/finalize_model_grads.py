@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.expert_balance import finish_routers
-from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -43,7 +43,11 @@ def finalize_model_grads(
     for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce)
     groups = pg_collection or chunks[0].pg_collection
-    owned = [(piece.info, piece.of(unit.owned_gradients)) for unit in _units(chunks) for piece in unit.pieces]
+    owned = [
+        (parameter_slice.info, parameter_slice.of(unit.owned_gradients))
+        for unit in _units(chunks)
+        for parameter_slice in unit.parameter_slices
+    ]
     for axis, name in _GROUP_OF_AXIS.items():
         _sum_together([part for info, part in owned if axis in info.partial_gradient_axes], groups, name)
     _sum_tied(owned, groups)

@@ -19,7 +19,7 @@ from megatron.core.collectives import (
 )
 
 
-class PendingSum:
+class PendingReduction:
     """A sum under way. `wait` gives it; on CUDA, to kernels that come later."""
 
     def __init__(self, pending: Pending, finish: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -44,25 +44,25 @@ class Reduction:
     """A part that is sent in a narrower type is summed in the gradients' own: every rank gets all addends of its part,
     instead of sums that were rounded on their way. The bytes are those of a reduce-scatter."""
 
-    def start_whole(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingSum:
+    def start_whole(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
         """Begin the sum of `gradients` [n], sent in `wire_dtype`. It ends in the same memory, which may be used for
         nothing else until then."""
         wire, op = self._scaled(gradients, wire_dtype)
         if group_size(self.group) == 1 or wire is gradients:
-            return PendingSum(start_all_reduce(wire, self.group, op))
-        return PendingSum(start_all_reduce(wire, self.group, op), gradients.copy_)
+            return PendingReduction(start_all_reduce(wire, self.group, op))
+        return PendingReduction(start_all_reduce(wire, self.group, op), gradients.copy_)
 
-    def start_part(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingSum:
+    def start_part(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
         """Begin the sum of this rank's part of `gradients` [n * ranks], sent in `wire_dtype`: [n], of that type or of
         the gradients' own. It may lie in the memory of `gradients`, which may be used for nothing else until then."""
         wire, op = self._scaled(gradients, wire_dtype)
         ranks = group_size(self.group)
         if self.sum_in_main_dtype and wire is not gradients and op is ReduceOp.SUM:
             addends = start_all_to_all_rows(wire, self.group)
-            return PendingSum(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=gradients.dtype))
+            return PendingReduction(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=gradients.dtype))
         size = gradients.numel() // ranks
         part = wire[group_rank(self.group) * size :][:size]
-        return PendingSum(start_reduce_scatter_rows(wire, self.group, out=part, op=op))
+        return PendingReduction(start_reduce_scatter_rows(wire, self.group, out=part, op=op))
 
     def _scaled(self, gradients: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, ReduceOp.RedOpType]:
         """What is sent: the gradients themselves, scaled in place, or a narrower copy; and how it is added up."""

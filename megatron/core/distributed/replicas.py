@@ -1,6 +1,6 @@
 """Which ranks hold the same values of a parameter, from its descriptor and the groups."""
 
-from megatron.core.distributed.placements import Sharding, data_parallel_group
+from megatron.core.distributed.sharding_strategy import Sharding, data_parallel_group
 from megatron.core.parameters import ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 

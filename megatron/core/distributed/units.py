@@ -1,8 +1,8 @@
 """Plans of units: the flat buffers of a layer, the embedding or the head, times (grid, type).
 
 A unit holds the weights of its parameters end to end in one flat buffer, of which the parameters are views, and their
-gradients in the same order in another, which the parameters' sinks write. Reduction, update and checkpoint see flat
-ranges; layers see ordinary parameters. Which range of a unit a rank owns is its sharding's affair.
+gradients in the same order in another, which the parameters' main gradients write. Reduction, update and
+checkpoint see flat ranges; layers see ordinary parameters. Which range of a unit a rank owns is its sharding's affair.
 
 Which parameter lies where is a pure function of canonical names, shapes and the number of shards (`plan_units`), so
 that all ranks agree without asking, and a dry run can count bytes on a meta device.
@@ -51,7 +51,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterSlice:
     """What a rank owns of one parameter's box: elements [start, stop) of what it owns of the unit."""
 
     slot: Slot
@@ -65,7 +65,7 @@ class Piece:
         return self.slot.info
 
     def of(self, owned: Tensor) -> Tensor:
-        """The piece in a flat tensor of what the rank owns: a one-dimensional view."""
+        """The parameter_slice in a flat tensor of what the rank owns: a one-dimensional view."""
         return owned[self.start : self.stop]
 
 
@@ -90,7 +90,7 @@ class UnitPlan:
         """The model's weights are too narrow to be updated in place."""
         return self.main_dtype != self.dtype
 
-    def pieces(self, owned: tuple[int, int]) -> tuple[Piece, ...]:
+    def parameter_slices(self, owned: tuple[int, int]) -> tuple[ParameterSlice, ...]:
         """What a range of the unit holds of each parameter's box, for those of which it holds anything."""
         first, end = owned
         found = []
@@ -99,7 +99,7 @@ class UnitPlan:
             if start < stop:
                 whole = (start, stop) == (slot.start, slot.box_stop)
                 part = None if whole else (start - slot.start, stop - slot.start)
-                found.append(Piece(slot, start - first, stop - first, part))
+                found.append(ParameterSlice(slot, start - first, stop - first, part))
         return tuple(found)
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.distributed.backward_end import BackwardEnd, in_backward
-from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.autograd_callbacks import BackwardEndCallback, in_backward
+from megatron.core.distributed.flat_buffer import Unit
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class WeightHooks:
         """Numbers of the users whose backward is under way."""
         self._lingering: list[Unit] = []
         """Whole although nobody is at them: backward, which often comes next, begins with what forward ended with."""
-        self._backward_end = BackwardEnd(self._backward_ended)
+        self._backward_end = BackwardEndCallback(self._backward_ended)
 
     @property
     def are_enabled(self) -> bool:

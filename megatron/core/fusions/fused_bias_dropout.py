@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron.core.ops.dropout import DropoutPlace, bias_dropout_add, dropout_tokens
+from megatron.core.ops.dropout.dropout import DropoutRngPosition, bias_dropout_add, dropout_tokens
 from megatron.core.tokens import Tokens
 
 BiasDropoutAdd = Callable[..., Tensor]
@@ -19,12 +19,15 @@ def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
     """
 
     def bias_dropout_add_func(
-        x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, place: DropoutPlace | None = None
+        x_with_bias: tuple[Tensor, Tensor | None],
+        residual: Tensor,
+        prob: float,
+        place: DropoutRngPosition | None = None,
     ) -> Tensor:
         x, bias = x_with_bias
         flat = x.reshape(-1, x.shape[-1])  # [t, h]
         if training and prob and place is None:
-            place = DropoutPlace(dropout_tokens(Tokens(flat.shape[0], 1), x.device), 0, "lone")
+            place = DropoutRngPosition(dropout_tokens(Tokens(flat.shape[0], 1), x.device), 0, "lone")
         output = bias_dropout_add(flat, bias, residual.reshape(flat.shape), prob, place if training else None)
         return output.view(x.shape)
 

@@ -1,4 +1,4 @@
-"""Rows of a table by index, whose gradient goes to the table's sink row by row, never as a dense table."""
+"""Rows of a table by index, whose gradient goes to the table's main_grad row by row, never as a dense table."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.parameters import gradient_sink
+from megatron.core.parameters import main_grad_accumulator
 
 
 def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
@@ -49,9 +49,9 @@ class _Embedding(torch.autograd.Function):
             return None, None, None
         if elsewhere is not None:
             output_gradient = output_gradient.masked_fill(elsewhere[..., None], 0.0)
-        sink = gradient_sink(table)
-        if sink is None:
+        main_grad = main_grad_accumulator(table)
+        if main_grad is None:
             gradient = torch.ops.aten.embedding_dense_backward(output_gradient, index, table.shape[0], -1, False)
             return None, gradient, None
-        sink.add_rows(index.reshape(-1), output_gradient.reshape(-1, table.shape[1]))
+        main_grad.add_rows(index.reshape(-1), output_gradient.reshape(-1, table.shape[1]))
         return None, None, None

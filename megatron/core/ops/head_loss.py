@@ -5,9 +5,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from megatron.core.collectives import Group
+from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.linear import linear
-from megatron.core.ops.soft_cap import soft_cap
 
 
 def head_loss(

@@ -1,8 +1,8 @@
 """y = x W^T + b, whose weight gradient goes where the weight says, and whose exchange hides behind its products.
 
-The product dW = dy^T x is apart from dX: it is handed, as its two factors, to the weight's gradient sink, which may
-accumulate it at once inside the product or keep the factors for later (zero-bubble pipelines). A weight without a sink
-gets an ordinary gradient.
+The product dW = dy^T x is apart from dX: it is handed, as its two factors, to the weight's main gradient, which may
+accumulate it at once inside the product or keep the factors for later (zero-bubble pipelines). A weight without a main
+gradient gets an ordinary `.grad`.
 
 Over a group, each rank has some rows of one weight, and backward sums the inputs' gradient over the ranks while dW is
 computed. Under sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs: they are
@@ -25,7 +25,7 @@ from megatron.core.collectives import (
     start_gather_rows,
     start_reduce_scatter_rows,
 )
-from megatron.core.parameters import gradient_sink
+from megatron.core.parameters import main_grad_accumulator
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,22 @@ class _Linear(torch.autograd.Function):
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
         columns = inputs.detach().reshape(-1, weight.shape[1])  # [t, in]; this rank's part of it with `gathers`
-        sink = gradient_sink(weight)
-        puts_off = getattr(sink, "puts_off", False)
-        gathered = start_gather_rows(columns, ctx.group) if ctx.gathers and needs_weight and not puts_off else None
+        main_grad = main_grad_accumulator(weight)
+        defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
+        gathered = (
+            start_gather_rows(columns, ctx.group) if ctx.gathers and needs_weight and not defers_weight_grad else None
+        )
         summed = _start_inputs_gradient(rows, weight, ctx.group, ctx.gathers) if needs_inputs else None
         weight_gradient = bias_gradient = None
         if needs_weight:
             if gathered is not None:
                 columns = gathered.wait()
-            if sink is None:
+            if main_grad is None:
                 weight_gradient = product(rows.t(), columns)
             else:
-                sink.add_product(rows, SequenceShard(columns, ctx.group) if ctx.gathers and puts_off else columns)
+                main_grad.add_product(
+                    rows, SequenceShard(columns, ctx.group) if ctx.gathers and defers_weight_grad else columns
+                )
         if needs_bias:
             bias_gradient = rows.sum(0)
         inputs_gradient = None if summed is None else summed.wait().view(inputs.shape)

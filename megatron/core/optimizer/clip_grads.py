@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.placements import GRIDS, Sharding
+from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.replicas import counts_here
-from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.sharding_strategy import GRIDS, Sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _MODEL_PARALLEL_GROUP = {"dense": "mp", "expert": "tp_ep_pp"}
@@ -35,11 +35,11 @@ def counted_gradients(
     tied: set[str] = set()
     for unit in units:
         if unit.plan.grid == grid:
-            for piece in unit.pieces:
-                if counts_here(piece.info, groups) and piece.info.name not in tied:
-                    yield piece.of(owned(unit))
-                if piece.info.tied:  # two chunks of this rank may hold a copy each
-                    tied.add(piece.info.name)
+            for parameter_slice in unit.parameter_slices:
+                if counts_here(parameter_slice.info, groups) and parameter_slice.info.name not in tied:
+                    yield parameter_slice.of(owned(unit))
+                if parameter_slice.info.tied:  # two chunks of this rank may hold a copy each
+                    tied.add(parameter_slice.info.name)
 
 
 def grad_norm(

@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.placements import placement_of
 from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.sharding_strategy import sharding_strategy_of
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, grad_norm
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
@@ -50,8 +50,8 @@ class ExternalOptimizer(MegatronOptimizer):
         if any(unit.sharding.shards > 1 for unit in self.units):
             raise UserError(
                 f"the script's own {name} updates whole weights, and data parallel ranks share them out "
-                f"({placement_of(wrapped[0].ddp_config).value}): leave out --use-distributed-optimizer and full "
-                "sharding, or use --optimizer"
+                f"({sharding_strategy_of(wrapped[0].ddp_config).value}): leave out --use-distributed-optimizer and "
+                "full sharding, or use --optimizer"
             )
         self.device = self.units[0].device
         self._places = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}

@@ -9,14 +9,20 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.replicas import replica_ranks
-from megatron.core.distributed.unit_memory import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import GroupSettings, ParamGroupOverride, ParamKey, Run, group_runs
+from megatron.core.optimizer.param_groups import (
+    GroupSettings,
+    ParameterRange,
+    ParamGroupOverride,
+    ParamKey,
+    parameter_ranges,
+)
 from megatron.core.optimizer.update_rules import Segments, StepInputs, UpdateRule, build_update_rule
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -77,27 +83,27 @@ class FlatOptimizer(MegatronOptimizer):
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
-        runs = group_runs(self.units, config, overrides)
-        self.param_groups = [self._param_group(settings, members) for settings, members in runs.items()]
-        self._segments = [self._segments_of(members) for members in runs.values()]
+        ranges = parameter_ranges(self.units, config, overrides)
+        self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
+        self._segments = [self._segments_of(members) for members in ranges.values()]
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
-    def _param_group(self, settings: GroupSettings, runs: Sequence[Run]) -> dict[str, Any]:
+    def _param_group(self, settings: GroupSettings, ranges: Sequence[ParameterRange]) -> dict[str, Any]:
         """`lr` is a float64 scalar tensor on the device, which a scheduler advances there."""
         given = {key: value for key, value in vars(settings).items() if value is not None}
         rate = settings.lr_mult * (settings.max_lr or self.config.lr or 0.0)
         return {
             **given,
-            "params": [s.parameter for r in runs for s in self.units[r.unit].slots if r.start <= s.start < r.stop],
+            "params": [s.parameter for r in ranges for s in self.units[r.unit].slots if r.start <= s.start < r.stop],
             "lr": torch.tensor(rate, dtype=torch.float64, device=self.device),
             "weight_decay": self.config.weight_decay * settings.wd_mult,
         }
 
-    def _segments_of(self, runs: Sequence[Run]) -> list[Segments]:
-        """What this rank owns of the runs of a group, as lists of tensors, a list for each type."""
+    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[Segments]:
+        """What this rank owns of the ranges of a group, as lists of tensors, a list for each type."""
         by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
-        for run in runs:
+        for run in ranges:
             state = self.states[run.unit]
             first, end = state.unit.owned_range
             owned = slice(max(run.start, first) - first, min(run.stop, end) - first)
@@ -189,9 +195,9 @@ class FlatOptimizer(MegatronOptimizer):
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for state in self.states:
             whole = state.unit.sharding.shards == 1
-            for piece in state.unit.pieces:
-                take = piece.slot.shaped if whole else piece.of
-                found[piece.slot.parameter] = {name: take(moment) for name, moment in state.moments.items()}
+            for parameter_slice in state.unit.parameter_slices:
+                take = parameter_slice.slot.shaped if whole else parameter_slice.of
+                found[parameter_slice.slot.parameter] = {name: take(moment) for name, moment in state.moments.items()}
         return found
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -206,10 +212,12 @@ class FlatOptimizer(MegatronOptimizer):
             kinds = dict(state.moments)
             if state.unit.plan.needs_main_weights:
                 kinds[MASTER] = state.weights
-            for piece in state.unit.pieces:
-                holders = replica_ranks(piece.info, self.groups, state.unit.sharding)
+            for parameter_slice in state.unit.parameter_slices:
+                holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
                 for kind, tensor in kinds.items():
-                    yield optimizer_state_chunk(kind, piece.info, piece.of(tensor), piece.flat_range, holders)
+                    yield optimizer_state_chunk(
+                        kind, parameter_slice.info, parameter_slice.of(tensor), parameter_slice.flat_range, holders
+                    )
 
     def common_state(self) -> dict[str, Any]:
         scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else None

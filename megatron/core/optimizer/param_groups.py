@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed.unit_memory import Unit
+from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parameters import ParameterInfo
 
@@ -64,7 +64,7 @@ def _is_qk_norm_weight(info: ParameterInfo) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParameterRange:
     """Neighbouring slots of a unit in one group: elements [start, stop) of its buffers, alignment included."""
 
     unit: int
@@ -72,20 +72,20 @@ class Run:
     stop: int
 
 
-def group_runs(
+def parameter_ranges(
     units: Sequence[Unit],
     config: OptimizerConfig,
     overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
-) -> dict[GroupSettings, list[Run]]:
-    """The runs of every group. Groups come in the order in which units show them, the decayed ones first."""
-    groups: dict[GroupSettings, list[Run]] = {}
+) -> dict[GroupSettings, list[ParameterRange]]:
+    """The ranges of every group. Groups come in the order in which units show them, the decayed ones first."""
+    groups: dict[GroupSettings, list[ParameterRange]] = {}
     for number, unit in enumerate(units):
-        for settings, start, stop in _runs_of(unit, config, overrides):
-            groups.setdefault(settings, []).append(Run(number, start, stop))
+        for settings, start, stop in _ranges_of(unit, config, overrides):
+            groups.setdefault(settings, []).append(ParameterRange(number, start, stop))
     return dict(sorted(groups.items(), key=lambda group: group[0].wd_mult == 0.0))
 
 
-def _runs_of(
+def _ranges_of(
     unit: Unit, config: OptimizerConfig, overrides: Mapping[ParamKey, ParamGroupOverride] | None
 ) -> Iterator[tuple[GroupSettings, int, int]]:
     begun: tuple[GroupSettings, int] | None = None

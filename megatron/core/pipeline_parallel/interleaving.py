@@ -26,21 +26,21 @@ import torch
 _FORWARD, _BACKWARD = 0, 1
 
 
-class MicroBatchBaton:
-    """The baton (see `layer_inputs.Baton`) of one micro-batch in one model chunk: it goes with what its forward keeps,
-    so that its backward, and what that computes again, finds it too. Does nothing while the micro-batch is alone."""
+class MicroBatchTurn:
+    """The turn (see `layer_inputs.CooperativeTurn`) of one micro-batch in one model chunk. It goes with what its
+    forward keeps, so its backward and its recomputation find it too. Does nothing while the micro-batch is alone."""
 
     def __init__(self) -> None:
-        self._turns: _Turns | None = None
+        self._turns: _CooperativePair | None = None
         self._side = _FORWARD
         self._first: Callable[[], None] | None = None
 
-    def hand_over(self) -> None:
+    def yield_turn(self) -> None:
         """Let the other micro-batch compute; returns when it is this one's turn again."""
         if self._first is not None:
             self._first()
         if self._turns is not None:
-            self._turns.hand_over(self._side)
+            self._turns.yield_turn(self._side)
 
     @contextlib.contextmanager
     def doing_first(self, work: Callable[[], None]) -> Iterator[None]:
@@ -53,7 +53,7 @@ class MicroBatchBaton:
             self._first = None
 
     @contextlib.contextmanager
-    def _taking_turns(self, turns: "_Turns", side: int) -> Iterator[None]:
+    def _taking_turns(self, turns: "_CooperativePair", side: int) -> Iterator[None]:
         self._turns, self._side = turns, side
         try:
             yield
@@ -66,7 +66,7 @@ class _TheOtherFailed(Exception):
     """Ends one micro-batch because the other one has raised an error, which is the one that is shown."""
 
 
-class _Turns:
+class _CooperativePair:
     """Whose turn it is. Only who has it reads or writes anything here, unless the pair is abandoned."""
 
     def __init__(self) -> None:
@@ -76,8 +76,8 @@ class _Turns:
         self._ended = [False, False]
         self._failed = False
 
-    def hand_over(self, side: int) -> None:
-        assert self.now == side, "a baton is handed over by who has the turn"
+    def yield_turn(self, side: int) -> None:
+        assert self.now == side, "a turn is handed over by who has the turn"
         if not self._ended[1 - side]:
             draws = _RandomState.here()
             self._give(1 - side)
@@ -140,7 +140,7 @@ class _Job:
     """A backward for the other thread."""
 
     function: Callable[[], None]
-    turns: _Turns
+    turns: _CooperativePair
     state: "ThreadState"
     error: BaseException | None = None
 
@@ -175,14 +175,14 @@ class Interleaver:
         self,
         forward: Callable[[], None],
         backward: Callable[[], None],
-        forward_baton: MicroBatchBaton,
-        backward_baton: MicroBatchBaton,
+        forward_turn: MicroBatchTurn,
+        backward_turn: MicroBatchTurn,
     ) -> None:
         """Run both, the forward in this thread, which begins. An error of either ends both, at the next turn, and is
         raised as it was. So does an interrupt; a second one does not wait for the backward's turn to end."""
-        turns = _Turns()
+        turns = _CooperativePair()
         job = _Job(backward, turns, ThreadState.here())
-        with forward_baton._taking_turns(turns, _FORWARD), backward_baton._taking_turns(turns, _BACKWARD):
+        with forward_turn._taking_turns(turns, _FORWARD), backward_turn._taking_turns(turns, _BACKWARD):
             try:
                 error = self._run_both(forward, job)
             except BaseException:

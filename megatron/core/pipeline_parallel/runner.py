@@ -20,9 +20,9 @@ from megatron.core.pipeline_parallel.chunk_hooks import (
     of_number_and_chunk,
     set_input_of,
 )
-from megatron.core.pipeline_parallel.exchange import Exchange
-from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchBaton
+from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
 from megatron.core.pipeline_parallel.losses import Losses
+from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
 from megatron.core.pipeline_parallel.task import Task
 
 
@@ -40,7 +40,7 @@ class _Forward:
     """Of the last stage."""
 
 
-Place = tuple[int, int]
+MicroBatchKey = tuple[int, int]
 """A micro-batch and a chunk."""
 
 
@@ -50,16 +50,16 @@ class Runner:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.losses = Losses(task.config, task.groups, task.num_microbatches, task.collect_non_loss_data)
-        self._to_come: set[Place] = set()
+        self._to_come: set[MicroBatchKey] = set()
         """Forwards whose backward is still to come."""
-        self._forwards: dict[Place, _Forward] = {}
-        self._hidden: dict[Place, Pending] = {}
+        self._forwards: dict[MicroBatchKey, _Forward] = {}
+        self._hidden: dict[MicroBatchKey, Pending] = {}
         """Inputs of stages, on their way or here."""
-        self._gradients: dict[Place, Pending] = {}
+        self._gradients: dict[MicroBatchKey, Pending] = {}
         """Gradients of stages' outputs, on their way or here."""
         self._outgoing: dict[tuple[Kind, int, int], Tensor] = {}
-        """What the next sends take, by their kind and place."""
-        self._batons: dict[Place, MicroBatchBaton] = {}
+        """What the next sends take, by their kind and key."""
+        self._turns: dict[MicroBatchKey, MicroBatchTurn] = {}
         """Of micro-batches in flight, if any are to be interleaved."""
         self._interleaver = Interleaver()
         self._held_back: list[contextlib.ExitStack] = []
@@ -73,7 +73,7 @@ class Runner:
         parts = [part for action in actions for part in action.parts]
         self._to_come = {(part.micro_batch, part.chunk) for part in parts if part.kind in backward}
         if any(action.kind is Kind.PAIR for action in actions):
-            self._batons = {place: MicroBatchBaton() for place in self._to_come}
+            self._turns = {key: MicroBatchTurn() for key in self._to_come}
         if self._to_come:
             self._scale_auxiliary_losses()
         steps = {
@@ -91,7 +91,7 @@ class Runner:
         self._held_back = [contextlib.ExitStack() for _ in self.task.chunks]
         with contextlib.ExitStack() as whatever_happens:
             whatever_happens.enter_context(self._interleaver)
-            whatever_happens.callback(self._take_batons_back)
+            whatever_happens.callback(self._take_turns_back)
             for held in self._held_back:
                 whatever_happens.push(held)
             if self._to_come:
@@ -102,8 +102,8 @@ class Runner:
                 for part in action.parts:
                     if part.chunk in self._last and part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
                         self._start_reductions(part.chunk)
-        if self.task.exchange is not None:
-            self.task.exchange.finish()
+        if self.task.p2p is not None:
+            self.task.p2p.finish()
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
             "the list left something undone"
         )
@@ -115,9 +115,9 @@ class Runner:
             if tell is not None:
                 tell(self.losses.auxiliary_scale(device_of([chunk])))
 
-    def _take_batons_back(self) -> None:
-        for chunk in self.task.chunks if self._batons else ():
-            _give_baton(chunk, None)
+    def _take_turns_back(self) -> None:
+        for chunk in self.task.chunks if self._turns else ():
+            _give_turn(chunk, None)
 
     def _sync(self, action: Action) -> None:
         self._held_back[action.chunk].close()
@@ -150,8 +150,8 @@ class Runner:
         if task.stage(chunk) > 0:
             hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
             set_input_of(model)(hidden_in)
-        if self._batons:
-            _give_baton(model, self._batons.get((number, chunk)))
+        if self._turns:
+            _give_turn(model, self._turns.get((number, chunk)))
         output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
         kept = _Forward(hidden_in)
         if task.stage(chunk) == task.pipeline.num_stages - 1:
@@ -179,11 +179,11 @@ class Runner:
     # Backward --------------------------------------------------------------------------------------------------------
 
     def _backward(self, action: Action) -> None:
-        baton = self._batons.get((action.micro_batch, action.chunk))
-        lag = method_of(self.task.chunks[action.chunk], "lagging_weight_gradients")
-        if baton is None or lag is None or not getattr(self.task.config, "delay_wgrad_compute", False):
+        turn = self._turns.get((action.micro_batch, action.chunk))
+        lag = method_of(self.task.chunks[action.chunk], "deferred_weight_gradients")
+        if turn is None or lag is None or not getattr(self.task.config, "delay_wgrad_compute", False):
             return self._run_backward(action)
-        with lag() as catch_up, baton.doing_first(catch_up):
+        with lag() as catch_up, turn.doing_first(catch_up):
             return self._run_backward(action)
 
     def _run_backward(self, action: Action) -> None:
@@ -207,14 +207,14 @@ class Runner:
                 self._gradients[number, to] = Pending(gradient, None)
 
     def _input_gradient(self, action: Action) -> None:
-        put_off = method_of(self.task.chunks[action.chunk], "put_off_weight_gradients")
+        put_off = method_of(self.task.chunks[action.chunk], "defer_weight_gradients")
         with contextlib.nullcontext() if put_off is None else put_off(action.micro_batch):
             self._backward(action)
 
     def _pair(self, action: Action) -> None:
         forward, backward = action.parts
-        batons = [self._batons[part.micro_batch, part.chunk] for part in action.parts]
-        self._interleaver.run(partial(self._forward, forward), partial(self._backward, backward), *batons)
+        turns = [self._turns[part.micro_batch, part.chunk] for part in action.parts]
+        self._interleaver.run(partial(self._forward, forward), partial(self._backward, backward), *turns)
 
     def _weight_gradient(self, action: Action) -> None:
         compute = method_of(self.task.chunks[action.chunk], "compute_weight_gradients")
@@ -224,34 +224,34 @@ class Runner:
     # The mail --------------------------------------------------------------------------------------------------------
 
     def _send_forward(self, action: Action) -> None:
-        exchange, peer = self._line(action)
+        p2p, peer = self._line(action)
         hidden = self._outgoing.pop((action.kind, action.micro_batch, action.chunk))
-        exchange.send_hidden(hidden, peer, self.task.states_into(self.task.stage(action.chunk) + 1))
+        p2p.send_hidden(hidden, peer, self.task.states_into(self.task.stage(action.chunk) + 1))
 
     def _send_backward(self, action: Action) -> None:
-        exchange, peer = self._line(action)
-        exchange.send_gradient(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
+        p2p, peer = self._line(action)
+        p2p.send_gradient(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
 
     def _receive_forward(self, action: Action) -> None:
-        exchange, peer = self._line(action)
+        p2p, peer = self._line(action)
         states = self.task.states_into(self.task.stage(action.chunk))
-        self._hidden[action.micro_batch, action.chunk] = exchange.receive_hidden(peer, states)
+        self._hidden[action.micro_batch, action.chunk] = p2p.receive_hidden(peer, states)
 
     def _receive_backward(self, action: Action) -> None:
-        exchange, peer = self._line(action)
-        place = action.micro_batch, action.chunk
-        self._gradients[place] = exchange.receive_gradient(self._forwards[place].shape, peer)
+        p2p, peer = self._line(action)
+        key = action.micro_batch, action.chunk
+        self._gradients[key] = p2p.receive_gradient(self._forwards[key].shape, peer)
 
-    def _line(self, action: Action) -> tuple[Exchange, int]:
-        assert self.task.exchange is not None and action.peer is not None, action
-        return self.task.exchange, action.peer
+    def _line(self, action: Action) -> tuple[PipelineP2P, int]:
+        assert self.task.p2p is not None and action.peer is not None, action
+        return self.task.p2p, action.peer
 
 
-def _give_baton(chunk: nn.Module, baton: MicroBatchBaton | None) -> None:
+def _give_turn(chunk: nn.Module, turn: MicroBatchTurn | None) -> None:
     """A model that has no use for it has nothing to hide: its micro-batches run one after the other."""
-    give = method_of(chunk, "set_baton")
+    give = method_of(chunk, "set_turn")
     if give is not None:
-        give(baton)
+        give(turn)
 
 
 def _unscaled(loss: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megatron.core.exceptions import UserError
 from megatron.core.pipeline_parallel.action_lists import actions_of
 from megatron.core.pipeline_parallel.chunk_hooks import device_of, takes
-from megatron.core.pipeline_parallel.exchange import Exchange, wire_of
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
+from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, wire_of
 from megatron.core.pipeline_parallel.runner import Runner
 from megatron.core.pipeline_parallel.stage_checks import interleaves
 from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
@@ -75,12 +75,12 @@ def forward_backward_no_pipelining(
     iterators = _one_a_chunk(data_iterator, len(chunks))
     if p2p_communicator is not None:
         raise UserError("p2p_communicator: stages exchange through pg_collection.pp; leave it out")
-    exchange = None
+    p2p = None
     if pipeline.pipeline_size > 1:
         if decoder_seq_length not in (None, seq_length):
             raise UserError(f"not yet: decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}")
         wire = wire_of(config, groups, device_of(chunks), seq_length, micro_batch_size)
-        exchange = Exchange(groups, pipeline, wire.adjusted(adjust_tensor_shapes_fn))
+        p2p = PipelineP2P(groups, pipeline, wire.adjusted(adjust_tensor_shapes_fn))
     task = Task(
         forward_step_func,
         iterators,
@@ -89,7 +89,7 @@ def forward_backward_no_pipelining(
         groups,
         pipeline,
         num_microbatches,
-        exchange,
+        p2p,
         collect_non_loss_data,
         before_micro_batch,
         states=states_into_stages(config, pipeline),

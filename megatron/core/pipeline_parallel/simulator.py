@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megatron.core.pipeline_parallel.action_lists import lists_of
 from megatron.core.pipeline_parallel.actions import COMPUTES, RECEIVES, SENDS, Action, Kind
-from megatron.core.pipeline_parallel.exchange import sends_under_way
 from megatron.core.pipeline_parallel.orders import Schedule
+from megatron.core.pipeline_parallel.p2p_communication import max_sends_in_flight
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
@@ -92,7 +92,9 @@ def play(
 
     `bound`: sends to one rank that may be without a posted receive before the next is held up, the runner's if None.
     """
-    return _Play(lists, pipeline, costs or Costs(), sends_under_way(pipeline) if bound is None else bound).to_the_end()
+    return _Play(
+        lists, pipeline, costs or Costs(), max_sends_in_flight(pipeline) if bound is None else bound
+    ).to_the_end()
 
 
 Key = tuple[Kind, int, int]

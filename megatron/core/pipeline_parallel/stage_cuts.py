@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.flag_grammars import pipeline_layout
 
 AUTO = "auto"
-"""The layout that `stage_costs.settle_layout` replaces by the stages it finds."""
+"""The layout that `stage_costs.resolve_auto_layout` replaces by the stages it finds."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def layout_of(config: Any) -> list[str] | None:
     return pipeline_layout(layout if isinstance(layout, str) else "|".join(map(_stage_of_list, layout)))
 
 
-_PUBLISHED_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_MEGATRON_LM_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def _stage_of_list(stage: Any) -> str:
     """A stage of a layout that is a list: letters, or a list of names."""
-    return stage if isinstance(stage, str) else "".join(_PUBLISHED_NAMES.get(name, "?") for name in stage)
+    return stage if isinstance(stage, str) else "".join(_MEGATRON_LM_NAMES.get(name, "?") for name in stage)
 
 
 def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:

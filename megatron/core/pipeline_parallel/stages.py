@@ -57,13 +57,13 @@ def stage_map(config: Any) -> StageMap:
     """The stages of the model that a TransformerConfig describes.
 
     Raises UserError, naming fields and values that would work, where its layers cannot be cut as it says, and for the
-    layout `auto` as long as `stage_costs.settle_layout` has not put the stages in its place.
+    layout `auto` as long as `stage_costs.resolve_auto_layout` has not put the stages in its place.
     """
     refuse(stage_problems(config), config)
     if config.pipeline_model_parallel_layout == AUTO and config.pipeline_model_parallel_size > 1:
         raise UserError(
             "pipeline_model_parallel_layout auto needs the sequence length and the vocabulary: call "
-            "megatron.core.transformer.stage_costs.settle_layout(config, seq_length, vocab_size) first"
+            "megatron.core.transformer.stage_costs.resolve_auto_layout(config, seq_length, vocab_size) first"
         )
     pipeline = pipeline_of(config)
     parts, first = [], 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.pipeline_parallel.exchange import Exchange
+from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -27,7 +27,7 @@ class Task:
     groups: ProcessGroupCollection
     pipeline: Pipeline
     num_microbatches: int
-    exchange: Exchange | None = None
+    p2p: PipelineP2P | None = None
     """None where one rank has all stages."""
     collect_non_loss_data: bool = False
     before_micro_batch: Callable[..., None] | None = None

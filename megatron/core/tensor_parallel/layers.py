@@ -42,7 +42,7 @@ class ColumnParallelLinear(ShardedStateModule):
     `gather_output` gives every rank all of y. With `skip_weight_param_allocation` the weight is given to `forward`.
     With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller who sums it (without
     sequence parallelism). `stride` and `keep_master_weight_for_test` change nothing: a parameter's box says how it is
-    cut. Nor do the buffers of activations and gradients: a product that is put off is its gradient sink's affair.
+    cut. Nor do the buffers of activations and gradients: a product that is put off is its gradient main_grad's affair.
 
     Our own keywords: `canonical_shape` are the dimensions that the rows of the canonical weight stand for (their
     product is `output_size`), `split_dim` the one among them that the ranks share. An expert's layer (`is_expert`, with
@@ -231,8 +231,8 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     With `sequence_parallel` the input is this rank's part of the tokens (first dimension) and the output has all of
     them; with `allreduce_dgrad` (or by its old name `async_grad_allreduce`) all ranks have the same input. Either way
-    its gradient is summed over the group. The weight's gradient goes to its sink if it has one, which accumulates it in
-    the product or puts it off: the other switches change nothing.
+    its gradient is summed over the group. The weight's gradient goes to its main gradient if it has one, which
+    accumulates it in the product or defers it: the other switches change nothing.
     """
     sums = sequence_parallel or allreduce_dgrad or bool(async_grad_allreduce)
     group = tp_group if tp_group is not None else default_collection().tp

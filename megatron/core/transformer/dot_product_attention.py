@@ -10,11 +10,11 @@ from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of
 from megatron.core.exceptions import UserError
-from megatron.core.ops.alibi import alibi_slopes
-from megatron.core.ops.attention import AttentionCall, AttentionVariant, attention
-from megatron.core.ops.attention_chunks import chunks_of_documents, chunks_of_row
-from megatron.core.ops.attention_kernels import SDPA_CUDA, Situation
-from megatron.core.ops.attention_sdpa import first_usable_kernel
+from megatron.core.ops.attention.alibi import alibi_slopes
+from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
+from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
+from megatron.core.ops.attention.sdpa import first_usable_kernel
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box

@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.ops.dropout import DropoutPlace, DropoutTokens
+from megatron.core.ops.dropout.dropout import DropoutRngPosition, DropoutTokens
 from megatron.core.ops.rope import Rotation
 from megatron.core.tokens import Tokens
 
@@ -22,10 +22,10 @@ class SeenKeys:
     """int64 [b, s]: which key each of the tokens stands at; None: they are the last ones."""
 
 
-class Baton(Protocol):
+class CooperativeTurn(Protocol):
     """Lets another micro-batch compute while this one's tokens are under way between ranks."""
 
-    def hand_over(self) -> None:
+    def yield_turn(self) -> None:
         """Called when a communication has begun, before it is waited for, in forward and in backward. Returns when it
         is this micro-batch's turn again."""
 
@@ -64,17 +64,17 @@ class LayerInputs:
     auxiliary_scale: Tensor | None = None
     """Gradient of every loss that a layer adds to the model's (see `ops.attached_loss`): a scalar on the device; None:
     1."""
-    baton: Baton | None = None
+    turn: CooperativeTurn | None = None
     """None: no other micro-batch shares this process's time."""
 
-    def dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
+    def dropout_place(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """Where dropout of all tokens stands in the run, at one site of one layer (counted from 1)."""
-        return None if self.dropout is None else DropoutPlace(self.dropout, layer_number, site)
+        return None if self.dropout is None else DropoutRngPosition(self.dropout, layer_number, site)
 
-    def hidden_dropout_place(self, layer_number: int, site: str) -> DropoutPlace | None:
+    def hidden_dropout_place(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """As `dropout_place`, for the hidden states that this rank holds."""
         dropout = self.hidden_dropout or self.dropout
-        return None if dropout is None else DropoutPlace(dropout, layer_number, site)
+        return None if dropout is None else DropoutRngPosition(dropout, layer_number, site)
 
 
 def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.utils.once import once
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 EXPERT_LOAD = "moe_load"
 """How many tokens each expert of a layer took."""
@@ -56,7 +56,7 @@ class Reported:
             self._add(EXPERT_LOAD, counts.detach().double())
 
     def _add(self, name: str, numbers: Tensor) -> None:
-        once(lambda: self._add_now(name, numbers))
+        run_once_under_recompute(lambda: self._add_now(name, numbers))
 
     def _add_now(self, name: str, numbers: Tensor) -> None:
         self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers

@@ -6,7 +6,7 @@ from megatron.core.transformer.layer_patterns import has_experts, is_chunked, is
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
-def settle_layout(config: TransformerConfig, seq_length: int, vocab_size: int) -> None:
+def resolve_auto_layout(config: TransformerConfig, seq_length: int, vocab_size: int) -> None:
     """Put stages of equal cost in the place of `pipeline_model_parallel_layout auto`; any other layout stays.
 
     Costs are multiplications a token: of the layers, with attention's scores over `seq_length`, and of the head over

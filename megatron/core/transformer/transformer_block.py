@@ -11,7 +11,7 @@ from megatron.core.backends import choose_backend
 from megatron.core.collectives import group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
-from megatron.core.ops.dropout import dropout_tokens
+from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.pipeline_parallel.stages import stage_map

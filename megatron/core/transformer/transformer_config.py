@@ -19,10 +19,10 @@ from megatron.core.transformer.config.expert_problems import expert_problems
 from megatron.core.transformer.config.fusions import FusionConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
-from megatron.core.transformer.config.knob_problems import knob_problems
 from megatron.core.transformer.config.latent_attention_problems import latent_attention_problems
 from megatron.core.transformer.config.low_precision import LowPrecisionConfig
 from megatron.core.transformer.config.memory import MemoryConfig
+from megatron.core.transformer.config.model_option_problems import model_option_problems
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.position_problems import position_problems
 from megatron.core.transformer.config.positions import PositionConfig
@@ -107,7 +107,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         yield from _head_problems(config)
         yield from _split_problems(config)
     yield from position_problems(config)
-    yield from knob_problems(config)
+    yield from model_option_problems(config)
     yield from latent_attention_problems(config)
     yield from stage_problems(config)
     yield from expert_problems(config)

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.collectives import Group, gather_rows, group_rank, group_size
-from megatron.core.utils.once import Memory, once
+from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Recomputed:
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs, **keywords)
-        keywords["context_fn"] = once(Memory).passes
+        keywords["context_fn"] = run_once_under_recompute(RecomputeCache).passes
         if group_size(self.spread_over) == 1:
             return checkpoint(self.function, *inputs, use_reentrant=False, **keywords)
         # The arguments are saved as tensors of a graph are, under these hooks; what is inside, under torch's own.

@@ -11,7 +11,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_text
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
-from megatron.training.config.unoffered import UNOFFERED
+from megatron.training.config.unsupported_flags import UNSUPPORTED_FLAGS
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -93,7 +93,7 @@ def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
 
 def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     """What to say about a flag that there is not: is it Megatron-LM's, shortened, or misspelt?"""
-    if spelling in UNOFFERED:
+    if spelling in UNSUPPORTED_FLAGS:
         return f"{spelling}: not yet: this flag of Megatron-LM has no counterpart here so far"
     known = sorted({*known, *RETIRED} - {"-h"})
     longer = [candidate for candidate in known if candidate.startswith(spelling)]

@@ -40,7 +40,7 @@ def split(s: Settings) -> Iterator[str]:
 
 def files_are_there(s: Settings) -> Iterator[str]:
     """Every file that a flag names."""
-    if not s.surroundings.looks_at_files:
+    if not s.launch_environment.looks_at_files:
         return
     for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
         path = getattr(s, field)
@@ -79,7 +79,7 @@ def loading(s: Settings) -> Iterator[str]:
 def checkpoints_are_there(s: Settings) -> Iterator[str]:
     """A folder that must hold a checkpoint is there; whether it does is seen when it is read. A run that goes on from
     its own checkpoints no longer needs the one that it began from."""
-    if not s.surroundings.looks_at_files or (s.load is not None and Path(s.load).is_dir()):
+    if not s.launch_environment.looks_at_files or (s.load is not None and Path(s.load).is_dir()):
         return
     if s.pretrained_checkpoint is not None:
         if not Path(s.pretrained_checkpoint).is_dir():

@@ -93,7 +93,7 @@ def _ranks(s: Settings) -> str | None:
     if s.num_moe_experts is not None:  # whole grids of experts too
         expert_tensor = s.expert_tensor_parallel_size or sizes[0]
         least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
-    if s.dry_run and not s.surroundings.world_size_is_given and least > 1:
+    if s.dry_run and not s.launch_environment.world_size_is_given and least > 1:
         s.derive("world_size", least)
         note = f"--dry-run of {least} ranks, which one model takes; WORLD_SIZE=N says for how many"
     s.derive("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
@@ -101,7 +101,7 @@ def _ranks(s: Settings) -> str | None:
 
 
 def _backend(s: Settings) -> str | None:
-    fitting = "nccl" if s.surroundings.has_cuda else "gloo"
+    fitting = "nccl" if s.launch_environment.has_cuda else "gloo"
     if s.distributed_backend is None:
         s.derive("distributed_backend", fitting)
     elif s.distributed_backend == "nccl" and fitting == "gloo":
@@ -214,7 +214,7 @@ def _other_defaults(s: Settings) -> str | None:
         "ckpt_format": f"--ckpt-format {s.ckpt_format}",
         "transformer_impl": f"--transformer-impl {s.transformer_impl}",
     }
-    if not s.surroundings.has_cuda:
+    if not s.launch_environment.has_cuda:
         ours["distributed_backend"] = "--distributed-backend gloo (there is no GPU here)"
     said = [words for field, words in ours.items() if not s.is_given(field)]
     return f"defaults that are not Megatron-LM's: {', '.join(said)}" if said else None

@@ -19,7 +19,7 @@ def ranks(s: Settings) -> Iterator[str]:
     below = s.world_size // size * size
     worlds = f"{below} or {below + size}" if below else f"{size}"
     products = " or ".join(map(str, nearest_divisors(s.world_size, size)))
-    start = "" if s.surroundings.world_size_is_given else f" (start it with torchrun --nproc_per_node {size})"
+    start = "" if s.launch_environment.world_size_is_given else f" (start it with torchrun --nproc_per_node {size})"
     yield (
         f"{s.world_size} ranks (WORLD_SIZE) do not divide by {size}, which is {{tensor_model_parallel_size}} x "
         f"{{pipeline_model_parallel_size}} x {{context_parallel_size}}; {worlds} ranks would{start}, as would sizes "

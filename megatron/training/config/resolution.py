@@ -21,14 +21,14 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.derived_values import derive_values
 from megatron.training.config.evaluation import EvaluationConfig
 from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
-from megatron.training.config.idle_flags import idle_flags
+from megatron.training.config.ineffective_flags import ineffective_flags
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
-from megatron.training.config.settings import Settings, Surroundings
+from megatron.training.config.settings import LaunchEnvironment, Settings
 from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megatron.training.config.training import TrainingConfig
 
@@ -44,7 +44,7 @@ class ConfigurationError(UserError):
 def resolve(
     line: CommandLine,
     args_defaults: Mapping[str, Any] | None = None,
-    surroundings: Surroundings | None = None,
+    launch_environment: LaunchEnvironment | None = None,
 ) -> PretrainConfig:
     """Complete and check what a command line says.
 
@@ -54,7 +54,7 @@ def resolve(
     Raises ConfigurationError with all problems.
     """
     try:
-        settings = Settings(line, surroundings or Surroundings.of_this_process())
+        settings = Settings(line, launch_environment or LaunchEnvironment.of_this_process())
     except UserError as error:
         raise ConfigurationError([*line.problems, str(error)]) from error
     extra = dict(line.extra)
@@ -142,7 +142,7 @@ def _without_effect(settings: Settings) -> list[str]:
             notes.append(f"{said}: has no effect {_condition(flag, settings)}")
         elif (parent := parent_of(flag)) is not None and parent[0].declaration.no_effect is not None:
             notes.append(f"{said}: {parent[0].declaration.no_effect}")
-    return notes + [_in_flags(sentence, settings) for sentence in idle_flags(settings)]
+    return notes + [_in_flags(sentence, settings) for sentence in ineffective_flags(settings)]
 
 
 def _condition(flag: Flag, settings: Settings) -> str:

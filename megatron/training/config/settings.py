@@ -13,7 +13,7 @@ Source = Literal["default", "flag", "derived", "script"]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class LaunchEnvironment:
     """What a run is started in."""
 
     world_size: int
@@ -24,7 +24,7 @@ class Surroundings:
     """Whether this process checks that files are there: the first one does, for all."""
 
     @classmethod
-    def of_this_process(cls) -> "Surroundings":
+    def of_this_process(cls) -> "LaunchEnvironment":
         """From WORLD_SIZE and RANK, which torchrun sets, and the devices of this machine. UserError if the former is no
         number."""
         words = os.environ.get("WORLD_SIZE", "1")
@@ -41,13 +41,13 @@ class Surroundings:
 class Settings:
     """Attribute access to every value; `derive` changes one and remembers that it was derived."""
 
-    def __init__(self, line: CommandLine, surroundings: Surroundings) -> None:
+    def __init__(self, line: CommandLine, launch_environment: LaunchEnvironment) -> None:
         self.values: dict[str, Any] = dict(line.values)
-        self.surroundings = surroundings
+        self.launch_environment = launch_environment
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
         self.provenance.update(dict.fromkeys(line.script, "script"))
         self.provenance.update(dict.fromkeys(line.given, "flag"))
-        self.derive("world_size", surroundings.world_size)
+        self.derive("world_size", launch_environment.world_size)
 
     def __getattr__(self, field: str) -> Any:
         try:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.exceptions import UserError
 from megatron.training.data.batch import collate_gpt
-from megatron.training.data.samplers import CyclicSampler, PublishedCyclicSampler, RankShare, SequentialSampler
+from megatron.training.data.samplers import CyclicSampler, MegatronCyclicSampler, RankShare, SequentialSampler
 from megatron.training.hooks.signals import shield_worker
 
 DataloaderType = Literal["single", "cyclic", "external"]
@@ -61,7 +61,7 @@ def build_data_iterator(
     dataloader_type: DataloaderType = "single",
     seed: int = 1234,
     fill_to: int | None = None,
-    published_cyclic_order: bool = False,
+    megatron_cyclic_order: bool = False,
     data_sharding: bool = True,
     collate: Callable[[Sequence[Any]], Any] = collate_gpt,
     pin_memory: bool = False,
@@ -76,7 +76,7 @@ def build_data_iterator(
             user's own loader.
         seed: of the cyclic order.
         fill_to: for `single`: fill the last batch up to a multiple of so many samples (SequentialSampler).
-        published_cyclic_order, data_sharding: for `cyclic`: see PublishedCyclicSampler.
+        megatron_cyclic_order, data_sharding: for `cyclic`: see MegatronCyclicSampler.
         collate: makes a batch of a list of items.
         pin_memory: batches in page-locked memory.
         multiprocessing_context: how workers start (`fork`, `spawn`, `forkserver`); None: Python's default.
@@ -91,8 +91,8 @@ def build_data_iterator(
     sampler: Iterable[list[int | None]]
     if dataloader_type == "single":
         sampler = SequentialSampler(len(dataset), consumed_samples, share, fill_to)
-    elif dataloader_type == "cyclic" and published_cyclic_order:
-        sampler = PublishedCyclicSampler(len(dataset), consumed_samples, share, data_sharding)
+    elif dataloader_type == "cyclic" and megatron_cyclic_order:
+        sampler = MegatronCyclicSampler(len(dataset), consumed_samples, share, data_sharding)
     elif dataloader_type == "cyclic":
         sampler = CyclicSampler(len(dataset), consumed_samples, share, seed)
     else:

@@ -87,7 +87,7 @@ class CyclicSampler:
     """Epoch after epoch without end, each a new permutation of the whole dataset. Published as `cyclic`.
 
     The order is a function of (seed, epoch) alone; an epoch's last samples and the next one's first may share a batch.
-    The published order depends on the layout and is kept in `PublishedCyclicSampler`.
+    The published order depends on the layout and is kept in `MegatronCyclicSampler`.
     """
 
     def __init__(self, total_samples: int, consumed_samples: int, share: RankShare, seed: int) -> None:
@@ -113,7 +113,7 @@ class CyclicSampler:
         return permuted(places % total, self.total_samples, _mixed(places // total) ^ np.uint64(self.seed)).tolist()
 
 
-class PublishedCyclicSampler:
+class MegatronCyclicSampler:
     """The published `cyclic` order: it depends on the number of ranks and the micro-batch size.
 
     Each epoch leaves out what does not fill a batch. With `data_sharding` each rank permutes a part of its own;

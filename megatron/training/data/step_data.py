@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.tokens import RandomPlace
+from megatron.core.tokens import RngPosition
 
 
 class StepData(Iterator[Any]):
@@ -85,14 +85,14 @@ class StepData(Iterator[Any]):
             del self._kept[number]
 
     @property
-    def place(self) -> RandomPlace:
+    def place(self) -> RngPosition:
         """Where the micro-batch that was drawn last stands in the run."""
         return self.place_of(len(self.sample_ids) - 1)
 
-    def place_of(self, index: int) -> RandomPlace:
+    def place_of(self, index: int) -> RngPosition:
         """Where micro-batch number `index` of the step stands in the run."""
         first = (index * self.data_parallel_size + self.data_parallel_rank) * self.micro_batch_size
-        return RandomPlace(self.seed, self.iteration, first)
+        return RngPosition(self.seed, self.iteration, first)
 
     def close(self) -> None:
         """End the processes that read ahead."""
@@ -126,7 +126,7 @@ class ChunkData(Iterator[Any]):
         return self.data.sample_ids[: self.drawn]
 
     @property
-    def place(self) -> RandomPlace:
+    def place(self) -> RngPosition:
         """Where the micro-batch that this chunk drew last stands in the run."""
         return self.data.place_of(self.drawn - 1)
 
@@ -142,10 +142,10 @@ def step_data_of(data: Any) -> StepData | None:
     return first if isinstance(first, StepData) else None
 
 
-def tell_place(chunk: nn.Module, data: StepData, number: int) -> None:
+def set_rng_position(chunk: nn.Module, data: StepData, number: int) -> None:
     """Before micro-batch `number` of a step: tell a model chunk that wants to know where it stands in the run."""
     inner: Any = chunk
-    while not hasattr(inner, "set_random_place") and hasattr(inner, "module"):
+    while not hasattr(inner, "set_rng_position_of_batch") and hasattr(inner, "module"):
         inner = inner.module
-    if hasattr(inner, "set_random_place"):
-        inner.set_random_place(data.place_of(number))
+    if hasattr(inner, "set_rng_position_of_batch"):
+        inner.set_rng_position_of_batch(data.place_of(number))

@@ -4,7 +4,7 @@ What makes a run leave: --exit-interval, which every rank knows by itself; and a
 non-finite loss, which one rank notices first. For the latter each step starts one all-reduce of four integers on a gloo
 group beside the device's groups, and reads the result of the one that the step before started. So nothing waits for the
 device, and the host waits for the other hosts only if one of them is a whole step behind. A reason that shows during
-step k ends the run after step k + 1; where a checkpoint is due (`settle`), after step k.
+step k ends the run after step k + 1; where a checkpoint is due (`resolve_pending`), after step k.
 """
 
 import enum
@@ -97,7 +97,7 @@ class ExitAgreement:
                 self._start_round()
         return self._decision
 
-    def settle(self) -> ExitDecision | None:
+    def resolve_pending(self) -> ExitDecision | None:
         """The decision with all that any rank knows now. Waits for all ranks; every rank calls it at the same place.
 
         Before a save and after the last step: what one rank noticed in this very step is known to all only now. A

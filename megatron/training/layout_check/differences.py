@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.training.layout_check.witness import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
+from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
 
 _ORDER = (INITIAL, FORWARD, GRADIENT, NORM, WEIGHT)
 

@@ -12,8 +12,8 @@ from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling, is_to_come
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
+from megatron.training.layout_check.shrink_model import ShrunkModel, fields_of_groups
 from megatron.training.layout_check.small_layout import Sizes, fitting
-from megatron.training.layout_check.small_shape import SmallShape, fields_of_groups
 from megatron.training.run_description import command_line_of
 
 _PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention")
@@ -74,7 +74,7 @@ def shrink(config: PretrainConfig, processes: int, steps: int) -> SmallRun:
             "there is one rank, and so nothing to compare; give sizes of a layout, or WORLD_SIZE=N before it"
         )
     sizes, notes = fitting(config, processes)
-    shape = SmallShape(config, sizes, steps, notes)
+    shape = ShrunkModel(config, sizes, steps, notes)
     kept = set(fields_of_groups(_MODEL_GROUPS)) - _LAYOUT_TOO - _FORMATS | _MODEL_TOO
     layout = set(fields_of_groups(_LAYOUT_GROUPS)) - _MODEL_TOO - _FORMATS | _LAYOUT_TOO
     model_words, layout_words = shape.model_words(), shape.layout_words()

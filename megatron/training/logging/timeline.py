@@ -23,7 +23,7 @@ Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Part:
+class TimeShare:
     """A kind of communication among some ranks, or one kernel: its time a step, in milliseconds."""
 
     name: str
@@ -60,9 +60,9 @@ class StepTimes:
     exposed_copies: float
     """Copies and fills of memory, while nothing is computed and nothing sent."""
     idle: float
-    communications: tuple[Part, ...]
+    communications: tuple[TimeShare, ...]
     """By kind and ranks, the most exposed first."""
-    kernels: tuple[Part, ...]
+    kernels: tuple[TimeShare, ...]
     """That compute, the longest first; of a CPU torch's operators."""
 
 
@@ -111,11 +111,13 @@ def step_times(events: Sequence[dict[str, Any]], distributed: dict[str, Any]) ->
         spans = ((max(event["ts"], start), min(event["ts"] + event["dur"], stop)) for event in events)
         return merged(span for span in spans if span[0] < span[1])
 
-    def parts(named: dict[tuple[str, str], list[dict[str, Any]]], computing: Intervals) -> Iterator[Part]:
+    def parts(named: dict[tuple[str, str], list[dict[str, Any]]], computing: Intervals) -> Iterator[TimeShare]:
         for (name, ranks), of_one in named.items():
             busy, megabytes = cut(of_one), sum(map(_nbytes, of_one)) / 1e6
             calls = len(of_one) / (len(marks) or 1)
-            yield Part(name, ranks, calls, time(busy), time(without(busy, computing)), megabytes / (len(marks) or 1))
+            yield TimeShare(
+                name, ranks, calls, time(busy), time(without(busy, computing)), megabytes / (len(marks) or 1)
+            )
 
     computing = cut(event for of_one in sorts["compute"].values() for event in of_one)
     sending = cut(event for of_one in sorts["communicate"].values() for event in of_one)

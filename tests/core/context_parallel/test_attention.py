@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megatron.core.backends import KernelChoice, KernelPlan
 from megatron.core.context_parallel.splitting import cut_rows
-from megatron.core.ops.attention import AttentionVariant
-from megatron.core.ops.attention_kernels import FLASH_BLOCKS, FUSED_BLOCKS, BlockKernel, Situation
-from megatron.core.ops.dropout import dropout_tokens, keep_attention
+from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, BlockKernel, Situation
+from megatron.core.ops.attention.unfused import AttentionVariant
+from megatron.core.ops.dropout.dropout import dropout_tokens, keep_attention
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, SequencePart, Tokens
+from megatron.core.tokens import RngPosition, SequencePart, Tokens
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -87,7 +87,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, feature: dict[str, Any], mask: Tensor
     return torch.stack(heads, 1).unflatten(1, (b, a))
 
 
-PLACE = RandomPlace(7, 3, first_sample=5)
+PLACE = RngPosition(7, 3, first_sample=5)
 
 
 def problem(feature: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor | None]:

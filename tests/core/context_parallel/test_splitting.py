@@ -5,10 +5,10 @@ import torch
 
 from megatron.core.context_parallel.splitting import cut_rows, in_natural_order, in_rank_order, sequence_part
 from megatron.core.exceptions import UserError
-from megatron.core.ops.dropout import dropout_tokens
+from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, SequencePart, Tokens, position_ids, row_index
+from megatron.core.tokens import RngPosition, SequencePart, Tokens, position_ids, row_index
 from megatron.training.data.batch import Batch
 
 SIZES = [2, 3, 4]
@@ -70,7 +70,7 @@ def test_positions_in_packed_documents() -> None:
 @pytest.mark.parametrize("sample_length", [None, 5])
 def test_a_token_has_one_index_in_every_layout(size: int, sample_length: int | None) -> None:
     """Masks of hidden states are functions of it."""
-    place, cpu = RandomPlace(7, 3, first_sample=4), torch.device("cpu")
+    place, cpu = RngPosition(7, 3, first_sample=4), torch.device("cpu")
     whole = dropout_tokens(Tokens(6 * size, 2, sample_length=sample_length, random=place), cpu).index
     for rank in range(size):
         part = SequencePart(rank, size)

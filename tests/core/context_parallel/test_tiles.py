@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megatron.core.context_parallel.exchanges import Gather, Ring, gather_steps, ring_turns
+from megatron.core.context_parallel.kv_exchange import Gather, Ring, gather_steps, ring_steps
 from megatron.core.context_parallel.tiles import Reach, Tile, own_tiles, tiles_between
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
@@ -57,7 +57,7 @@ def test_a_ring_computes_every_pair_once(size: int, reach: Reach, join: bool) ->
                 for pair in pairs(tile, held(size, rank), keys[turn.fetched] if turn.distance else keys)
             ]
             if turn.distance:  # what one asks for is what the other gives
-                theirs = ring_turns(SequencePart(source, size), CHUNK, reach, join)
+                theirs = ring_steps(SequencePart(source, size), CHUNK, reach, join)
                 assert next(t.given for t in theirs if t.distance == turn.distance) == turn.fetched
     assert sorted(found) == meeting(size, reach)
     assert len(distances) == 1
@@ -77,7 +77,7 @@ def test_a_gather_computes_every_pair_once(size: int, reach: Reach) -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_have_equal_work(size: int) -> None:
     """In every step of a ring under a causal mask, and all in all with a gather."""
-    for turns in zip(*(ring_turns(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
+    for turns in zip(*(ring_steps(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
         assert len({sum(tile.pairs for tile in turn.tiles) for turn in turns}) == 1
         assert all(len(turn.tiles) == 1 for turn in turns)  # one launch
     gathers = [Gather(SequencePart(r, size), None, CHUNK, (None, 0), True) for r in range(size)]
@@ -86,14 +86,14 @@ def test_ranks_have_equal_work(size: int) -> None:
 
 def test_steps_without_work_are_left_out() -> None:
     """Under a window shorter than a chunk neighbours alone exchange, and only what the window reaches."""
-    turns = ring_turns(SequencePart(2, 8), 100, (10, 0), True)
+    turns = ring_steps(SequencePart(2, 8), 100, (10, 0), True)
     assert [turn.distance for turn in turns] == [0, 1, 7]
     assert [turn.fetched for turn in turns] == [slice(0, 0), slice(90, 100), slice(190, 200)]
-    middle = ring_turns(SequencePart(7, 8), 100, (10, 0), True)
+    middle = ring_steps(SequencePart(7, 8), 100, (10, 0), True)
     assert middle[0].tiles == own_tiles(SequencePart(7, 8), 100, (10, 0), True) and len(middle[0].tiles) == 3
 
 
 def test_half_of_the_keys_of_earlier_ranks_are_not_needed() -> None:
-    turns = ring_turns(SequencePart(1, 4), CHUNK, (None, 0), True)
+    turns = ring_steps(SequencePart(1, 4), CHUNK, (None, 0), True)
     assert [turn.fetched.stop - turn.fetched.start for turn in turns[1:]] == [CHUNK, 2 * CHUNK, 2 * CHUNK]
     assert tiles_between(SequencePart(1, 4), 1, 3, CHUNK, (None, 0), True)[0].queries == slice(CHUNK, 2 * CHUNK)

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.dist_checkpointing.geometry import Part, check_tiling, merge_dimensions, overlaps, runs
+from megatron.core.dist_checkpointing.geometry import (
+    FlatRange,
+    check_tiling,
+    contiguous_ranges,
+    merge_dimensions,
+    overlaps,
+)
 from megatron.core.parameters import Box
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -22,7 +28,7 @@ def parts(draw, shape):
         start, extent = start[:keep] + (0,) * len(shape[keep:]), extent[:keep] + shape[keep:]
     numel = math.prod(extent)
     begin = draw(st.integers(0, numel))
-    return Part(Box(start, extent), begin, draw(st.integers(begin, numel)))
+    return FlatRange(Box(start, extent), begin, draw(st.integers(begin, numel)))
 
 
 @st.composite
@@ -57,13 +63,13 @@ def test_overlaps_move_exactly_the_shared_elements(case):
 def test_runs_are_the_part_in_order_and_few(case):
     shape, part, _ = case
     offset = 0
-    for run in runs(part):
-        assert run.offset == offset
-        inside = elements(shape, Part(run.box, 0, run.box.numel))
-        assert torch.equal(inside, elements(shape, part)[offset : offset + run.box.numel])
-        offset += run.box.numel
+    for contiguous_range in contiguous_ranges(part):
+        assert contiguous_range.offset == offset
+        inside = elements(shape, FlatRange(contiguous_range.box, 0, contiguous_range.box.numel))
+        assert torch.equal(inside, elements(shape, part)[offset : offset + contiguous_range.box.numel])
+        offset += contiguous_range.box.numel
     assert offset == part.numel
-    assert len(list(runs(part))) <= max(2 * len(shape) - 1, 1)
+    assert len(list(contiguous_ranges(part))) <= max(2 * len(shape) - 1, 1)
 
 
 @given(pairs())
@@ -71,7 +77,7 @@ def test_merging_dimensions_keeps_every_number(case):
     shape, a, b = case
     merged_shape, merged = merge_dimensions(shape, [a.box, b.box])
     for part, box in zip((a, b), merged, strict=True):
-        assert torch.equal(elements(merged_shape, Part(box, part.begin, part.end)), elements(shape, part))
+        assert torch.equal(elements(merged_shape, FlatRange(box, part.begin, part.end)), elements(shape, part))
 
 
 @st.composite
@@ -91,7 +97,7 @@ def tilings(draw):
     found = []
     for box in boxes:
         cuts = sorted({0, box.numel, *draw(st.lists(st.integers(0, box.numel), max_size=3))})
-        found += [Part(box, a, b) for a, b in itertools.pairwise(cuts)]
+        found += [FlatRange(box, a, b) for a, b in itertools.pairwise(cuts)]
     return shape, draw(st.permutations(found))
 
 

@@ -47,7 +47,7 @@ def accumulate(ddp: DistributedDataParallel, samples: range, micro_batches: int,
 
 
 def reference_gradients(tied: bool, per_token: bool, samples: range = range(SAMPLES)) -> dict[str, Tensor]:
-    """One process, one batch, plain autograd without sinks."""
+    """One process, one batch, plain autograd without main_grads."""
     model = SmallModel(tied=tied, per_token=per_token)
     ids, labels, mask = batch(samples.start, rows=len(samples))
     loss = model(ids, labels, mask)

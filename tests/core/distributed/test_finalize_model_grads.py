@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.placements import PLACEMENTS
 from support.pool import Pool
+from support.sharding import STRATEGIES
 from support.small_models import SmallModel
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.placements import shardings
 from megatron.core.distributed.replicas import counts_here, replica_ranks
+from megatron.core.distributed.sharding_strategy import shardings
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import count_zeros, grad_norm
-from megatron.core.parameters import Box, Constant, ParameterInfo, declare, gradient_sink, name_parameters
+from megatron.core.parameters import Box, Constant, ParameterInfo, declare, main_grad_accumulator, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last
 from megatron.core.rank_grid import RankGrid
 
@@ -47,32 +47,32 @@ def pool() -> Iterator[Pool]:
 Finalised = tuple[dict[str, set[float]], dict[str, int], float, float]
 
 
-def finalised(ranks: int, sizes: dict[str, int], placement: str = "no_shard", chunks: int = 1) -> Finalised:
+def finalised(ranks: int, sizes: dict[str, int], strategy: str = "no_shard", chunks: int = 1) -> Finalised:
     """Every gradient is 1 + rank (in a second chunk, ten times that) before; values of what this rank owns of them
     after, how many elements that is, and norm and zeros of a gradient of ones with one zero in the norm."""
     rank = torch.distributed.get_rank()
     last = (lambda pipeline: pipeline[:1]) if chunks > 1 else first_and_last
     groups = ProcessGroupCollection.from_grid(RankGrid(ranks, **sizes), rank, embedding_ranks=last)
-    config = DistributedDataParallelConfig(**PLACEMENTS[placement])
+    config = DistributedDataParallelConfig(**STRATEGIES[strategy])
     tp_rank, tp_size, first = groups.rank("tp"), groups.size("tp"), groups.size("pp") > 1 and groups.rank("pp") == 0
     models = [Declared(tp_rank, tp_size, first) for _ in range(chunks)]
     wrapped = [DistributedDataParallel(model, config, model, pg_collection=groups) for model in models]
     for chunk, model in enumerate(models):
         for parameter in model.parameters():
             value = (1.0 + rank) * 10.0**chunk
-            gradient_sink(parameter).add(torch.full(parameter.shape, value))  # type: ignore[union-attr]
+            main_grad_accumulator(parameter).add(torch.full(parameter.shape, value))  # type: ignore[union-attr]
     finalize_model_grads(wrapped, pg_collection=groups)
     seen: dict[str, set[float]] = {}
     owned: dict[str, int] = {}
     for chunk, ddp in enumerate(wrapped):
-        for piece in ddp.gradient_chunks():
-            name = piece.name.removeprefix("embedding.")
+        for parameter_slice in ddp.gradient_chunks():
+            name = parameter_slice.name.removeprefix("embedding.")
             name = name if chunk == 0 else f"{chunk}:{name}"
-            seen.setdefault(name, set()).update(piece.tensor.tolist())
-            owned[name] = owned.get(name, 0) + piece.tensor.numel()
-            piece.tensor.fill_(1.0)
-            if name == "norm" and piece.range[0] == 0:
-                piece.tensor[0] = 0.0
+            seen.setdefault(name, set()).update(parameter_slice.tensor.tolist())
+            owned[name] = owned.get(name, 0) + parameter_slice.tensor.numel()
+            parameter_slice.tensor.fill_(1.0)
+            if name == "norm" and parameter_slice.range[0] == 0:
+                parameter_slice.tensor[0] = 0.0
     units = [unit for ddp in wrapped for unit in ddp.units]
     answer = seen, owned, grad_norm(units, groups).item(), count_zeros(units, groups).item()
     groups.close()
@@ -105,33 +105,33 @@ def everything_is_owned(ranks: list[Finalised], copies: dict[str, int]) -> None:
         assert sum(owned.get(name, 0) for _, owned, _, _ in ranks) == count, name
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_partial_gradients_of_shards(pool: Pool, placement: str) -> None:
-    ranks = pool.run(finalised, 4, 4, {"tensor": 2}, placement)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_partial_gradients_of_shards(pool: Pool, strategy: str) -> None:
+    ranks = pool.run(finalised, 4, 4, {"tensor": 2}, strategy)
     for rank, got in enumerate(ranks):
         mean = (1.0 + rank % 2 + 3.0 + rank % 2) / 2  # over ranks r and r + 2
         check(got, matrix=mean, norm=5.0, table=mean)
         assert got[2] == pytest.approx((240 + 99 + 90) ** 0.5, rel=1e-7)
         assert got[3] == 1
-    times = 4 if placement == "no_shard" else 2
+    times = 4 if strategy == "no_shard" else 2
     everything_is_owned(ranks, {"matrix": 120 * times, "norm": 100 * times, "table": 90 * times})
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_tied_gradients_of_shards(pool: Pool, placement: str) -> None:
-    ranks = pool.run(finalised, 4, 4, {"pipeline": 2}, placement)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_gradients_of_shards(pool: Pool, strategy: str) -> None:
+    ranks = pool.run(finalised, 4, 4, {"pipeline": 2}, strategy)
     for rank, got in enumerate(ranks):
         mean = 1.5 if rank < 2 else 3.5  # over the two ranks of a stage
         check(got, matrix=mean, norm=mean, table=5.0, **({"positions": mean} if rank < 2 else {}))
         assert got[2] == pytest.approx((2 * (240 + 99) + 90 + 200) ** 0.5, rel=1e-7)
         assert got[3] == 2
-    times = 4 if placement == "no_shard" else 2
+    times = 4 if strategy == "no_shard" else 2
     everything_is_owned(ranks, {"matrix": 240 * times, "norm": 100 * times, "table": 90 * times})
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_tied_gradients_of_two_chunks_of_one_rank(pool: Pool, placement: str) -> None:
-    for got in pool.run(finalised, 2, 2, {}, placement, 2):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_gradients_of_two_chunks_of_one_rank(pool: Pool, strategy: str) -> None:
+    for got in pool.run(finalised, 2, 2, {}, strategy, 2):
         sums = {"matrix": 1.5, "norm": 1.5, "table": 16.5}
         check(got, **sums, **{"1:matrix": 15.0, "1:norm": 15.0, "1:table": 16.5})
         # A canonical table counts once, in whatever chunks its copies are.

@@ -21,7 +21,7 @@ from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCABULARY, LENGTH, GLOBAL_BATCH, MICRO_BATCH, STEPS, SEED = 50, 12, 8, 2, 3, 11
@@ -71,7 +71,7 @@ def rows(step: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def micro_batch_losses(model: nn.Module, step: int, first: int) -> tuple[Tensor, Tensor]:
     """Sum of the losses and number of tokens of the micro-batch that begins with row `first`."""
     ids, labels, mask = rows(step, first, MICRO_BATCH)
-    tokens = Tokens(LENGTH, MICRO_BATCH, random=RandomPlace(SEED, step, first))
+    tokens = Tokens(LENGTH, MICRO_BATCH, random=RngPosition(SEED, step, first))
     losses = model(ids, None, None, labels=labels, tokens=tokens)
     return (losses * mask).sum(), mask.sum()
 

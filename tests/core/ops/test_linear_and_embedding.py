@@ -1,4 +1,4 @@
-"""Products and row look-ups hand their weight gradients to the sink; without one they are ordinary operations."""
+"""Products and row look-ups hand their weight gradients to the main_grad; without one they are ordinary operations."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
 
 
-class Sink:
+class MainGrad:
     """Keeps what it is given, as a runner does that computes weight gradients later."""
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ def test_linear_gradients(shape: tuple[int, ...], with_bias: bool) -> None:
 
 def test_linear_feeds_the_sink_and_leaves_no_gradient() -> None:
     x, w, b = values(3, 4, 5), nn.Parameter(values(6, 5, seed=1).detach()), values(6, seed=2)
-    w.gradient_sink = Sink()
+    w.main_grad_accumulator = MainGrad()
     dy = values(3, 4, 6, seed=3).detach()
     linear(x, w, b).backward(dy)
     assert w.grad is None and torch.allclose(b.grad, dy.sum((0, 1)))
-    ((rows, columns),) = w.gradient_sink.products
+    ((rows, columns),) = w.main_grad_accumulator.products
     assert rows.shape == (12, 6) and columns.shape == (12, 5)
     assert not rows.requires_grad and not columns.requires_grad  # keeping them keeps no graph alive
     expected = torch.autograd.grad(F.linear(x, w), [x, w], dy)
@@ -76,7 +76,7 @@ def test_embedding() -> None:
     output.backward(dy)
     expected = torch.zeros(5, 4, dtype=torch.float64).index_add(0, index.view(-1), dy.view(-1, 4))
     assert torch.allclose(table.grad, expected)
-    table.grad, table.gradient_sink = None, Sink()
+    table.grad, table.main_grad_accumulator = None, MainGrad()
     embedding(index, table).backward(dy)
-    ((rows, gradient),) = table.gradient_sink.rows
+    ((rows, gradient),) = table.main_grad_accumulator.rows
     assert table.grad is None and torch.equal(rows, index.view(-1)) and torch.equal(gradient, dy.view(-1, 4))

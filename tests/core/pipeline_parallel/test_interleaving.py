@@ -19,33 +19,33 @@ from torch import Tensor, nn
 from megatron.core.collectives import recorded, start_all_to_all_rows
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchBaton
+from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.layer_inputs import Baton
+from megatron.core.transformer.layer_inputs import CooperativeTurn
 from megatron.core.utils.recomputed import Recomputed
 
 Events = list[str]
 
 
-def story(events: Events, baton: MicroBatchBaton, name: str, hands: int, fails_at: int | None = None) -> None:
+def story(events: Events, turn: MicroBatchTurn, name: str, hands: int, fails_at: int | None = None) -> None:
     for place in range(hands + 1):
         events.append(f"{name}{place}")
         if place == fails_at:
             raise ValueError(f"{name} fails")
         if place < hands:
-            baton.hand_over()
+            turn.yield_turn()
 
 
 def pair_of_stories(forward_hands: int, backward_hands: int, **fails: int) -> Events:
     events: Events = []
-    batons = MicroBatchBaton(), MicroBatchBaton()
+    turns = MicroBatchTurn(), MicroBatchTurn()
     with Interleaver() as interleaver:
         interleaver.run(
-            partial(story, events, batons[0], "f", forward_hands, fails.get("forward")),
-            partial(story, events, batons[1], "b", backward_hands, fails.get("backward")),
-            *batons,
+            partial(story, events, turns[0], "f", forward_hands, fails.get("forward")),
+            partial(story, events, turns[1], "b", backward_hands, fails.get("backward")),
+            *turns,
         )
     return events
 
@@ -67,11 +67,11 @@ def test_turns(hands: tuple[int, int], order: str) -> None:
 
 
 def test_alone_nothing_is_handed_over() -> None:
-    baton = MicroBatchBaton()
-    baton.hand_over()
+    turn = MicroBatchTurn()
+    turn.yield_turn()
     with Interleaver() as interleaver:
-        interleaver.run(baton.hand_over, lambda: None, baton, MicroBatchBaton())
-        baton.hand_over()  # a pair that is over leaves nothing behind
+        interleaver.run(turn.yield_turn, lambda: None, turn, MicroBatchTurn())
+        turn.yield_turn()  # a pair that is over leaves nothing behind
 
 
 def test_only_the_backward_runs_in_another_thread_which_goes_away() -> None:
@@ -82,7 +82,7 @@ def test_only_the_backward_runs_in_another_thread_which_goes_away() -> None:
 
     with Interleaver() as interleaver:
         for _ in range(2):
-            interleaver.run(note, note, MicroBatchBaton(), MicroBatchBaton())
+            interleaver.run(note, note, MicroBatchTurn(), MicroBatchTurn())
     assert threads[0] is threads[2] is threading.current_thread()
     assert threads[1] is threads[3] is not threads[0] and not threads[1].is_alive()
 
@@ -99,20 +99,20 @@ def test_only_the_backward_runs_in_another_thread_which_goes_away() -> None:
 def test_an_error_ends_both_and_is_shown_as_it_was(who: str, at: int, order: str) -> None:
     threads = threading.active_count()
     events: Events = []
-    batons = MicroBatchBaton(), MicroBatchBaton()
+    turns = MicroBatchTurn(), MicroBatchTurn()
     stories = {
-        name: partial(story, events, baton, name[0], 3, at if name == who else None)
-        for name, baton in zip(("forward", "backward"), batons, strict=True)
+        name: partial(story, events, turn, name[0], 3, at if name == who else None)
+        for name, turn in zip(("forward", "backward"), turns, strict=True)
     }
     with Interleaver() as interleaver:
         with pytest.raises(ValueError, match=f"{who[0]} fails") as error:
-            interleaver.run(*stories.values(), *batons)
+            interleaver.run(*stories.values(), *turns)
         shown = "".join(traceback.format_exception(error.value))
         assert "in story" in shown and "_TheOtherFailed" not in shown
         assert " ".join(events) == order
         events.clear()
         interleaver.run(  # and the next pair is not concerned
-            partial(story, events, batons[0], "f", 1), partial(story, events, batons[1], "b", 1), *batons
+            partial(story, events, turns[0], "f", 1), partial(story, events, turns[1], "b", 1), *turns
         )
         assert " ".join(events) == "f0 b0 f1 b1"
     assert threading.active_count() == threads
@@ -121,19 +121,19 @@ def test_an_error_ends_both_and_is_shown_as_it_was(who: str, at: int, order: str
 def test_an_interrupt_waits_for_the_others_turn_to_end() -> None:
     """Ctrl-C comes while the backward computes: nothing is left running behind."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it without
-    batons = MicroBatchBaton(), MicroBatchBaton()
+    turns = MicroBatchTurn(), MicroBatchTurn()
     state: list[str] = []
 
     def backward() -> None:
         _thread.interrupt_main()
         time.sleep(0.2)
         state.append("turn ended")
-        batons[1].hand_over()
+        turns[1].yield_turn()
         state.append("went on")
 
     try:
         with Interleaver() as interleaver, pytest.raises(KeyboardInterrupt):
-            interleaver.run(batons[0].hand_over, backward, *batons)
+            interleaver.run(turns[0].yield_turn, backward, *turns)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert state == ["turn ended"]
@@ -144,7 +144,7 @@ def test_a_second_interrupt_waits_for_nothing(hands: int) -> None:
     """Ctrl-C comes twice, and then no more, in a turn of the backward that is longer than anybody would wait: the pair
     is over at once, and its thread at the end of that turn."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    batons = MicroBatchBaton(), MicroBatchBaton()
+    turns = MicroBatchTurn(), MicroBatchTurn()
     goes_on, ended, state = threading.Event(), threading.Event(), list[str]()
 
     def interrupt() -> None:
@@ -156,7 +156,7 @@ def test_a_second_interrupt_waits_for_nothing(hands: int) -> None:
             interrupt()
             interrupt()
             goes_on.wait(20.0)
-            batons[1].hand_over()
+            turns[1].yield_turn()
             state.append("went on")
         finally:
             ended.set()
@@ -167,10 +167,10 @@ def test_a_second_interrupt_waits_for_nothing(hands: int) -> None:
     try:
         with Interleaver() as interleaver:
             with pytest.raises(KeyboardInterrupt):
-                interleaver.run(partial(story, [], batons[0], "f", hands), backward, *batons)
+                interleaver.run(partial(story, [], turns[0], "f", hands), backward, *turns)
             assert not ended.is_set()
             events: Events = []
-            others = MicroBatchBaton(), MicroBatchBaton()
+            others = MicroBatchTurn(), MicroBatchTurn()
             interleaver.run(  # the next pair is not concerned
                 partial(story, events, others[0], "f", 1), partial(story, events, others[1], "b", 1), *others
             )
@@ -194,14 +194,14 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
 def draws_of_a_pair(pairs: bool) -> list[list[float]]:
     """What layers draw from torch's generator in a forward, and in a backward that computes its own layer again."""
     seen: list[list[float]] = []
-    batons = MicroBatchBaton(), MicroBatchBaton()
+    turns = MicroBatchTurn(), MicroBatchTurn()
 
     def layer(number: int) -> Recomputed:
         def drawing(x: Tensor) -> Tensor:
             drawn = torch.rand(2)
-            batons[number].hand_over()
+            turns[number].yield_turn()
             drawn = torch.cat([drawn, torch.rand(2)])
-            batons[number].hand_over()
+            turns[number].yield_turn()
             seen.append([number, *drawn.tolist(), *torch.rand(1).tolist()])
             return (x * drawn.sum()).sin()
 
@@ -212,7 +212,7 @@ def draws_of_a_pair(pairs: bool) -> list[list[float]]:
     kept = layer(1)(x).sum()
     with Interleaver() as interleaver:
         run = interleaver.run if pairs else lambda forward, backward, *unused: (forward(), backward())
-        run(lambda: layer(0)(x), kept.backward, *batons)
+        run(lambda: layer(0)(x), kept.backward, *turns)
     return [*sorted(seen), torch.rand(1).tolist()]
 
 
@@ -233,10 +233,10 @@ def test_what_torch_keeps_by_thread_is_carried_over() -> None:
     with Interleaver() as interleaver:
         token = VARIABLE.set(7)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            interleaver.run(lambda: None, look, MicroBatchBaton(), MicroBatchBaton())
+            interleaver.run(lambda: None, look, MicroBatchTurn(), MicroBatchTurn())
         VARIABLE.reset(token)
         assert seen == {"grad": False, "dtype": torch.bfloat16, "variable": 7}
-        interleaver.run(lambda: None, look, MicroBatchBaton(), MicroBatchBaton())
+        interleaver.run(lambda: None, look, MicroBatchTurn(), MicroBatchTurn())
         assert seen == {"grad": True, "dtype": torch.float32, "variable": 0}
 
 
@@ -247,20 +247,22 @@ class Exchanged(torch.autograd.Function):
     """An all-to-all as layers of experts do it: begun, handed over, waited for."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any, baton: Baton | None, note: Callable[[str], None]) -> Tensor:
-        ctx.group, ctx.baton, ctx.note = group, baton, note
-        return _exchange(rows, group, baton, note, "F")
+    def forward(
+        ctx: Any, rows: Tensor, group: Any, turn: CooperativeTurn | None, note: Callable[[str], None]
+    ) -> Tensor:
+        ctx.group, ctx.turn, ctx.note = group, turn, note
+        return _exchange(rows, group, turn, note, "F")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.group, ctx.baton, ctx.note, "B"), None, None, None
+        return _exchange(gradient, ctx.group, ctx.turn, ctx.note, "B"), None, None, None
 
 
-def _exchange(rows: Tensor, group: Any, baton: Baton | None, note: Callable[[str], None], kind: str) -> Tensor:
+def _exchange(rows: Tensor, group: Any, turn: CooperativeTurn | None, note: Callable[[str], None], kind: str) -> Tensor:
     pending = start_all_to_all_rows(rows, group)
     note(kind)
-    if baton is not None:
-        baton.hand_over()
+    if turn is not None:
+        turn.yield_turn()
     return pending.wait()
 
 
@@ -274,17 +276,17 @@ class ExchangingLayer(nn.Module):
         self.layer = layer
         self.run = Recomputed(self.compute) if recomputes else self.compute
 
-    def compute(self, hidden: Tensor, baton: Baton | None) -> Tensor:
+    def compute(self, hidden: Tensor, turn: CooperativeTurn | None) -> Tensor:
         made = self.layer(hidden)  # [s, b, h]
         rows = made.flatten(0, 1)[: made.shape[0] * made.shape[1] // 2 * 2]
-        there = torch.sin(Exchanged.apply(rows, self.group, baton, self.note))
-        back = Exchanged.apply(there, self.group, baton, self.note)
+        there = torch.sin(Exchanged.apply(rows, self.group, turn, self.note))
+        back = Exchanged.apply(there, self.group, turn, self.note)
         return made + back.view(made.shape)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.run(hidden, self.baton)
+        return self.run(hidden, self.turn)
 
-    baton: Baton | None = None
+    turn: CooperativeTurn | None = None
     note: Callable[[str], None]
 
 
@@ -298,9 +300,9 @@ class ExchangingModel(StageModel):
         for layer in self.layers:
             layer.group, layer.note = group, events.append  # type: ignore[assignment]
 
-    def set_baton(self, baton: Baton | None) -> None:
+    def set_turn(self, turn: CooperativeTurn | None) -> None:
         for layer in self.layers:
-            layer.baton = baton  # type: ignore[assignment]
+            layer.turn = turn  # type: ignore[assignment]
 
 
 def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
@@ -351,7 +353,7 @@ def exchanging_step(
             micro_batch_size=2,
             pg_collection=groups,
         )
-    assert all(layer.baton is None for model in models for layer in model.layers)
+    assert all(layer.turn is None for model in models for layer in model.layers)
     if ddp:
         gradients = {f"{unit.plan.name} {place}": unit.owned_gradients.clone() for place, unit in units}
     else:
@@ -465,7 +467,7 @@ def failing_step() -> str:
             num_microbatches=4,
             pg_collection=groups,
         )
-    assert model.layers[0].baton is None
+    assert model.layers[0].turn is None
     return "".join(traceback.format_exception(error.value))
 
 

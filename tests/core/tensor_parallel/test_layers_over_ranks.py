@@ -149,11 +149,11 @@ def test_row_refuses_a_whole_input_under_sequence_parallelism() -> None:
 # What is exchanged, and when
 
 
-class WatchedSink:
+class WatchedMainGrad:
     """Sees what is handed to it, and what had been sent by then."""
 
-    def __init__(self, puts_off: bool, log: list[Any]) -> None:
-        self.puts_off, self.log = puts_off, log
+    def __init__(self, defers_weight_grad: bool, log: list[Any]) -> None:
+        self.defers_weight_grad, self.log = defers_weight_grad, log
         self.product: tuple[Tensor, Any] | None = None
         self.sent_before: list[str] = []
 
@@ -161,7 +161,7 @@ class WatchedSink:
         self.product, self.sent_before = (output_gradient, inputs), [traffic.operation for traffic in self.log]
 
 
-def exchanges(sequence_parallel: bool, puts_off: bool) -> dict[str, Any]:
+def exchanges(sequence_parallel: bool, defers_weight_grad: bool) -> dict[str, Any]:
     want = Expected()
     settings = config(sequence_parallel)
     layer = ColumnParallelLinear(
@@ -173,10 +173,10 @@ def exchanges(sequence_parallel: bool, puts_off: bool) -> dict[str, Any]:
     with recorded() as forward:
         output, _ = layer(x)
     with recorded() as backward:
-        sink = layer.weight.gradient_sink = WatchedSink(puts_off, backward)
+        main_grad = layer.weight.main_grad_accumulator = WatchedMainGrad(defers_weight_grad, backward)
         (output * half(want.g, -1)).sum().backward()
-    assert layer.weight.grad is None and sink.product is not None
-    rows, inputs = sink.product
+    assert layer.weight.grad is None and main_grad.product is not None
+    rows, inputs = main_grad.product
     kept = None
     if isinstance(inputs, SequenceShard):
         kept = inputs.rows.shape[0]
@@ -184,31 +184,33 @@ def exchanges(sequence_parallel: bool, puts_off: bool) -> dict[str, Any]:
     return {
         "forward": [(t.operation, t.nbytes) for t in forward],
         "backward": [(t.operation, t.nbytes) for t in backward],
-        "before the product": sink.sent_before,
+        "before the product": main_grad.sent_before,
         "kept rows": kept,
         "error": error(rows.t() @ inputs, half(want.weight.grad, 0)),
         "x": error(x.grad, half(want.x.grad, 0) if sequence_parallel else want.x.grad),
     }
 
 
-@pytest.mark.parametrize("puts_off", [False, True])
+@pytest.mark.parametrize("defers_weight_grad", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_exchange_of_inputs_goes_on_during_the_products(sequence_parallel: bool, puts_off: bool, pool: Pool) -> None:
+def test_exchange_of_inputs_goes_on_during_the_products(
+    sequence_parallel: bool, defers_weight_grad: bool, pool: Pool
+) -> None:
     whole = T * B * IN * 8
     gather, scatter, reduce = ("all_gather", whole), ("reduce_scatter", whole), ("all_reduce", whole)
-    for seen in pool.run(exchanges, 2, sequence_parallel, puts_off):
+    for seen in pool.run(exchanges, 2, sequence_parallel, defers_weight_grad):
         assert seen["error"] < TOLERANCE and seen["x"] < TOLERANCE
         assert seen["forward"] == ([gather] if sequence_parallel else [])
         if sequence_parallel:
-            assert seen["backward"] == ([scatter] if puts_off else [gather, scatter])
-            assert seen["kept rows"] == (T * B // 2 if puts_off else None)
+            assert seen["backward"] == ([scatter] if defers_weight_grad else [gather, scatter])
+            assert seen["kept rows"] == (T * B // 2 if defers_weight_grad else None)
         else:
             assert seen["backward"] == [reduce] and seen["kept rows"] is None
         # The reduction of dX is under way when dW is computed.
         assert seen["before the product"] == [operation for operation, _ in seen["backward"]]
 
 
-def published_linear() -> dict[str, float]:
+def megatron_lm_linear() -> dict[str, float]:
     want, errors = Expected(), {}
     weight, bias = half(want.weight, 0).detach(), half(want.bias, 0).detach()
     for name, reduces, sequence_parallel in (("alone", False, False), ("reduced", True, False), ("rows", False, True)):
@@ -225,7 +227,7 @@ def published_linear() -> dict[str, float]:
 
 
 def test_linear_by_its_published_name(pool: Pool) -> None:
-    check(pool.run(published_linear, 2))
+    check(pool.run(megatron_lm_linear, 2))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.recompute import recompute_parts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,7 +51,7 @@ def build(**settings) -> GPTModel:
 
 def loss_of(model: nn.Module) -> Tensor:
     ids = torch.randint(50, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    tokens = Tokens(LENGTH, ROWS, random=RandomPlace(seed=7, iteration=4, first_sample=6))
+    tokens = Tokens(LENGTH, ROWS, random=RngPosition(seed=7, iteration=4, first_sample=6))
     return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
 
 

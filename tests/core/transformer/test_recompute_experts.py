@@ -13,11 +13,11 @@ from megatron.core.collectives import recorded
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.reported import take_reports
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.once import Memory, once
+from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
 
 LENGTH, ROWS, WIDTH, FFN, TOPK = 32, 2, 64, 128, 2
 TOKENS = LENGTH * ROWS
@@ -76,7 +76,7 @@ def build(**settings: Any) -> GPTModel:
 
 def loss_of(model: GPTModel, micro_batch: int = 0) -> Tensor:
     ids = torch.randint(50, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3 + micro_batch))
-    tokens = Tokens(LENGTH, ROWS, random=RandomPlace(seed=7, iteration=4, first_sample=6 + micro_batch))
+    tokens = Tokens(LENGTH, ROWS, random=RngPosition(seed=7, iteration=4, first_sample=6 + micro_batch))
     return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
 
 
@@ -180,10 +180,10 @@ def test_no_bit_changes_where_tokens_travel(dispatcher: str, overlaps: bool) -> 
 
 
 def test_once() -> None:
-    memory, calls = Memory(), []
+    memory, calls = RecomputeCache(), []
 
     def asked(value: int) -> int:
-        return once(lambda: calls.append(value) or once(lambda: value))
+        return run_once_under_recompute(lambda: calls.append(value) or run_once_under_recompute(lambda: value))
 
     first, second = memory.passes()
     with first:

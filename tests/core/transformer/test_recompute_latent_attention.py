@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils.recomputed import ForgottenResults
 
@@ -48,7 +48,7 @@ def build(modules: list[str] | None = None, **settings: Any) -> GPTModel:
 
 def loss_of(model: torch.nn.Module) -> Tensor:
     ids = torch.randint(50, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    tokens = Tokens(LENGTH, ROWS, random=RandomPlace(seed=7, iteration=4, first_sample=6))
+    tokens = Tokens(LENGTH, ROWS, random=RngPosition(seed=7, iteration=4, first_sample=6))
     return model(ids[:, :-1], labels=ids[:, 1:].contiguous(), tokens=tokens).sum()
 
 

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.stage_costs import layer_cost, settle_layout
+from megatron.core.transformer.stage_costs import layer_cost, resolve_auto_layout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
@@ -30,17 +30,17 @@ def config(layers: int, stages: int, **fields: Any) -> TransformerConfig:
 def test_a_head_that_costs_as_much_as_layers_takes_their_place() -> None:
     made = config(14, 4)
     vocabulary = layer_cost(made, 1, 128) // 64 * 2  # a head of two layers
-    settle_layout(made, 128, vocabulary)
+    resolve_auto_layout(made, 128, vocabulary)
     assert [len(part.layers) for part in stage_map(made).parts] == [4, 4, 4, 2]
     before = made.pipeline_model_parallel_layout
-    settle_layout(made, 4096, 10)  # settled once
+    resolve_auto_layout(made, 4096, 10)  # settled once
     assert made.pipeline_model_parallel_layout == before
 
 
 @pytest.mark.parametrize("fields", [{"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zb-v"}])
 def test_it_cuts_for_as_many_chunks_as_are_asked_for(fields: dict[str, Any]) -> None:
     made = config(15, 2, **fields)
-    settle_layout(made, 128, layer_cost(made, 1, 128) // 64)
+    resolve_auto_layout(made, 128, layer_cost(made, 1, 128) // 64)
     stages = stage_map(made)
     assert stages.chunks == 2 and [len(part.layers) for part in stages.parts] == [4, 4, 4, 3]
 
@@ -50,7 +50,7 @@ def test_windows_make_layers_cheaper() -> None:
     made = config(6, 2, window_size=(15, 0), window_attn_skip_freq=3)
     costs = [layer_cost(made, number, 4096) for number in range(1, 7)]
     assert costs[0] == costs[1] == costs[3] < costs[2] == costs[5]
-    settle_layout(config(6, 2), 4096, 10)
+    resolve_auto_layout(config(6, 2), 4096, 10)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -121,7 +121,7 @@ def test_costs_of_all_kinds_of_layers_are_what_a_model_computes(kind: str) -> No
 def test_a_stage_that_predicts_further_has_fewer_layers() -> None:
     made = config(12, 4, mtp_num_layers=2)
     vocabulary = layer_cost(made, 1, 128) // 64 // 2  # three heads of half a layer each, two layers and a little more
-    settle_layout(made, 128, vocabulary)
+    resolve_auto_layout(made, 128, vocabulary)
     parts = stage_map(made).parts
     assert [len(part.layers) for part in parts] == [4, 4, 4, 0] and parts[-1].prediction_layers == 2
     assert made.pipeline_model_parallel_layout.endswith("|mmL")

@@ -4,7 +4,7 @@ Each leaves one process right, keeps everything finite and lets the loss fall. `
 `tests/parity/test_layouts.py::test_layout[caught_by]`. docs/parity.md has the table, which a test keeps true.
 """
 
-from parity.mutations.attention import KNOBS, LATENT
+from parity.mutations.attention import LATENT, MODEL_OPTIONS
 from parity.mutations.context import CONTEXT
 from parity.mutations.data import DATA
 from parity.mutations.experts import EXPERTS, ROUTERS
@@ -15,4 +15,4 @@ from parity.mutations.tensor import TENSOR
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *KNOBS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING]
+MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING]

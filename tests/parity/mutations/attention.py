@@ -1,8 +1,8 @@
-"""Known bugs of latent attention, and of knobs that change single parts of attention."""
+"""Known bugs of latent attention, and of model options that change single parts of attention."""
 
 from parity.mutations.mutation import Mutation
 
-_BLOCKS = "core/ops/attention_blocks.py"
+_BLOCKS = "core/ops/attention/blocks.py"
 
 LATENT = [
     Mutation(
@@ -25,7 +25,7 @@ LATENT = [
     ),
 ]
 
-KNOBS = [
+MODEL_OPTIONS = [
     Mutation(
         "cap-missing-in-the-ring",
         "scores are bounded by one kernel and not by that of split rows",
@@ -53,7 +53,7 @@ KNOBS = [
     Mutation(
         "rates-of-the-first-heads",
         "every tensor parallel rank has the ALiBi rates of the first heads",
-        "core/ops/attention.py",
+        "core/ops/attention/unfused.py",
         "self.slopes[first_head : first_head + heads]",
         "self.slopes[:heads]",
         "falcon/tp2/per-token",

@@ -15,7 +15,7 @@ CONTEXT = [
     Mutation(
         "not-reduced-over-context",
         "gradients are not summed over context parallel ranks",
-        "core/distributed/placements.py",
+        "core/distributed/sharding_strategy.py",
         '_DATA_GROUP = {"dense": "dp_cp", "expert": "expt_dp"}',
         '_DATA_GROUP = {"dense": "dp", "expert": "expt_dp"}',
         "llama-gqa/cp2-p2p/per-token",
@@ -39,7 +39,7 @@ CONTEXT = [
     Mutation(
         "merged-by-maximum",
         "attention to two blocks of keys is merged by the larger of their sums",
-        "core/ops/attention_blocks.py",
+        "core/ops/attention/blocks.py",
         "merged = torch.logaddexp(total_lse, lse)",
         "merged = torch.maximum(total_lse, lse)",
         "llama-gqa/cp2-p2p/per-token",
@@ -47,15 +47,15 @@ CONTEXT = [
     Mutation(
         "keys-gradient-not-returned",
         "in the ring the gradient of keys that were lent is dropped",
-        "core/context_parallel/exchanges.py",
-        "lambda rows: total[turn.given].add_(rows)",
+        "core/context_parallel/kv_exchange.py",
+        "lambda rows: total[ring_step.given].add_(rows)",
         "lambda rows: total",
         "llama-gqa/cp2-p2p/per-token",
     ),
     Mutation(
         "keys-gradient-of-one",
         "gathered keys get the gradient of one rank",
-        "core/context_parallel/exchanges.py",
+        "core/context_parallel/kv_exchange.py",
         "torch.sum(rows.unflatten(0, (ranks, -1)), 0, dtype=at_least_float32(rows.dtype))",
         "rows.unflatten(0, (ranks, -1))[0].to(at_least_float32(rows.dtype))",
         "llama-gqa/cp2-all_gather/per-token",
@@ -79,7 +79,7 @@ CONTEXT = [
     Mutation(
         "documents-of-the-part",
         "documents are told apart by the place of a token in its block",
-        "core/ops/attention_blocks.py",
+        "core/ops/attention/blocks.py",
         "documents = [document_of(index, call.cu_seqlens) for index in (i + place.query_place, j + place.key_place)]",
         "documents = [document_of(index, call.cu_seqlens) for index in (i, j)]",
         "packed/cp2-p2p/per-token",

@@ -30,7 +30,7 @@ DATA = [
     Mutation(
         "stale-weights",
         "whole weights stay as they were before the update of their shards",
-        "core/distributed/unit_memory.py",
+        "core/distributed/flat_buffer.py",
         "self._is_stale = self.sharding.shards > 1",
         "self._is_stale = False",
         "llama-gqa/dp2-optim/per-token",
@@ -38,7 +38,7 @@ DATA = [
     Mutation(
         "gradient-of-the-last-micro-batch",
         "where gradients are sharded, each micro-batch's take the place of those before",
-        "core/distributed/gradient_shards.py",
+        "core/distributed/reduce_scatter_gradients.py",
         "self.owned.add_(self._sum.wait())",
         "self.owned.copy_(self._sum.wait())",
         "llama-gqa/dp2-optim_grads/per-token",

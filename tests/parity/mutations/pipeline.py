@@ -63,7 +63,7 @@ PIPELINE = [
     Mutation(
         "late-product-forgotten",
         "of the weight gradients that are put off, the last of a micro-batch is not computed",
-        "core/distributed/sinks.py",
+        "core/distributed/main_grad.py",
         "in enumerate(products):",
         "in enumerate(products[:-1]):",
         "llama-gqa/pp2-zb-h1/per-token",

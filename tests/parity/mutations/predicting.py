@@ -6,7 +6,7 @@ PREDICTING = [
     Mutation(
         "ahead-within-the-part",
         "tokens further on are looked for among those that a context parallel rank has",
-        "core/context_parallel/ahead.py",
+        "core/context_parallel/mtp_shift.py",
         "return torch.stack(following, 2)",
         "return torch.zeros_like(torch.stack(following, 2))",
         "mtp-learned/cp2-p2p/default",
@@ -15,7 +15,7 @@ PREDICTING = [
     Mutation(
         "ahead-across-documents",
         "where documents end is looked up by the place of a token among a rank's own",
-        "core/context_parallel/ahead.py",
+        "core/context_parallel/mtp_shift.py",
         "    ends = tokens.cu_seqlens[1:].to(torch.int64)",
         "    ends, index = tokens.cu_seqlens[1:].to(torch.int64), torch.arange(tokens.seq_length, device=device)",
         "mtp-packed/cp2-p2p/default",

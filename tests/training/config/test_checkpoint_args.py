@@ -5,7 +5,7 @@ from support.runs import TINY, train
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.run_description import architecture_differences, describe_run
 
 MODEL = (
@@ -24,13 +24,15 @@ def saved(tmp_path_factory):
 
 
 def config_of(words):
-    return configure(f"{RUN} --use-checkpoint-args {words}".split(), surroundings=Surroundings(1, False))
+    return configure(f"{RUN} --use-checkpoint-args {words}".split(), launch_environment=LaunchEnvironment(1, False))
 
 
 def test_the_model_of_the_checkpoint(saved):
     for place in (f"--load {saved}", f"--pretrained-checkpoint {saved} --load {saved}-not-yet"):
         config = config_of(place)
-        expected = configure(f"{TINY} {MODEL} --mock-data --train-iters 1".split(), surroundings=Surroundings(1, False))
+        expected = configure(
+            f"{TINY} {MODEL} --mock-data --train-iters 1".split(), launch_environment=LaunchEnvironment(1, False)
+        )
         assert not architecture_differences(config, describe_run(expected))
         assert config.transformer.window_attn_skip_freq == [0, 1] and config.transformer.num_moe_experts == 4
         assert config.data.seq_length == 16 and config.tokenizer.vocab_size == 40

@@ -21,11 +21,11 @@ from megatron.training.config.flag_table import (
     whole_number,
 )
 from megatron.training.config.retired import RETIRED
-from megatron.training.config.unoffered import UNOFFERED
+from megatron.training.config.unsupported_flags import UNSUPPORTED_FLAGS
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests/data/flags"
-PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "published_flags.jsonl").read_text().splitlines())}
+PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
 
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--layout-invariant",
@@ -35,7 +35,7 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--beta-slow",
     "--original-max-position-embeddings",
 }
-KNOBS = {
+MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
     "--rope-scaling-high-freq-factor", "--rope-scaling-beta-fast", "--rope-scaling-beta-slow",
     "--no-rope-scaling-truncate", "--rope-scaling-short-factor", "--rope-scaling-long-factor",
@@ -75,7 +75,7 @@ def test_the_list_of_options_is_frozen() -> None:
 
 
 def test_only_these_options_are_ours() -> None:
-    assert set(spellings()) - PUBLISHED.keys() == OURS | KNOBS
+    assert set(spellings()) - PUBLISHED.keys() == OURS | MODEL_OPTIONS
 
 
 def test_every_frequently_used_flag_is_offered() -> None:
@@ -84,7 +84,7 @@ def test_every_frequently_used_flag_is_offered() -> None:
 
 
 def test_what_is_not_offered_is_neither_offered_nor_retired() -> None:
-    assert not UNOFFERED & (set(spellings()) | RETIRED)
+    assert not UNSUPPORTED_FLAGS & (set(spellings()) | RETIRED)
 
 
 @pytest.mark.parametrize("spelling", sorted(PUBLISHED))

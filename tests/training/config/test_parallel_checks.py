@@ -3,10 +3,10 @@
 import pytest
 from support.command_lines import configured, problems_of
 
-from megatron.core.distributed.placements import Placement
+from megatron.core.distributed.sharding_strategy import ShardingStrategy
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 LAYOUTS = [
     # ranks
@@ -160,7 +160,7 @@ def test_the_sizes_that_are_offered_work() -> None:
 def test_a_world_of_one_is_told_how_to_start_more() -> None:
     words = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--num-layers", "2"]
     with pytest.raises(ConfigurationError) as caught:
-        configure(words, surroundings=Surroundings(1, False, world_size_is_given=False))
+        configure(words, launch_environment=LaunchEnvironment(1, False, world_size_is_given=False))
     assert any("start it with torchrun --nproc_per_node 4" in problem for problem in caught.value.problems)
 
 
@@ -182,7 +182,9 @@ def test_chunks_of_a_pipeline_stage(flags: str, chunks: int | None) -> None:
 
 def test_other_spellings_of_full_sharding() -> None:
     config = configured("--use-torch-fsdp2", ranks=2)
-    assert config.ddp.use_megatron_fsdp and config.ddp.data_parallel_sharding_strategy == Placement.PARAMETERS.value
+    assert (
+        config.ddp.use_megatron_fsdp and config.ddp.data_parallel_sharding_strategy == ShardingStrategy.PARAMETERS.value
+    )
     assert config.ddp.use_distributed_optimizer and config.optimizer.use_distributed_optimizer
     whole = configured("--use-megatron-fsdp", ranks=2)
     assert whole.ddp.use_megatron_fsdp and not whole.ddp.use_distributed_optimizer
@@ -198,8 +200,8 @@ def test_types_in_which_gradients_are_sent() -> None:
 def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
     words = "--dry-run --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 8 --hidden-size 64 "
     words += "--num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --tokenizer-type NullTokenizer"
-    alone = configure([*words.split(), "--vocab-size", "50"], surroundings=Surroundings(1, False, False))
+    alone = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(1, False, False))
     assert alone.world_size == 8 and alone.grid.data == 1
     assert "--dry-run of 8 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.notes
-    told = configure([*words.split(), "--vocab-size", "50"], surroundings=Surroundings(16, False))
+    told = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(16, False))
     assert told.world_size == 16 and told.grid.data == 2

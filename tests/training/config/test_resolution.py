@@ -17,7 +17,7 @@ from megatron.training.config.derived_values import iterations_of_samples
 from megatron.training.config.flag_table import Flag, flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Derived values
@@ -195,7 +195,9 @@ def test_other_names_of_one_size() -> None:
 
 
 def test_provenance() -> None:
-    config = configure(SMALL.split(), args_defaults={"tensorboard_dir": "x"}, surroundings=Surroundings(1, False))
+    config = configure(
+        SMALL.split(), args_defaults={"tensorboard_dir": "x"}, launch_environment=LaunchEnvironment(1, False)
+    )
     where = config.provenance
     assert where["num_layers"] == "flag" and where["weight_decay"] == "default"
     assert where["ffn_hidden_size"] == "derived" and where["tensorboard_dir"] == "script"
@@ -206,7 +208,7 @@ def test_defaults_of_a_script_stand_only_where_there_is_no_value() -> None:
     config = configure(
         SMALL.split(),
         args_defaults={"tokenizer_type": "GPT2BPETokenizer", "tensorboard_dir": "x", "mine": 5},
-        surroundings=Surroundings(1, False),
+        launch_environment=LaunchEnvironment(1, False),
     )
     assert config.tokenizer.tokenizer_type == "NullTokenizer" and config.logging.tensorboard_dir == "x"
     assert config.extra == {"mine": 5}
@@ -402,7 +404,7 @@ def test_folders_that_must_hold_a_checkpoint(flags: str, problems: list[str], tm
     words = [*SMALL.split(), *flags.format(there=tmp_path).split()]
     for looks in (True, False):
         try:
-            configure(words, surroundings=Surroundings(1, False, looks_at_files=looks))
+            configure(words, launch_environment=LaunchEnvironment(1, False, looks_at_files=looks))
         except ConfigurationError as error:
             assert looks and error.problems == problems
         else:
@@ -458,7 +460,10 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     words = SMALL.replace("--mock-data", f"--data-path 1 {tmp_path}/corpus 2 {tmp_path}/half").split()
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "/no/vocab", "--merge-file", "/no/merges"]
     with pytest.raises(ConfigurationError) as caught:
-        configure([*words, "--tokenizer-model", "/no/model"], surroundings=Surroundings(1, False, looks_at_files=True))
+        configure(
+            [*words, "--tokenizer-model", "/no/model"],
+            launch_environment=LaunchEnvironment(1, False, looks_at_files=True),
+        )
     assert caught.value.problems == [
         "--vocab-file /no/vocab: no such file",
         "--merge-file /no/merges: no such file",
@@ -561,7 +566,7 @@ def _values_of(draw: st.DrawFn, flag: Flag) -> list[str]:
 @given(words=_some_flags(), ranks=st.sampled_from([1, 2, 3, 8]))
 def test_any_flags_give_a_config_or_problems(words: list[str], ranks: int) -> None:
     try:
-        config = configure(words, surroundings=Surroundings(ranks, False))
+        config = configure(words, launch_environment=LaunchEnvironment(ranks, False))
     except ConfigurationError as error:
         assert error.problems and all(problem and "\n" not in problem for problem in error.problems), shlex.join(words)
     else:
@@ -575,4 +580,4 @@ def test_any_words_give_a_config_or_problems(words: list[str]) -> None:
     if any(word == "-h" or word.startswith("--help") for word in words):
         return
     with pytest.raises(ConfigurationError):
-        configure(words, surroundings=Surroundings(1, False))
+        configure(words, launch_environment=LaunchEnvironment(1, False))

@@ -165,7 +165,7 @@ def test_the_users_own_loader_passes_through():
 def test_published_cyclic_order_on_request(build_dataset):
     dataset = build_dataset(50)
     published = read(
-        dataset, 10, micro_batch_size=2, num_workers=0, dataloader_type="cyclic", published_cyclic_order=True
+        dataset, 10, micro_batch_size=2, num_workers=0, dataloader_type="cyclic", megatron_cyclic_order=True
     )
     expected = torch.randperm(len(dataset) // 2 * 2, generator=torch.Generator().manual_seed(0))[:20]
     assert torch.cat([batch.sample_ids for batch in published]).tolist() == expected.tolist()

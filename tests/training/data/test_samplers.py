@@ -9,7 +9,7 @@ import torch
 from megatron.core.exceptions import UserError
 from megatron.training.data.samplers import (
     CyclicSampler,
-    PublishedCyclicSampler,
+    MegatronCyclicSampler,
     RankShare,
     SequentialSampler,
     permuted,
@@ -114,7 +114,7 @@ def test_published_cyclic_order(data_sharding):
         else:
             order = torch.randperm(total // micro_batch * micro_batch, generator=generator)
             expected = order[within:][rank::ranks].tolist()
-        sampler = PublishedCyclicSampler(total, consumed, RankShare(micro_batch, rank, ranks), data_sharding)
+        sampler = MegatronCyclicSampler(total, consumed, RankShare(micro_batch, rank, ranks), data_sharding)
         batches = list(itertools.islice(sampler, len(expected) // micro_batch))
         assert [sample for batch in batches for sample in batch] == expected[
             : len(expected) // micro_batch * micro_batch
@@ -122,4 +122,4 @@ def test_published_cyclic_order(data_sharding):
         next_epoch = list(itertools.islice(sampler, 40))
         assert len(next_epoch) == 40
     with pytest.raises(UserError, match="do not fill a batch"):
-        PublishedCyclicSampler(7, 0, RankShare(2, 0, 4))
+        MegatronCyclicSampler(7, 0, RankShare(2, 0, 4))

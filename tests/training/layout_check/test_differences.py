@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.witness import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
+from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
 
 TOKENS = torch.arange(8)
 NAMES = ("embedding.weight", "decoder.layers.0.weight", "output_layer.weight")

@@ -6,7 +6,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.settings import Surroundings
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.layout_check.shrinking import SmallRun, shrink, words_that_matter
 
 LLAMA = (
@@ -29,14 +29,14 @@ DEEPSEEK = (
 
 
 def config_of(flags: str, ranks: int) -> PretrainConfig:
-    return configure(words_that_matter(f"{LLAMA} {flags}".split()), surroundings=Surroundings(ranks, False))
+    return configure(words_that_matter(f"{LLAMA} {flags}".split()), launch_environment=LaunchEnvironment(ranks, False))
 
 
 def small_of(flags: str, ranks: int, processes: int = 8) -> tuple[SmallRun, PretrainConfig, PretrainConfig]:
     small = shrink(config_of(flags, ranks), processes, 3)
-    surroundings = Surroundings(small.sizes.ranks, False)
-    layout = configure(small.words, surroundings=surroundings)
-    plain = configure(small.plain_words, surroundings=Surroundings(1, False))
+    launch_environment = LaunchEnvironment(small.sizes.ranks, False)
+    layout = configure(small.words, launch_environment=launch_environment)
+    plain = configure(small.plain_words, launch_environment=LaunchEnvironment(1, False))
     differing = {name for name, value in layout.model.transformer.__dict__.items() if value != _of(plain, name)}
     assert differing <= LAYOUT_FIELDS, differing
     assert layout.training.global_batch_size == plain.training.global_batch_size
@@ -178,9 +178,10 @@ def test_latents_stay_latents() -> None:
     flags = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --rotary-scaling-factor 40"
     flags = LLAMA.replace("--group-query-attention --num-query-groups 8", flags)
     config = configure(
-        words_that_matter(f"{flags} --tensor-model-parallel-size 8".split()), surroundings=Surroundings(16, False)
+        words_that_matter(f"{flags} --tensor-model-parallel-size 8".split()),
+        launch_environment=LaunchEnvironment(16, False),
     )
     small = shrink(config, 8, 3)
-    plain = configure(small.plain_words, surroundings=Surroundings(1, False)).transformer
+    plain = configure(small.plain_words, launch_environment=LaunchEnvironment(1, False)).transformer
     assert isinstance(plain, MLATransformerConfig)
     assert (plain.q_lora_rank, plain.kv_lora_rank, plain.rotary_scaling_factor) == (10, 12, 40)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import group_size
+from megatron.core.ops.attention.soft_cap import soft_cap
 from megatron.core.ops.cross_entropy import vocabulary_part
-from megatron.core.ops.soft_cap import soft_cap
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig

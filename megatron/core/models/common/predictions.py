@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
-from megatron.core.context_parallel.ahead import rows_ahead
+from megatron.core.context_parallel.mtp_shift import rows_ahead
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.precision import widened

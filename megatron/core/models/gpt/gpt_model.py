@@ -19,7 +19,7 @@ from megatron.core.models.common.predictions import (
     states_into_stage,
     tokens_ahead,
 )
-from megatron.core.ops.dropout import DropoutTokens, dropout_tokens
+from megatron.core.ops.dropout.dropout import DropoutTokens, dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -253,7 +253,7 @@ class GPTModel(LanguageModule):
             hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
             inference_context=context,
             auxiliary_scale=self.auxiliary_scale,
-            baton=self.baton,
+            turn=self.turn,
         )
         if given is None:
             given = self._embedded(input_ids, positions, inputs)

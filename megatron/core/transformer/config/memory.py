@@ -1,4 +1,4 @@
-"""Memory and launch overhead: recomputation, offloading, CUDA graphs."""
+"""RecomputeCache and launch overhead: recomputation, offloading, CUDA graphs."""
 
 from dataclasses import dataclass
 from typing import Literal

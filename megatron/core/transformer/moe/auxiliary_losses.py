@@ -15,7 +15,7 @@ from megatron.core.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import widened
 from megatron.core.transformer.config.moe import BALANCE_LOSSES, listed
 from megatron.core.transformer.moe.micro_batch import MicroBatchShare
-from megatron.core.utils.once import once
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 LOSS_NAMES = {
     "aux_loss": "load_balancing_loss",
@@ -62,7 +62,7 @@ class GlobalBalance:
     def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
         """E / (k T T') sum_i P_i n_i, with n_i the mean over micro-batches so far of counts over the T' tokens that all
         ranks of `everyone` route at a time."""
-        mean = once(lambda: self._count(experts, scores.shape[1], everyone)).to(scores.dtype)
+        mean = run_once_under_recompute(lambda: self._count(experts, scores.shape[1], everyone)).to(scores.dtype)
         tokens = share.total * (share.count * group_size(everyone))
         return (scores.sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
 

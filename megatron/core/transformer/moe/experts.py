@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank
-from megatron.core.ops.grouped_linear import RowGroups, grouped_linear, is_one_product
-from megatron.core.ops.weighted_activation import weighted
+from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
+from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, each_of, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

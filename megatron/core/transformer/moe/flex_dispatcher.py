@@ -9,49 +9,49 @@ experts are. A sum over experts is so rounded once on each rank and once more at
 import torch
 from torch import Tensor
 
-from megatron.core.ops.grouped_linear import RowGroups
-from megatron.core.transformer.layer_inputs import Baton
-from megatron.core.transformer.moe.exchange import Exchange, all_to_all_route, uneven_gather_route
+from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.transformer.layer_inputs import CooperativeTurn
+from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
-    AlltoAllJourney,
+    AlltoAllDispatchCombine,
+    DispatchCombine,
     ExpertRows,
-    Journey,
     MoEAlltoAllTokenDispatcher,
 )
 from megatron.core.utils.host_copy import HostCopy
-from megatron.core.utils.once import once
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends a token once to each rank that holds any of its experts. How many rows go where, one small copy a layer
     brings to the host."""
 
-    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         if self.ep_size * self.etp_size == 1:
-            return super().plan(routing, baton)
-        return _JourneyOfTokens(self, routing, baton)
+            return super().plan(routing, turn)
+        return _TokenDispatchCombine(self, routing, turn)
 
 
-class _JourneyOfTokens(AlltoAllJourney):
-    def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
-        super().__init__(at, routing, baton)
+class _TokenDispatchCombine(AlltoAllDispatchCombine):
+    def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0
         """bool [t, ep]: the ranks that hold any of a token's experts."""
-        counts = once(self._all_counts)  # [etp, ep, experts + ep]
+        counts = run_once_under_recompute(self._all_counts)  # [etp, ep, experts + ep]
         shape = (at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
         """Of the copies that (etp rank, ep rank) has for the experts of an ep rank."""
-        self._sizes = once(lambda: HostCopy(counts)).wait
+        self._sizes = run_once_under_recompute(lambda: HostCopy(counts)).wait
 
     def _all_counts(self) -> Tensor:
         at = self.at
         counts = torch.cat([self.routing.tokens_per_expert(at.num_experts), self.wanted.sum(0)])[None]
         return at.of_all_ranks(counts).view(at.etp_size, at.ep_size, -1)
 
-    def send(self, hidden: Tensor) -> None:
+    def start_dispatch(self, hidden: Tensor) -> None:
         at, routing = self.at, self.routing
         ranks = torch.arange(at.ep_size, device=hidden.device).expand_as(self.wanted)  # [t, ep]
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
@@ -67,9 +67,9 @@ class _JourneyOfTokens(AlltoAllJourney):
         if at.ep_size > 1:
             self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
             self._numbers = self.to_experts.go(self.numbers)
-            self._exchange = Exchange(self.to_experts, self.baton, self.rows, self.weights)
+            self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
 
-    def arrive(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertRows:
         at = self.at
         rows, weights, numbers = self.rows, self.weights, self.numbers
         del self.rows, self.weights, self.numbers
@@ -81,7 +81,7 @@ class _JourneyOfTokens(AlltoAllJourney):
             parts = self._sizes()[:, :, at.num_experts + at.ep_rank].sum(1).tolist()
             self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
             numbers = self.to_channels.go(numbers).wait()
-            rows, weights = Exchange(self.to_channels, self.baton, rows, weights).finish()
+            rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
         own = slice(at.ep_rank * at.num_local_experts, (at.ep_rank + 1) * at.num_local_experts)
         sizes = self._sizes()[..., own].sum((0, 1)).tolist()
         here, experts = numbers >= 0, numbers.clamp(min=0).to(torch.int64)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.context_parallel import sequence_part
-from megatron.core.ops.dropout import DropoutPlace, dropout_tokens
+from megatron.core.ops.dropout.dropout import DropoutRngPosition, dropout_tokens
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokens import RandomPlace, Tokens, row_index
+from megatron.core.tokens import RngPosition, Tokens, row_index
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class MicroBatchShare:
         """Of something about each token of this context parallel rank, what is about those that this rank routes."""
         return index.flatten().chunk(group_size(self.sequence_group))[group_rank(self.sequence_group)]
 
-    def place(self, seed: int, layer: int, site: str, device: torch.device) -> DropoutPlace:
+    def place(self, seed: int, layer: int, site: str, device: torch.device) -> DropoutRngPosition:
         """Where noise of this rank's tokens stands in the run. Without a place in a run it is that of the first
         iteration under `seed`: the same on every rank, and in a layer that is computed again."""
-        tokens = dataclasses.replace(self.tokens, random=self.tokens.random or RandomPlace(seed, 0))
+        tokens = dataclasses.replace(self.tokens, random=self.tokens.random or RngPosition(seed, 0))
         numbers = dropout_tokens(tokens, device)
-        return DropoutPlace(dataclasses.replace(numbers, index=self.cut(numbers.index)), layer, site)
+        return DropoutRngPosition(dataclasses.replace(numbers, index=self.cut(numbers.index)), layer, site)
 
     def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
         position = row_index(self.tokens, device)[:, None]  # [s, 1]

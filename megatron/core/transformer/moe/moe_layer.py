@@ -95,13 +95,13 @@ class MoELayer(MegatronModule):
         self._refuse_shared_tokens()
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
         inputs = inputs or LayerInputs(self._whole_rows(hidden_states))
-        journey = self.token_dispatcher.plan(self.router.route(hidden, inputs), inputs.baton)
-        journey.send(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
+        exchange = self.token_dispatcher.plan(self.router.route(hidden, inputs), inputs.turn)
+        exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
         shared.while_tokens_go()
-        journey.send_back(self._results_of(journey.arrive()))
+        exchange.start_combine(self._results_of(exchange.finish_dispatch()))
         shared.while_results_come()
-        output = journey.come_home()
+        output = exchange.finish_combine()
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
             output = latent_output if bias is None else latent_output + bias

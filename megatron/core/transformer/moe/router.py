@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
-from megatron.core.ops.precision import widened
-from megatron.core.ops.routing import (
+from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
     best,
@@ -21,7 +20,8 @@ from megatron.core.ops.routing import (
     straight_through,
     within_capacity,
 )
-from megatron.core.ops.token_noise import token_normal, token_uniform
+from megatron.core.ops.moe.token_noise import token_normal, token_uniform
+from megatron.core.ops.precision import widened
 from megatron.core.parameters import Constant, declare
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
@@ -40,7 +40,7 @@ from megatron.core.transformer.moe.micro_batch import MicroBatchShare, share_of,
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.reported import Reported
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.once import once
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 _WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -106,7 +106,7 @@ class TopKRouter(MegatronModule):
             weights = self._balanced(experts, weights, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)
         if torch.is_grad_enabled():
-            once(lambda: self._count(routing))
+            run_once_under_recompute(lambda: self._count(routing))
         return routing
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,9 @@ Experts lie on the ranks of an expert parallel group (`ep`), whole or, with expe
 channels. Every rank has tokens of its own. Of those that go to an expert, all ranks that hold channels of it get a
 copy, and what they give back is summed.
 
-A dispatcher plans a journey for each micro-batch: `send` starts it, `arrive` gives the rows that this rank's experts
-take; `send_back` and `come_home` bring the results back, one sum for each token. Between a start and its end other work
-may be done, which both passes then hide the exchange behind.
+A dispatcher plans an exchange for each micro-batch: `start_dispatch` starts it, `finish_dispatch` returns the rows of
+this rank's experts; `start_combine` and `finish_combine` bring the results back, one sum for each token. Other work
+between a start and its finish hides the exchange, in forward and in backward.
 """
 
 from abc import ABC, abstractmethod
@@ -18,15 +18,21 @@ from torch import Tensor
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
-from megatron.core.ops.grouped_linear import RowGroups
-from megatron.core.ops.permute import Copies
+from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.ops.moe.permute import Copies
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.layer_inputs import Baton
-from megatron.core.transformer.moe.exchange import Exchange, Route, all_to_all_route, gather_route, uneven_gather_route
+from megatron.core.transformer.layer_inputs import CooperativeTurn
+from megatron.core.transformer.moe.async_collective import (
+    AsyncCollective,
+    Route,
+    all_to_all_route,
+    gather_route,
+    uneven_gather_route,
+)
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.host_copy import HostCopy
-from megatron.core.utils.once import once
+from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 @dataclass(frozen=True)
@@ -41,27 +47,27 @@ class ExpertRows:
     """How many of them each expert has."""
 
 
-class Journey(ABC):
+class DispatchCombine(ABC):
     """The way of one micro-batch's tokens to the experts and back."""
 
-    def __init__(self, at: "TokenDispatcher", routing: Routing, baton: Baton | None) -> None:
-        self.at, self.routing, self.baton = at, routing, baton
-        self._exchange: Exchange | None = None
+    def __init__(self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None) -> None:
+        self.at, self.routing, self.turn = at, routing, turn
+        self._exchange: AsyncCollective | None = None
 
     @abstractmethod
-    def send(self, hidden: Tensor) -> None:
+    def start_dispatch(self, hidden: Tensor) -> None:
         """Start, with the tokens [t, h]."""
 
     @abstractmethod
-    def arrive(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertRows:
         """The rows for the experts of this rank."""
 
     @abstractmethod
-    def send_back(self, results: Tensor) -> None:
+    def start_combine(self, results: Tensor) -> None:
         """Start to return what the experts gave for each row, [n, h]."""
 
     @abstractmethod
-    def come_home(self) -> Tensor:
+    def finish_combine(self) -> Tensor:
         """The sum of what each token's experts gave, [t, h]."""
 
 
@@ -87,8 +93,8 @@ class TokenDispatcher(ABC):
         is made only if sizes of exchanges need it."""
 
     @abstractmethod
-    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
-        """The journey of tokens that are routed so."""
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """The exchange of tokens that are routed so."""
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
         """[n, ...] of each rank that shares the experts -> [etp * ep * n, ...], by etp rank, then by ep rank."""
@@ -104,11 +110,11 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     """Sends each copy of a token to the ranks that hold its expert, and nothing else. How many rows go where is known
     to the devices only: one small copy a layer brings it to the host."""
 
-    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
-        return _JourneyOfCopies(self, routing, baton)
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        return _CopyDispatchCombine(self, routing, turn)
 
 
-class AlltoAllJourney(Journey):
+class AlltoAllDispatchCombine(DispatchCombine):
     """One whose rows go to the rank that they are for, and then to all that share its experts' channels. Results come
     back the same way."""
 
@@ -119,17 +125,17 @@ class AlltoAllJourney(Journey):
     order: Copies | None = None
     """The rows that experts take, of those that came; None: as they came."""
 
-    def send_back(self, results: Tensor) -> None:
+    def start_combine(self, results: Tensor) -> None:
         at = self.at
         if self.order is not None:
             results = at.backend.unpermute(results, self.order)
         if at.etp_size > 1:
-            (results,) = Exchange(self.to_channels.reversed(), self.baton, results).finish()
+            (results,) = AsyncCollective(self.to_channels.reversed(), self.turn, results).finish()
         self.rows = results
         if at.ep_size > 1:
-            self._exchange = Exchange(self.to_experts.reversed(), self.baton, results)
+            self._exchange = AsyncCollective(self.to_experts.reversed(), self.turn, results)
 
-    def come_home(self) -> Tensor:
+    def finish_combine(self) -> Tensor:
         rows = self.rows
         del self.rows
         if self._exchange is not None:
@@ -137,20 +143,20 @@ class AlltoAllJourney(Journey):
         return self.at.backend.unpermute(rows, self.copies)
 
 
-class _JourneyOfCopies(AlltoAllJourney):
-    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
-        super().__init__(at, routing, baton)
-        self.counts = once(self._all_counts)
+class _CopyDispatchCombine(AlltoAllDispatchCombine):
+    def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
+        self.counts = run_once_under_recompute(self._all_counts)
         """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
         self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
-        self._on_host = once(lambda: HostCopy(self.counts)) if self.knows_sizes else None
+        self._on_host = run_once_under_recompute(lambda: HostCopy(self.counts)) if self.knows_sizes else None
 
     def _all_counts(self) -> Tensor:
         at = self.at
         by_rank = at.of_all_ranks(self.routing.tokens_per_expert(at.num_experts)[None])  # [etp * ep, experts]
         return by_rank.view(at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
 
-    def send(self, hidden: Tensor) -> None:
+    def start_dispatch(self, hidden: Tensor) -> None:
         at, routing = self.at, self.routing
         count = routing.experts.numel()
         if routing.kept is not None:
@@ -161,9 +167,9 @@ class _JourneyOfCopies(AlltoAllJourney):
         if at.ep_size > 1:
             sizes = self._sizes()[at.etp_rank].sum(-1)  # [from, to]
             self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
-            self._exchange = Exchange(self.to_experts, self.baton, self.rows, self.weights)
+            self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
 
-    def arrive(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertRows:
         at = self.at
         counts = self.counts[:, :, at.ep_rank]  # [etp, ep, local experts]
         rows, weights = self.rows, self.weights
@@ -173,7 +179,7 @@ class _JourneyOfCopies(AlltoAllJourney):
         if at.etp_size > 1:
             parts = self._sizes()[:, :, at.ep_rank].sum((1, 2)).tolist()
             self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
-            rows, weights = Exchange(self.to_channels, self.baton, rows, weights).finish()
+            rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
         if at.num_local_experts > 1 and at.ep_size * at.etp_size > 1:
             by_source = RowGroups(counts.flatten()).of_rows(rows.shape[0])
             experts = (by_source % at.num_local_experts)[:, None]
@@ -193,35 +199,35 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
     """Gathers all tokens of the ranks that share experts, of which each takes those for its own; results are summed
     over the ranks. All ranks have equally many tokens."""
 
-    def plan(self, routing: Routing, baton: Baton | None = None) -> Journey:
-        return _AllGatherJourney(self, routing, baton)
+    def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        return _AllGatherDispatchCombine(self, routing, turn)
 
 
-class _AllGatherJourney(Journey):
-    def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, baton: Baton | None) -> None:
-        super().__init__(at, routing, baton)
-        numbers = once(lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32)))
+class _AllGatherDispatchCombine(DispatchCombine):
+    def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
+        super().__init__(at, routing, turn)
+        numbers = run_once_under_recompute(lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32)))
         self.experts = numbers.to(torch.int64) - at.ep_rank * at.num_local_experts  # [all tokens, k]
         self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
         local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
         self.counts = local.tokens_per_expert(at.num_local_experts)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         knows_sizes = at.tells_sizes or not self.all_are_here
-        self._on_host = once(lambda: HostCopy(self.counts)) if knows_sizes else None
+        self._on_host = run_once_under_recompute(lambda: HostCopy(self.counts)) if knows_sizes else None
 
-    def send(self, hidden: Tensor) -> None:
+    def start_dispatch(self, hidden: Tensor) -> None:
         self.rows, self.weights = hidden, self.routing.weights
         if self.at.ep_size > 1:
-            self._exchange = Exchange(gather_route(self.at.ep_group), self.baton, self.rows, self.weights)
+            self._exchange = AsyncCollective(gather_route(self.at.ep_group), self.turn, self.rows, self.weights)
 
-    def arrive(self) -> ExpertRows:
+    def finish_dispatch(self) -> ExpertRows:
         at = self.at
         hidden, weights = self.rows, self.weights
         del self.rows, self.weights
         if self._exchange is not None:
             hidden, weights = self._exchange.finish()
         if at.etp_size > 1:
-            hidden, weights = Exchange(gather_route(at.etp_group), self.baton, hidden, weights).finish()
+            hidden, weights = AsyncCollective(gather_route(at.etp_group), self.turn, hidden, weights).finish()
         count = self.experts.numel() if self.all_are_here else sum(self._sizes() or ())
         here = None if self.all_are_here else self.here
         self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
@@ -233,13 +239,13 @@ class _AllGatherJourney(Journey):
         """`counts` on the host; None where nobody asks there."""
         return None if self._on_host is None else self._on_host.wait().tolist()
 
-    def send_back(self, results: Tensor) -> None:
+    def start_combine(self, results: Tensor) -> None:
         at = self.at
         self.rows = at.backend.unpermute(results, self.copies)
         if at.etp_size > 1:
-            (self.rows,) = Exchange(gather_route(at.etp_group).reversed(), self.baton, self.rows).finish()
+            (self.rows,) = AsyncCollective(gather_route(at.etp_group).reversed(), self.turn, self.rows).finish()
         if at.ep_size > 1:
-            self._exchange = Exchange(gather_route(at.ep_group).reversed(), self.baton, self.rows)
+            self._exchange = AsyncCollective(gather_route(at.ep_group).reversed(), self.turn, self.rows)
 
-    def come_home(self) -> Tensor:
+    def finish_combine(self) -> Tensor:
         return self.rows if self._exchange is None else self._exchange.finish()[0]

@@ -15,7 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.attention import groups_of_rank
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -135,7 +135,7 @@ def batch(s: int = 12, b: int = 2) -> tuple[torch.Tensor, ...]:
 def run(model: GPTModel) -> torch.Tensor:
     """Losses, with gradients of their weighted sum left in the model; dropout as at one place of a run."""
     ids, labels, weight = batch()
-    tokens = Tokens(ids.shape[1], ids.shape[0], random=RandomPlace(7, 3, 5))
+    tokens = Tokens(ids.shape[1], ids.shape[0], random=RngPosition(7, 3, 5))
     loss = model(ids, labels=labels, tokens=tokens)
     (loss * weight).sum().backward()
     return loss.detach()

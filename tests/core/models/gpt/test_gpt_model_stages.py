@@ -10,11 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 ROPE = {"position_embedding_type": "rope"}
-TOKENS = Tokens(12, 2, random=RandomPlace(7, 3, 5))
+TOKENS = Tokens(12, 2, random=RngPosition(7, 3, 5))
 
 
 class Padded(int):

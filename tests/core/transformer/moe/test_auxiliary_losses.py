@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.routing import balance_scores, best
+from megatron.core.ops.moe.routing import balance_scores, best
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.moe.auxiliary_losses import (
     GlobalBalance,

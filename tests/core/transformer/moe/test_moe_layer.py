@@ -30,7 +30,7 @@ from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import exchange, token_dispatcher
+from megatron.core.transformer.moe import async_collective, token_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -172,7 +172,7 @@ class Events:
     def __init__(self, layer: MoELayer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
         for name in ("start_all_to_all_rows", "start_gather_rows", "start_reduce_scatter_rows"):
-            monkeypatch.setattr(exchange, name, partial(self.begun, getattr(collectives, name)))
+            monkeypatch.setattr(async_collective, name, partial(self.begun, getattr(collectives, name)))
         layer.shared_experts.linear_fc1.register_forward_hook(lambda *unused: self.seen.append("fc1"))
         layer.shared_experts.linear_fc2.register_forward_hook(lambda *unused: self.seen.append("fc2"))
         for name in ("fc1", "fc2"):
@@ -191,7 +191,7 @@ class Events:
         pending.wait = wait_watched
         return pending
 
-    def hand_over(self) -> None:
+    def yield_turn(self) -> None:
         self.seen.append("hand over")
 
 
@@ -202,7 +202,7 @@ def order_of_events(dispatcher: str) -> list[str]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         events = Events(layer, monkeypatch)
         x = hidden().requires_grad_()
-        output, _ = layer(x, LayerInputs(Tokens(6, 2), baton=events))
+        output, _ = layer(x, LayerInputs(Tokens(6, 2), turn=events))
         events.seen.append("backward")
         output.sum().backward()
     return events.seen
@@ -220,11 +220,11 @@ def test_shared_experts_are_computed_and_turns_are_handed_over_while_rows_are_un
 
 def lives_of_rows(kind: str) -> list[str]:
     """What of the rows that travel still has memory where it is not needed any more."""
-    from megatron.core.transformer.moe import exchange
+    from megatron.core.transformer.moe import async_collective
 
     groups = ProcessGroupCollection.from_grid(RankGrid(2, expert=2), dist.get_rank())
     layer = build(groups, moe_token_dispatcher_type=kind, add_bias_linear=False)
-    original, backend = exchange.start_all_to_all_rows, layer.token_dispatcher.backend
+    original, backend = async_collective.start_all_to_all_rows, layer.token_dispatcher.backend
     sent, received, alive = [], [], []
 
     def watched(rows: Tensor, *sizes: Any) -> collectives.Pending:
@@ -248,12 +248,12 @@ def lives_of_rows(kind: str) -> list[str]:
     travelled = 3 if kind == "flex" else 2
     experts, layer.experts.forward = layer.experts.forward, compute
     layer.token_dispatcher.backend = dataclasses.replace(backend, unpermute=unpermute)
-    exchange.start_all_to_all_rows = watched
+    async_collective.start_all_to_all_rows = watched
     try:
         with torch.no_grad():
             layer(hidden())
     finally:
-        exchange.start_all_to_all_rows = original
+        async_collective.start_all_to_all_rows = original
     assert len(sent) == travelled + 1
     return alive
 

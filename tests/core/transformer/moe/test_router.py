@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
-from megatron.core.tokens import RandomPlace, Tokens
+from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
@@ -41,7 +41,7 @@ def hidden(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def inputs(**fields: Any) -> LayerInputs:
-    return LayerInputs(Tokens(S, B, random=RandomPlace(1, 5)), **fields)
+    return LayerInputs(Tokens(S, B, random=RngPosition(1, 5)), **fields)
 
 
 def reports(of: TopKRouter) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def test_jitter_moves_the_routers_input_a_little_and_only_in_training() -> None:
     noisy = ours.route(hidden(), inputs()).dense(EXPERTS)[0]
     assert 1e-5 < (noisy - plain).abs().max() < 0.1
     assert torch.equal(noisy, ours.route(hidden(), inputs()).dense(EXPERTS)[0])
-    later = LayerInputs(Tokens(S, B, random=RandomPlace(1, 6)))
+    later = LayerInputs(Tokens(S, B, random=RngPosition(1, 6)))
     assert not torch.equal(noisy, ours.route(hidden(), later).dense(EXPERTS)[0])
     ours.eval()
     assert torch.equal(ours.route(hidden(), inputs()).dense(EXPERTS)[0], plain)
@@ -232,7 +232,7 @@ def test_forced_balance_ignores_the_input_and_passes_gradients() -> None:
     assert torch.equal(first.experts, second.experts) and torch.equal(first.weights, second.weights)
     first.weights.square().sum().backward()
     assert ours.weight.grad is not None and ours.weight.grad.abs().max() > 1e-3
-    many = LayerInputs(Tokens(1000, 2, random=RandomPlace(1, 5)))
+    many = LayerInputs(Tokens(1000, 2, random=RngPosition(1, 5)))
     loads = ours.route(torch.zeros(2000, H, dtype=torch.float64), many).tokens_per_expert(EXPERTS)
     assert loads.min() > 900 and loads.max() < 1100
 

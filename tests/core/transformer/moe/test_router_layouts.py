@@ -18,7 +18,7 @@ from megatron.core.context_parallel import sequence_part
 from megatron.core.distributed.expert_balance import finish_routers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.tokens import RandomPlace, Tokens, row_index
+from megatron.core.tokens import RngPosition, Tokens, row_index
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.reported import take_reports
@@ -64,7 +64,7 @@ def data(packed: bool) -> Tensor:
 def micro_batch(first: int, packed: bool) -> tuple[Tensor, Tokens]:
     """[t, h] of two samples, side by side or end to end."""
     samples = data(packed)[first : first + B]
-    place = RandomPlace(7, 3, first)
+    place = RngPosition(7, 3, first)
     if packed:
         return samples.reshape(B * S, H), Tokens(B * S, 1, sample_length=S, random=place)
     return samples.transpose(0, 1).reshape(S * B, H), Tokens(S, B, random=place)

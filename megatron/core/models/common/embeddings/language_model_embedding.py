@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.core.backends import choose_backend
 from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.exceptions import UserError
-from megatron.core.ops.dropout import DropoutPlace
+from megatron.core.ops.dropout.dropout import DropoutRngPosition
 from megatron.core.ops.precision import widened
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -87,7 +87,7 @@ class LanguageModelEmbedding(MegatronModule):
                 tied_over="pos_embd",
             )
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutPlace | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutRngPosition | None = None) -> Tensor:
         """int64 [b, s] and [b or 1, s] -> [s, b, h], or this rank's part of it, [s / ranks, b, h]. Nothing is dropped
         without a `place`, which is that of the tokens that are given back."""
         hidden = self.word_embeddings(input_ids) if self.scatters else self.word_embeddings(input_ids.t())

@@ -11,8 +11,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
-from megatron.core.tokens import RandomPlace, Tokens
-from megatron.core.transformer.layer_inputs import Baton
+from megatron.core.tokens import RngPosition, Tokens
+from megatron.core.transformer.layer_inputs import CooperativeTurn
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,11 +25,11 @@ class LanguageModule(MegatronModule):
         self.pg_collection = pg_collection or default_collection()
         self.backend = choose_backend(config)
         self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
-        self.random_place: RandomPlace | None = None
+        self.random_place: RngPosition | None = None
         self.auxiliary_scale: Tensor | None = None
-        self.baton: Baton | None = None
+        self.turn: CooperativeTurn | None = None
 
-    def set_random_place(self, place: RandomPlace | None) -> None:
+    def set_rng_position_of_batch(self, place: RngPosition | None) -> None:
         """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
         self.random_place = place
 
@@ -37,9 +37,9 @@ class LanguageModule(MegatronModule):
         """What losses that layers add to the model's count by in gradients from here on; None: 1."""
         self.auxiliary_scale = scale
 
-    def set_baton(self, baton: Baton | None) -> None:
+    def set_turn(self, turn: CooperativeTurn | None) -> None:
         """Who shares this process's time with the forwards from here on, and their backwards."""
-        self.baton = baton
+        self.turn = turn
 
     def describe_tokens(
         self,

@@ -1,0 +1,130 @@
+"""Some heads of whole rows in place of all heads of a part of each row, and back (all-to-all; Jacobs et al. 2023,
+"DeepSpeed Ulysses").
+
+Exchanges begin with one operation of autograd and are waited for with another, so that what stands between them in the
+order of the operations overlaps with them: in forward, and in backward, which runs the operations in reverse.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import Group, Pending, gather_rows, start_all_to_all_rows
+from megatron.core.context_parallel.splitting import in_natural_order, in_rank_order
+
+
+def share_keys(key: Tensor, heads: int, ranks: int) -> Tensor:
+    """Keys [s, b, g, d] with their heads repeated as often as needed, so that an equal share of them is what an equal
+    share of the `heads` query heads uses: not at all where the ranks divide the groups of keys."""
+    together = heads // key.shape[2]  # query heads that share a key head
+    kept_together = math.gcd(heads // ranks, together)
+    return key if kept_together == together else key.repeat_interleave(together // kept_together, dim=2)
+
+
+def in_pieces(heads: Tensor, ranks: int, count: int) -> list[Tensor]:
+    """[s, b, n, d] -> `count` tensors [s, b, n / count, d], each with an equal share of what each rank is to get."""
+    pieces = heads.unflatten(2, (ranks, count, -1)).unbind(3)  # [s, b, ranks, n / (ranks * count), d] each
+    return [piece.flatten(2, 3) for piece in pieces]
+
+
+def from_pieces(pieces: Sequence[Tensor], ranks: int) -> Tensor:
+    """The inverse of `in_pieces`."""
+    return torch.stack([piece.unflatten(2, (ranks, -1)) for piece in pieces], 3).flatten(2, 4)
+
+
+@dataclass(frozen=True)
+class HeadsArriving:
+    """Heads of whole rows that are on their way to this rank."""
+
+    rows: "_AllToAll"
+    shapes: list[tuple[int, int, int]]
+    """Row count aside, of each tensor: [b, n, d]."""
+    ranks: int
+
+    def wait(self) -> list[Tensor]:
+        """Each [ranks * s, b, n, d], rows in their natural order."""
+        widths = [math.prod(shape) for shape in self.shapes]
+        parts = in_natural_order(self.rows.wait(), self.ranks).split(widths, 1)
+        return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> HeadsArriving:
+    """Begin to exchange each [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
+    pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(2) for tensor in tensors]
+    shapes = [(tensor.shape[1], tensor.shape[2] // ranks, tensor.shape[3]) for tensor in tensors]
+    return HeadsArriving(_AllToAll(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
+
+
+@dataclass(frozen=True)
+class RowsArriving:
+    """All heads of this rank's part of the rows, on their way."""
+
+    rows: "_AllToAll"
+    ranks: int
+
+    def wait(self) -> Tensor:
+        """[s, b, ranks * n, d]."""
+        received = self.rows.wait().unflatten(0, (self.ranks, -1))  # [ranks, s, b, n, d]
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def start_to_rows(heads: Tensor, group: Group, ranks: int) -> RowsArriving:
+    """Begin the way back of heads [ranks * s, b, n, d]."""
+    return RowsArriving(_AllToAll(in_rank_order(heads, ranks), group), ranks)
+
+
+def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
+    """A mask [.., .., s, keys] for the queries of this rank, made one for those of the group, in their order."""
+    rows = mask.permute(2, 0, 1, 3).contiguous()
+    return in_natural_order(gather_rows(rows.to(torch.uint8), group), ranks).permute(1, 2, 0, 3).bool()
+
+
+class _AllToAll:
+    """An all-to-all of rows that is under way, with its gradient's."""
+
+    def __init__(self, rows: Tensor, group: Group) -> None:
+        self.group = group
+        self.forward: Pending | None = None
+        self.backward: Pending | None = None
+        self._rows: Tensor | None = _Start.apply(rows, self)
+
+    def wait(self) -> Tensor:
+        """Part i from rank i, end to end. Once."""
+        rows, self._rows = self._rows, None  # whose graph knows this exchange: no circle stays
+        return _Wait.apply(rows, self)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        exchange.forward = start_all_to_all_rows(rows, exchange.group)
+        return exchange.forward.tensor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # What comes is still under way; nobody but `_Wait` can have handed it over.
+        pending, ctx.exchange.backward = ctx.exchange.backward, None
+        assert pending is not None and pending.tensor.data_ptr() == gradient.data_ptr()
+        return pending.wait(), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _AllToAll) -> Tensor:
+        ctx.exchange = exchange
+        assert exchange.forward is not None
+        received, exchange.forward = exchange.forward.wait(), None
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.backward = start_all_to_all_rows(gradient, ctx.exchange.group)
+        return ctx.exchange.backward.tensor, None

@@ -1,0 +1,1 @@
+"""Attention kernels, and which of them computes what."""

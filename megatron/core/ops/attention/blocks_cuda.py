@@ -1,0 +1,262 @@
+"""Blocks of attention by the fused kernels of a GPU, in half precision: cuDNN's for blocks without limits and for those
+that are causal by themselves, flash (Dao 2023) for windows and packed documents.
+
+Both give the log-sum-exp, and both compute the gradients of a block from the final output and log-sum-exp of its
+queries, which need not be those of the block alone: so they serve rows that are split, and sinks.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
+from megatron.core.ops.attention.unfused import AttentionVariant
+
+Window = tuple[int, int]
+"""As flash counts: query i of sq sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no limit."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sequences that lie end to end in a call of a kernel."""
+
+    queries: Tensor
+    """Boundaries of their queries, int32 [sequences + 1]."""
+    keys: Tensor
+    """Boundaries of their keys; before the first and after the last may be keys that nobody sees."""
+    longest: tuple[int, int]
+    """At least the queries and the keys of the longest."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Packed documents, as far as a block is concerned."""
+
+    lengths: Lengths
+    query_sees: Tensor | None
+    """bool [sq]: which queries see a key; None: all."""
+    key_is_seen: Tensor | None
+    """bool [sk]; None: all."""
+
+
+def fused_block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    place: BlockOffsets,
+    variant: AttentionVariant,
+    call: BlockCall,
+    with_cudnn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As `attention_blocks.block_attention`, without dropout; packed documents with causal attention only. Every query
+    of the block sees a key, unless documents part them."""
+    if call.cu_seqlens is None:
+        if with_cudnn and _for_cudnn(query, key, value, place):
+            return cudnn_forward(query, key, value, variant.scale, place.right == 0)
+        return flash_forward(query, key, value, variant.scale, _window(query, key, place), None)
+    documents = _documents_of(query, key, place, call)
+    output, lse = flash_forward(query, key, value, variant.scale, _window(query, key, place), documents.lengths)
+    if documents.query_sees is not None:
+        lse = lse.masked_fill(~documents.query_sees, -torch.inf)
+    return output, lse
+
+
+def fused_block_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    place: BlockOffsets,
+    variant: AttentionVariant,
+    call: BlockCall,
+    with_cudnn: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `attention_blocks.block_attention_backward`."""
+    tensors = (gradient, query, key, value, output)
+    if call.cu_seqlens is None:
+        if with_cudnn and _for_cudnn(query, key, value, place):
+            return cudnn_backward(*tensors, lse, variant.scale, place.right == 0)
+        return flash_backward(*tensors, lse, variant.scale, _window(query, key, place), None)
+    documents = _documents_of(query, key, place, call)
+    if documents.query_sees is not None:
+        lse = lse.masked_fill(~documents.query_sees, torch.inf)  # of probability 0
+    query_part, *key_parts = flash_backward(*tensors, lse, variant.scale, _window(query, key, place), documents.lengths)
+    if documents.key_is_seen is not None:  # what the kernel did not write is not even a number
+        unseen = ~documents.key_is_seen[:, None, None, None]
+        key_parts = [part.masked_fill(unseen, 0.0) for part in key_parts]
+    return query_part, key_parts[0], key_parts[1]
+
+
+def _window(query: Tensor, key: Tensor, place: BlockOffsets) -> Window:
+    """Flash lets the last query stand at the last key; a block that is no larger than it must be has no negative
+    limits then."""
+    longer = key.shape[0] - query.shape[0]
+    left = -1 if place.left is None else place.left + longer
+    right = -1 if place.right is None else place.right - longer
+    assert left >= 0 or place.left is None
+    assert right >= 0 or place.right is None
+    return left, right
+
+
+def _documents_of(query: Tensor, key: Tensor, place: BlockOffsets, call: BlockCall) -> Documents:
+    """Documents of the row as they are cut by a block. Nothing waits for the device that has their boundaries."""
+    assert call.cu_seqlens is not None and call.max_seqlen is not None
+    sq, sk, edges = query.shape[0], key.shape[0], call.cu_seqlens
+    if place.query_place == place.key_place and sq == sk:
+        within = (edges - place.query_place).clamp(0, sq)
+        longest = min(sq, call.max_seqlen)
+        return Documents(Lengths(within, within, (longest, longest)), None, None)
+    # Two stretches of the row have at most one document in common: the one that the first query is in.
+    assert place.key_place + sk <= place.query_place, "causal attention to packed documents"
+    first = edges.new_full((1,), place.query_place)
+    document = torch.bucketize(first, edges[1:], right=True)  # [1]
+    start = (edges.gather(0, document) - place.key_place).clamp(0, sk)
+    end = (edges.gather(0, document + 1) - place.query_place).clamp(0, sq)
+    queries = torch.arange(0, 2 * sq, sq, dtype=torch.int32, device=edges.device)  # all, so that windows stay aligned
+    lengths = Lengths(queries, torch.cat([start, start.new_full((1,), sk)]), (sq, sk))
+    query_sees = (torch.arange(sq, device=edges.device) < end) & (start < sk)
+    return Documents(lengths, query_sees, torch.arange(sk, device=edges.device) >= start)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels, in our shapes: query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv], lse [b, a, sq] in float32
+
+
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: Window, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse. With `lengths` (b = 1) queries see keys of their own sequence only."""
+    tensors = [_flash_layout(tensor, lengths, _flash_width(query, value)) for tensor in (query, key, value)]
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *tensors,
+        *_extents(query, key, lengths),
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    return _our_layout(output, lengths, value.shape[3]), lse if lengths is None else lse[None]
+
+
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: Window,
+    lengths: Lengths | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    width = _flash_width(query, value)
+    tensors = [_flash_layout(tensor, lengths, width) for tensor in (gradient, query, key, value, output)]
+    unused = query.new_empty(2, dtype=torch.uint64)  # of dropout
+    gradients = torch.ops.aten._flash_attention_backward(
+        *tensors,
+        (lse if lengths is None else lse[0]).contiguous(),
+        *_extents(query, key, lengths),
+        0.0,
+        False,
+        unused,
+        unused,
+        scale=scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+    )
+    widths = query.shape[3], key.shape[3], value.shape[3]
+    query_part, key_part, value_part = (
+        _our_layout(part, lengths, width) for part, width in zip(gradients, widths, strict=True)
+    )
+    return query_part, key_part, value_part
+
+
+def _extents(query: Tensor, key: Tensor, lengths: Lengths | None) -> tuple[Tensor | None, Tensor | None, int, int]:
+    if lengths is None:
+        return None, None, query.shape[0], key.shape[0]
+    return lengths.queries, lengths.keys, *lengths.longest
+
+
+def _flash_width(query: Tensor, value: Tensor) -> int:
+    """Channels of all heads in a call of the kernel, which takes no widths but equal ones and multiples of 8."""
+    return -(-max(query.shape[3], value.shape[3]) // 8) * 8
+
+
+def _flash_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
+    """[s, b, a, d] -> [b, s, a, width], or [s, a, width] with `lengths`: more channels, which are zero, change neither
+    scores nor the channels that were there."""
+    heads = F.pad(heads, (0, width - heads.shape[3]))
+    return heads.squeeze(1) if lengths is not None else heads.transpose(0, 1)
+
+
+def _our_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
+    heads = heads.unsqueeze(1) if lengths is not None else heads.transpose(0, 1)
+    return heads[..., :width]
+
+
+def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and lse."""
+    tensors = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]  # [b, a, s, d]
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *tensors, None, True, 0.0, causal, False, scale=scale
+    )
+    return output.permute(2, 0, 1, 3), lse.view(lse.shape[:3])
+
+
+def cudnn_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    tensors = [tensor.permute(1, 2, 0, 3) for tensor in (gradient, query, key, value, output)]
+    unused = query.new_empty((), dtype=torch.int64)  # of dropout
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *tensors,
+        lse.contiguous()[..., None],
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        query.shape[0],
+        key.shape[0],
+        0.0,
+        causal,
+        scale=scale,
+    )
+    query_part, key_part, value_part = (part.permute(2, 0, 1, 3) for part in gradients)
+    return query_part, key_part, value_part
+
+
+def _for_cudnn(query: Tensor, key: Tensor, value: Tensor, place: BlockOffsets) -> bool:
+    """It is a block of all pairs, or causal by itself, that this GPU's cuDNN takes."""
+    square = query.shape[0] == key.shape[0]
+    if place.left is not None or not (place.right is None or (place.right == 0 and square)):
+        return False
+    heads = query.shape[2], key.shape[2], query.shape[3], value.shape[3]
+    return cudnn_takes(*heads, query.dtype, query.device, torch.are_deterministic_algorithms_enabled())
+
+
+@functools.lru_cache(maxsize=64)
+def cudnn_takes(
+    heads: int, groups: int, width: int, value_width: int, dtype: torch.dtype, device: torch.device, deterministic: bool
+) -> bool:
+    """Whether cuDNN computes such heads on a device, forward and backward."""
+    shapes = [(1, heads, 128, width), (1, groups, 128, width), (1, groups, 128, value_width)]
+    query, key, value = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
+    parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, heads != groups)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)

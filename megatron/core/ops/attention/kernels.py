@@ -1,0 +1,182 @@
+"""The implementations of attention, and what each declares that it can do."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.attention.blocks import (
+    BlockCall,
+    BlockOffsets,
+    block_attention,
+    block_attention_backward,
+)
+from megatron.core.ops.attention.blocks_cuda import fused_block_attention, fused_block_attention_backward
+from megatron.core.ops.attention.sdpa import (
+    sdpa_attention,
+    sdpa_attention_cuda,
+    sdpa_attention_cudnn,
+    sdpa_attention_flash,
+    varlen_attention,
+)
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
+from megatron.core.transformer.enums import AttnBackend
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Under what circumstances an attention layer is called."""
+
+    device_type: str
+    dtype: torch.dtype
+    training: bool
+    """Dropout applies."""
+    packed: bool
+    """Several documents lie end to end."""
+
+
+Refusal = str | None
+Fills = Literal["always", "where cuDNN does not take them", "never"]
+"""When a kernel is given heads of one width: where keys and values differ, the narrower with channels of zeros."""
+Compute = Callable[[Tensor, Tensor, Tensor, AttentionVariant, AttentionCall], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """An implementation of `ops.attention.unfused.attention`."""
+
+    name: str
+    compute: Compute
+    serves: Callable[[Situation], bool]
+    """Whether it is meant for such a device and batch."""
+    refusal: Callable[[AttentionVariant, Situation], Refusal]
+    """Why it cannot compute a variant in a situation that it serves; None: it can."""
+    fills: Fills = "never"
+
+
+BlockForward = Callable[[Tensor, Tensor, Tensor, BlockOffsets, AttentionVariant, BlockCall], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """An implementation of `ops.attention.blocks`."""
+
+    name: str
+    forward: BlockForward
+    """As `block_attention`."""
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """As `block_attention_backward`."""
+    serves: Callable[[Situation], bool]
+    refusal: Callable[[AttentionVariant, Situation], Refusal]
+    fills: Fills = "never"
+
+
+def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return (
+        _dropout_refusal(variant, situation)
+        or _score_refusal(variant)
+        or ("it has no softmax sink" if variant.sink else None)
+    )
+
+
+def _score_refusal(variant: AttentionVariant) -> Refusal:
+    if variant.cap is not None:
+        return f"it has no bound of scores ({variant.cap})"
+    return "it has no scores that fall with distance (ALiBi)" if variant.slopes is not None else None
+
+
+def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if situation.training and variant.dropout:
+        return f"it has no dropout masks of ours (attention dropout {variant.dropout})"
+    return None
+
+
+def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return _type_refusal(situation) or _fused_refusal(variant, situation)
+
+
+def _type_refusal(situation: Situation) -> Refusal:
+    if situation.dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes in half precision, not in {situation.dtype}"
+    return None
+
+
+def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if situation.packed and not variant.causal:
+        return "it computes packed documents with causal attention only"
+    if variant.chunk is not None:
+        return "it has no chunks of attention"
+    return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
+
+
+def _on_cpu(situation: Situation) -> bool:
+    return situation.device_type == "cpu"
+
+
+def _on_cuda(situation: Situation) -> bool:
+    return situation.device_type == "cuda" and not situation.packed
+
+
+def _on_any_cuda(situation: Situation) -> bool:
+    return situation.device_type == "cuda"
+
+
+def _on_cuda_packed(situation: Situation) -> bool:
+    return situation.device_type == "cuda" and situation.packed
+
+
+_WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
+
+SDPA_CUDA = AttentionKernel(
+    "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
+)
+SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal, _WITHOUT_CUDNN)
+SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal, "always")
+VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always")
+SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal, "always")
+UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
+
+FUSED_BLOCKS = BlockKernel(
+    "cuDNN and flash blocks",
+    fused_block_attention,
+    fused_block_attention_backward,
+    _on_any_cuda,
+    _block_refusal,
+    _WITHOUT_CUDNN,
+)
+FLASH_BLOCKS = BlockKernel(
+    "flash blocks",
+    functools.partial(fused_block_attention, with_cudnn=False),
+    functools.partial(fused_block_attention_backward, with_cudnn=False),
+    _on_any_cuda,
+    _block_refusal,
+    "always",
+)
+UNFUSED_BLOCKS = BlockKernel(
+    "unfused blocks",
+    block_attention,
+    block_attention_backward,
+    lambda situation: True,
+    lambda variant, situation: None,
+)
+
+CANDIDATES = {
+    AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
+    AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CPU, UNFUSED),
+    AttnBackend.flash: (SDPA_FLASH, VARLEN, SDPA_CPU, UNFUSED),
+    AttnBackend.unfused: (UNFUSED,),
+    AttnBackend.local: (UNFUSED,),
+}
+"""For what a config asks, in order of preference; the last takes everything."""
+
+BLOCK_CANDIDATES = {
+    AttnBackend.auto: (FUSED_BLOCKS, UNFUSED_BLOCKS),
+    AttnBackend.fused: (FUSED_BLOCKS, UNFUSED_BLOCKS),
+    AttnBackend.flash: (FLASH_BLOCKS, UNFUSED_BLOCKS),
+    AttnBackend.unfused: (UNFUSED_BLOCKS,),
+    AttnBackend.local: (UNFUSED_BLOCKS,),
+}
+"""The same for a row that is split over ranks."""

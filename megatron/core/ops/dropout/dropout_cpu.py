@@ -1,0 +1,54 @@
+"""Dropout masks on a CPU: `dropout.keep_rows` in machine code, one Philox block at a time."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.ops.dropout.dropout import Draw
+from megatron.core.utils.compiled import compiled
+
+
+def keep_rows_compiled(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
+    """As `dropout.keep_rows`, for tensors on a CPU."""
+    kept = torch.empty((row.shape[0], count), dtype=torch.bool)
+    iteration, key_0, key_1, threshold = (
+        np.uint64(word) for word in (int(draw.iteration) & 0xFFFFFFFF, *draw.key, draw.threshold)
+    )
+    _fill(kept.numpy(), _unsigned(row), _unsigned(extra), _unsigned(first), iteration, key_0, key_1, threshold)
+    return kept
+
+
+def _unsigned(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().numpy().view(np.uint64)
+
+
+@compiled
+def _fill(
+    kept: np.ndarray,
+    row: np.ndarray,
+    extra: np.ndarray,
+    first: np.ndarray,
+    iteration: np.uint64,
+    key_0: np.uint64,
+    key_1: np.uint64,
+    threshold: np.uint64,
+) -> None:
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    count = kept.shape[1]
+    blocks = count // 4 + 2  # all that a row may touch
+    whole = np.empty(4 * blocks, dtype=np.bool_)
+    for i in range(kept.shape[0]):
+        start = first[i] >> np.uint64(2)
+        for block in range(blocks):
+            c0, c1, c2, c3 = row[i] & low, (start + np.uint64(block)) & low, iteration, extra[i] & low
+            k0, k1 = key_0, key_1
+            for _ in range(10):
+                p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+                c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & low, (p0 >> half) ^ c3 ^ k1, p0 & low
+                k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+            whole[4 * block] = c0 >= threshold
+            whole[4 * block + 1] = c1 >= threshold
+            whole[4 * block + 2] = c2 >= threshold
+            whole[4 * block + 3] = c3 >= threshold
+        lane = np.int64(first[i] & np.uint64(3))
+        kept[i, :] = whole[lane : lane + count]

@@ -1,0 +1,133 @@
+"""Dropout on a GPU: masks, and bias + dropout + residual in one pass that draws its mask again in backward.
+
+The kernels draw the bits of `dropout.keep_rows`: Triton's Philox is the same function as `counter_rng.philox`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add
+
+_BLOCKS = 256
+"""Philox blocks, of four elements each, that one program draws."""
+
+
+@triton.jit
+def _words(seed, row, block, iteration, extra):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Words of Philox blocks, in order: block 0's four, block 1's four, ..."""
+    zero = tl.zeros_like(block)
+    w0, w1, w2, w3 = tl.philox(
+        seed,
+        (row + zero).to(tl.uint32),
+        block.to(tl.uint32),
+        (iteration + zero).to(tl.uint32),
+        (extra + zero).to(tl.uint32),
+    )
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def _keep_rows_kernel(  # type: ignore[no-untyped-def]
+    kept, row, extra, first, iteration, count, seed, threshold, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    start = tl.load(first + i)
+    number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    words = _words(seed, tl.load(row + i), (start >> 2) + number, tl.load(iteration), tl.load(extra + i))
+    element = tl.program_id(1) * BLOCKS * 4 + tl.arange(0, BLOCKS * 4) - (start & 3)
+    inside = (element >= 0) & (element < count)
+    tl.store(kept + i * count + element, words.to(tl.int64) >= threshold, mask=inside)
+
+
+def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
+    """As `dropout.keep_rows`, for tensors on a GPU."""
+    kept = torch.empty((row.shape[0], count), dtype=torch.bool, device=row.device)
+    grid = (row.shape[0], triton.cdiv(count + 3, 4 * _BLOCKS))
+    _keep_rows_kernel[grid](
+        kept, row.contiguous(), extra.contiguous(), first.contiguous(), draw.iteration, count, _seed(draw),
+        draw.threshold, BLOCKS=_BLOCKS,
+    )  # fmt: skip
+    return kept
+
+
+@triton.jit
+def _apply_kernel(  # type: ignore[no-untyped-def]
+    output, inputs, bias, residual, token, iteration, width, seed, threshold, scale,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    place = tl.load(token + i)
+    number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    words = _words(seed, place, number, tl.load(iteration), place >> 32)
+    channel = tl.program_id(1) * BLOCKS * 4 + tl.arange(0, BLOCKS * 4)
+    inside = channel < width
+    value = tl.load(inputs + i * width + channel, mask=inside).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + channel, mask=inside).to(tl.float32)
+    value = tl.where(words.to(tl.int64) >= threshold, value * scale, 0.0)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + i * width + channel, mask=inside).to(tl.float32)
+    tl.store(output + i * width + channel, value.to(output.dtype.element_ty), mask=inside)
+
+
+def bias_dropout_add_triton(
+    inputs: Tensor, bias: Tensor | None, residual: Tensor | None, probability: float, place: DropoutRngPosition | None
+) -> Tensor:
+    """As `dropout.bias_dropout_add`, which it leaves to it in float64 and where nothing is dropped."""
+    if place is None or probability == 0.0 or inputs.dtype is torch.float64:
+        return bias_dropout_add(inputs, bias, residual, probability, place)
+    return _BiasDropoutAdd.apply(inputs, bias, residual, probability, place)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        probability: float,
+        place: DropoutRngPosition,
+    ) -> Tensor:
+        ctx.place, ctx.probability, ctx.input_type = place, probability, inputs.dtype
+        output_type = inputs.dtype if residual is None else torch.promote_types(inputs.dtype, residual.dtype)
+        return _apply(inputs, bias, residual, place, probability, output_type)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
+        inputs_gradient = _apply(output_gradient, None, None, ctx.place, ctx.probability, ctx.input_type)
+        bias_gradient = inputs_gradient.sum(0) if ctx.needs_input_grad[1] else None
+        residual_gradient = output_gradient if ctx.needs_input_grad[2] else None
+        return inputs_gradient, bias_gradient, residual_gradient, None, None
+
+
+def _apply(
+    inputs: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    place: DropoutRngPosition,
+    probability: float,
+    output_type: torch.dtype,
+) -> Tensor:
+    rows, width = inputs.shape
+    output = torch.empty((rows, width), dtype=output_type, device=inputs.device)
+    draw = place.draw(probability)
+    blocks = min(_BLOCKS, triton.next_power_of_2(triton.cdiv(width, 4)))
+    _apply_kernel[(rows, triton.cdiv(width, 4 * blocks))](
+        output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), place.tokens.index,
+        draw.iteration, width, _seed(draw), draw.threshold, draw.scale,
+        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCKS=blocks,
+    )  # fmt: skip
+    return output
+
+
+def _seed(draw: Draw) -> int:
+    """The key as Triton's Philox takes it: one signed 64-bit integer, low word first."""
+    seed = draw.key[0] | draw.key[1] << 32
+    return seed - 2**64 if seed >= 2**63 else seed

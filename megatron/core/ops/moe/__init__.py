@@ -1,0 +1,1 @@
+"""Operations of expert layers: routing, permutation, grouped products, activations."""

@@ -1,0 +1,143 @@
+"""Copies of tokens and sums of copies on a GPU, each in one pass; and where copies lie, by counting."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
+
+_TILE = 2048
+"""Elements that a program moves."""
+_CHOICES = 256
+"""Choices whose places a program finds."""
+
+
+@triton.jit
+def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    rows, tokens, source, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    token = tl.load(source + row, mask=row < count, other=0).to(tl.int64)
+    inside = (row < count)[:, None] & (column < width)[None, :]
+    value = tl.load(tokens + token[:, None] * width + column[None, :], mask=inside)
+    tl.store(rows + row[:, None] * width + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def _tokens_kernel(  # type: ignore[no-untyped-def]
+    tokens, rows, places, count, width,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (token < count)[:, None] & (column < width)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), WIDE)
+    for j in range(K):
+        place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
+        copied = there & (place >= 0)[:, None]
+        total += tl.load(rows + place[:, None] * width + column[None, :], mask=copied, other=0.0).to(WIDE)
+    tl.store(tokens + token[:, None] * width + column[None, :], total.to(tokens.dtype.element_ty), mask=there)
+
+
+def rows_of_tokens_triton(tokens: Tensor, copies: Copies) -> Tensor:
+    """As `permute.rows_of_tokens`."""
+    tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
+    rows = tokens.new_empty(count, width)
+    if count:
+        grid, tile = _tiles(count, width)
+        _rows_kernel[grid](rows, tokens, copies.source.contiguous(), count, width, **tile)
+    return rows
+
+
+def tokens_of_rows_triton(rows: Tensor, copies: Copies) -> Tensor:
+    """As `permute.tokens_of_rows`."""
+    rows, places = rows.contiguous(), copies.places.contiguous()
+    (count, k), width = places.shape, rows.shape[1]
+    tokens = rows.new_empty(count, width)
+    if count:
+        grid, tile = _tiles(count, width)
+        wide = tl.float64 if rows.dtype is torch.float64 else tl.float32
+        _tokens_kernel[grid](tokens, rows, places, count, width, K=k, WIDE=wide, **tile)
+    return tokens
+
+
+def _tiles(count: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+    columns = min(_TILE, triton.next_power_of_2(width))
+    rows = max(1, min(_TILE // columns, 256))
+    return (triton.cdiv(count, rows), triton.cdiv(width, columns)), {"ROWS": rows, "COLUMNS": columns}
+
+
+@triton.jit
+def _count_kernel(  # type: ignore[no-untyped-def]
+    ranks, counts, groups, kept, number, num_groups, blocks,
+    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    at = tl.arange(0, CHOICES)
+    i = block * CHOICES + at
+    group = tl.load(groups + i, mask=i < number, other=num_groups + 1).to(tl.int32)
+    if HAS_KEPT:
+        group = tl.where(tl.load(kept + i, mask=i < number, other=1) != 0, group, num_groups)
+    same_before = (group[:, None] == group[None, :]) & (at[None, :] < at[:, None])
+    tl.store(ranks + i, tl.sum(same_before.to(tl.int32), 1), mask=i < number)
+    for first in range(0, num_groups + 1, GROUPS):
+        candidate = first + tl.arange(0, GROUPS)
+        count = tl.sum((group[:, None] == candidate[None, :]).to(tl.int32), 0)
+        tl.store(counts + candidate * blocks + block, count, mask=candidate <= num_groups)
+
+
+@triton.jit
+def _place_kernel(  # type: ignore[no-untyped-def]
+    source, choice, places, starts, ranks, groups, kept, number, rows, k, num_groups, blocks,
+    HAS_KEPT: tl.constexpr, CHOICES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    i = block * CHOICES + tl.arange(0, CHOICES)
+    there = i < number
+    group = tl.load(groups + i, mask=there, other=0)
+    if HAS_KEPT:
+        group = tl.where(tl.load(kept + i, mask=there, other=1) != 0, group, num_groups)
+    place = tl.load(starts + group * blocks + block, mask=there, other=0) + tl.load(ranks + i, mask=there, other=0)
+    goes = there & (place < rows)
+    tl.store(places + i, tl.where(group < num_groups, place, -1).to(tl.int64), mask=there)
+    tl.store(choice + place, i.to(tl.int64), mask=goes)
+    tl.store(source + place, (i // k).to(tl.int64), mask=goes)
+
+
+def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
+    """As `permute.copies_by_group`: within blocks of choices each finds how many before it go the same way, and a
+    running sum over groups and blocks says where each block's share of a group begins."""
+    groups, number = groups.contiguous(), groups.numel()
+    blocks = triton.cdiv(number, _CHOICES)
+    places = torch.empty_like(groups)
+    source, choice = groups.new_empty(rows), groups.new_empty(rows)
+    if number:
+        mask = groups if kept is None else kept.contiguous().view(torch.uint8)
+        ranks = groups.new_empty(number, dtype=torch.int32)
+        counts = groups.new_empty(num_groups + 1, blocks, dtype=torch.int32)
+        _count_kernel[(blocks,)](
+            ranks, counts, groups, mask, number, num_groups, blocks,
+            HAS_KEPT=kept is not None, CHOICES=_CHOICES, GROUPS=32,
+        )  # fmt: skip
+        flat = counts.view(-1)
+        starts = flat.cumsum(0, dtype=torch.int32) - flat
+        _place_kernel[(blocks,)](
+            source, choice, places, starts, ranks, groups, mask, number, rows, groups.shape[1], num_groups, blocks,
+            HAS_KEPT=kept is not None, CHOICES=_CHOICES,
+        )  # fmt: skip
+    return Copies(source, places), choice
+
+
+TRITON_MOVES = Moves(rows_of_tokens_triton, tokens_of_rows_triton)
+
+
+def permute_triton(tokens: Tensor, copies: Copies) -> Tensor:
+    """As `permute.permute`."""
+    return permute(tokens, copies, TRITON_MOVES)
+
+
+def unpermute_triton(rows: Tensor, copies: Copies) -> Tensor:
+    """As `permute.unpermute`."""
+    return unpermute(rows, copies, TRITON_MOVES)

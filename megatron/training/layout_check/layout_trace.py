@@ -1,0 +1,182 @@
+"""What one rank of a run sees: initial weights, what modules give, gradients, norms, weights; each with its place.
+
+A value of the run has a place that no layout changes: an element of a weight or gradient its index in the canonical
+tensor, a hidden state the index of its token in the global batch. So what ranks see can be compared with one process
+element by element, without bringing anything together.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.ops.dropout.dropout import dropout_tokens
+from megatron.core.parameters import Constant, ParameterInfo, canonical_index, canonical_names, info_of
+from megatron.core.tokens import Tokens
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks.signals import SignalWatch
+from megatron.training.initialize import process_environment
+from megatron.training.providers import Providers
+from megatron.training.setup import set_up
+from megatron.training.trainer import Trainer
+from megatron.training.training import train_step
+
+INITIAL, FORWARD, GRADIENT, NORM, WEIGHT = "initial weight", "forward", "gradient", "gradient norm", "weight"
+"""Kinds of evidence, in the order in which a run makes them."""
+
+LOSS = "loss of each token"
+
+PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
+"""Modules of a layer whose results are compared, beside the layer's own."""
+
+
+@dataclass
+class Evidence:
+    """What a rank saw: by kind and name, places (int64 [n]) and values ([n] or [n, width])."""
+
+    found: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, places: Tensor, values: Tensor) -> None:
+        """More of something; what one token or element gave first stays."""
+        places, values = places.detach().cpu(), values.detach().cpu().clone()  # what is live will change
+        if (kind, name) in self.found:
+            known, before = self.found[kind, name]
+            fresh = ~torch.isin(places, known)
+            places, values = torch.cat([known, places[fresh]]), torch.cat([before, values[fresh]])
+        self.found[kind, name] = places, values
+
+    def save(self, path: Path) -> None:
+        """As a safetensors file."""
+        tensors: dict[str, Tensor] = {}
+        for number, ((kind, name), (places, values)) in enumerate(self.found.items()):
+            tensors[f"{number:06d}|{kind}|{name}|places"] = places.clone()  # several may share them
+            tensors[f"{number:06d}|{kind}|{name}|values"] = values.contiguous()
+        save_file(tensors, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Evidence":
+        evidence, tensors = cls(), load_file(path)
+        for key in sorted(tensors):
+            number, kind, name, what = key.split("|")
+            if what == "places":
+                evidence.found[kind, name] = tensors[key], tensors[f"{number}|{kind}|{name}|values"]
+        return evidence
+
+
+def watch(config: PretrainConfig, providers: Providers, steps: int) -> Evidence:
+    """Train this process's rank for a few steps; returns what it saw.
+
+    Norms and biases, which begin as ones and zeros, are given values of their own: what is lost or added twice shows.
+    """
+    build_model = providers.build_model
+    providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
+    with SignalWatch([]) as signals, process_environment(config) as environment:
+        run = set_up(config, providers, environment, signals, time.monotonic())
+        try:
+            evidence = _train(run, steps)
+            run.close()
+        except BaseException as error:
+            run.abandon(error)
+            raise
+    return evidence
+
+
+@torch.no_grad()
+def _perturbed(model: nn.Module) -> nn.Module:
+    for _, parameter in canonical_names(model):
+        info = info_of(parameter)
+        if isinstance(info.init, Constant):
+            index = canonical_index(info, 0, info.box.numel, parameter.device)
+            parameter.view(-1)[: info.box.numel] += torch.sin(index + 1.0) / 4
+    return model
+
+
+def _train(run: Trainer, steps: int) -> Evidence:
+    evidence = Evidence()
+    _add_weights(evidence, INITIAL, run)
+    watched = [_Watched(evidence, chunk.module, run) for chunk in run.model]
+    take_step = run.optimizer.step_on_device
+
+    def after_backward(*arguments: Any) -> Any:
+        if run.state.iteration == 0:
+            _add_chunks(evidence, GRADIENT, (chunk for model in run.model for chunk in model.gradient_chunks()))
+            for watching in watched:
+                watching.stop()
+        return take_step(*arguments)
+
+    run.optimizer.step_on_device = after_backward  # type: ignore[assignment, method-assign]
+    run.log.start(run.state.iteration)
+    for step in range(steps):
+        result = train_step(run)
+        norm = result.update.grad_norm
+        if norm is not None:
+            evidence.add(NORM, f"of step {step + 1}", torch.zeros(1, dtype=torch.int64), norm.reshape(1))
+        run.advance(result)
+    _add_weights(evidence, WEIGHT, run)
+    return evidence
+
+
+def _add_weights(evidence: Evidence, kind: str, run: Trainer) -> None:
+    for model in run.model:
+        model.start_param_sync(force_sync=True)
+        _add_chunks(evidence, kind, model.weight_chunks())
+
+
+def _add_chunks(evidence: Evidence, kind: str, chunks: Iterable[Chunk]) -> None:
+    for chunk in chunks:
+        begin, end = chunk.range
+        info = ParameterInfo(chunk.global_shape, chunk.box, Constant(0.0))
+        evidence.add(kind, chunk.name, canonical_index(info, begin, end - begin), chunk.flat)
+
+
+class _Watched:
+    """The results of one model chunk's modules in the first step, by token."""
+
+    def __init__(self, evidence: Evidence, chunk: nn.Module, run: Trainer) -> None:
+        self.evidence, self.groups = evidence, run.environment.groups
+        self._places = torch.empty(0, dtype=torch.int64)
+        """Of the tokens of the micro-batch under way, on this context parallel rank."""
+        model: Any = chunk.module if hasattr(chunk, "module") else chunk
+        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        for name, module in self._modules(model):
+            self._handles.append(module.register_forward_hook(self._taker(name)))
+
+    def _modules(self, model: Any) -> Iterable[tuple[str, nn.Module]]:
+        if getattr(model, "embedding", None) is not None:
+            yield "embedding", model.embedding
+        for layer in model.decoder.layers:
+            prefix = f"decoder.layers.{layer.canonical_index}"
+            for part in PARTS:
+                yield f"{prefix}.{part}", getattr(layer, part)
+            yield prefix, layer
+        if model.decoder.final_layernorm is not None:
+            yield "decoder.final_layernorm", model.decoder.final_layernorm
+        if model.post_process:
+            yield LOSS, model.output_layer
+
+    def _begin(self, model: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
+        tokens: Tokens = keywords["tokens"]
+        self._places = dropout_tokens(tokens, torch.device("cpu")).index
+
+    def _taker(self, name: str) -> Any:
+        def take(module: nn.Module, inputs: Any, output: Any) -> None:
+            result = output[0] if isinstance(output, tuple) else output
+            rows = result.reshape(-1, 1) if name == LOSS else result.flatten(0, -2)  # [t, width]
+            places = self._places
+            if rows.shape[0] != places.numel():  # under sequence parallelism, this rank's slice of the tokens
+                places = places.chunk(self.groups.size("tp"))[self.groups.rank("tp")]
+            self.evidence.add(FORWARD, name, places, rows)
+
+        return take
+
+    def stop(self) -> None:
+        """The first step is over."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,164 @@
+"""What a script hands to `pretrain`: how to build the model, the data and the step of a run."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import Environment
+from megatron.training.state import TrainState
+
+if TYPE_CHECKING:
+    from megatron.training.tokenizer.base import Tokenizer
+
+LossFunction = Callable[..., Any]
+ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, LossFunction]]
+"""Takes the next micro-batch of an iterator (`StepData`) through the model; returns the output and the function that
+makes a loss of it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the providers of a run may look at."""
+
+    config: PretrainConfig
+    environment: Environment
+    tokenizer: "Tokenizer"
+    state: TrainState
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the model's vocabulary, without what pads it: the tokenizer's, or more if --vocab-size says so."""
+        return self.config.tokenizer.model_vocab_size(self.tokenizer.vocab_size)
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """Samples that a run asks of each split; None: as many as there are, once."""
+
+    train: int
+    valid: int | None
+    test: int | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which part of the model a chunk is: all of it without pipeline parallelism."""
+
+    pre_process: bool = True
+    """It has the embedding."""
+    post_process: bool = True
+    """It has the last norm, the head and the loss."""
+    virtual: int | None = None
+    """Number of the chunk on its rank, where a rank holds several."""
+
+
+def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
+    """What the model chunks of a pipeline rank are, in the order of the rank's chunks."""
+    stages = stage_map(config.transformer)
+    parts = [stages.part(pipeline_rank, chunk) for chunk in range(stages.chunks)]
+    several = len(parts) > 1
+    return [Stage(part.embedding, part.loss, number if several else None) for number, part in enumerate(parts)]
+
+
+@dataclass(frozen=True)
+class Providers:
+    """The providers of a run."""
+
+    build_model: Callable[[Context, Stage], nn.Module]
+    build_datasets: Callable[[Context, SampleCounts], Sequence[Any]]
+    """The data sets of the train, valid and test split; None for one that is empty."""
+    build_forward_step: Callable[[Context], ForwardStep]
+    build_optimizer: Callable[[Context, Sequence[nn.Module]], Any] | None = None
+    """A torch.optim.Optimizer, or one of get_megatron_optimizer, over the model chunks; None: what the flags say."""
+
+
+def providers_of_user_script(
+    datasets_provider: Callable[..., Sequence[Any]],
+    model_provider: Callable[..., nn.Module],
+    forward_step_func: ForwardStep,
+    optimizer_provider: Callable[..., Any] | None = None,
+) -> Providers:
+    """The published provider functions, which read `get_args()` for themselves, as providers.
+
+    A provider gets those of the published keywords that its signature takes, so scripts of several releases work.
+    """
+
+    def build_model(context: Context, stage: Stage) -> nn.Module:
+        if stage.virtual is not None:
+            _check_knows_chunks(model_provider, "the model provider")
+        offered = {
+            "pre_process": stage.pre_process,
+            "post_process": stage.post_process,
+            "vp_stage": stage.virtual,
+            "config": context.config.transformer,
+            "pg_collection": context.environment.groups,
+        }
+        return model_provider(**accepted(model_provider, offered))
+
+    def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
+        stages = stages_of_rank(context.config, context.environment.groups.rank("pp"))
+        return datasets_of_provider(datasets_provider, counts, [stage.virtual for stage in stages])
+
+    def build_optimizer(context: Context, model: Sequence[nn.Module]) -> Any:
+        assert optimizer_provider is not None
+        offered = {"config": context.config.optimizer, "pg_collection": context.environment.groups}
+        return optimizer_provider(list(model), **accepted(optimizer_provider, offered))
+
+    return Providers(
+        build_model,
+        build_datasets,
+        lambda context: forward_step_func,
+        build_optimizer if optimizer_provider is not None else None,
+    )
+
+
+def datasets_of_provider(
+    provider: Callable[..., Sequence[Any]], counts: SampleCounts, chunks: Sequence[int | None]
+) -> Sequence[Any]:
+    """The data sets that a published provider gives this rank; None for those that it gives other ranks only.
+
+    It is called on every rank, also where it says (`is_distributed`) that the first tensor parallel rank would do: each
+    reads its own data. With virtual stages it is asked about each chunk, as published; all chunks of a rank then read
+    the same data sets, those of the first that is given any. Raises UserError for one that knows no virtual stages.
+    """
+    asked = [counts.train, counts.valid, counts.test]
+    found: list[Any] = [None] * len(asked)
+    for chunk in chunks:
+        if chunk is not None:
+            _check_knows_chunks(provider, "the dataset provider")
+        given = provider(asked, **accepted(provider, {"vp_stage": chunk}))
+        found = [one if one is not None else other for one, other in zip(found, given, strict=True)]
+    return found
+
+
+def _check_knows_chunks(provider: Callable[..., Any], what: str) -> None:
+    if not accepted(provider, {"vp_stage": 0}):
+        raise UserError(
+            f"{what} {getattr(provider, '__name__', '')} has no parameter vp_stage, by which virtual pipeline stages "
+            "are told apart: add it, or leave out the flags of virtual stages"
+        )
+
+
+def warn_unused(function: str, given: Mapping[str, Any]) -> None:
+    """Print, on the first rank, which functions a published `function` was handed that have nothing to choose here."""
+    for name, value in given.items():
+        if value is not None and os.environ.get("RANK", "0") == "0":
+            print(
+                f"{function}({name}=...) is not asked: which ranks hold an embedding follows from the layout of stages",
+                flush=True,
+            )
+
+
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the offered keywords that a function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return offered
+    return {name: value for name, value in offered.items() if name in parameters}

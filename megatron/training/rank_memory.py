@@ -1,0 +1,227 @@
+"""What each rank of a run holds: layers, parameters, bytes, from a build of its part of the model on the meta device.
+
+A rank's chunks are built by the same piece that builds them in earnest, among the groups that the rank would be in, and
+their units are planned and shared out by the functions that a run uses; there is no second formula. Ranks that differ
+in their place in the data parallel groups (context parallel ranks are in those too) hold the same part of the model by
+definition: it is built once for all of them.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.core.distributed.sharding_strategy import Sharding, shardings
+from megatron.core.distributed.units import UnitPlan, plan_units
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.update_rules import build_update_rule
+from megatron.core.parameters import Box, ParameterInfo
+from megatron.core.pipeline_parallel.stages import StagePart, pipeline_of, stage_map
+from megatron.training import global_vars
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import Environment, default_groups, groups_of_rank
+from megatron.training.providers import Context, Providers, stages_of_rank
+from megatron.training.state import TrainState
+from megatron.training.tokenizer.base import Tokenizer
+
+_DATA_AXES = ("dp", "cp", "edp")
+"""Along these, ranks hold the same part of the model."""
+
+
+@dataclass(frozen=True)
+class MemoryOfRank:
+    """Bytes on a rank, activations aside."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    passing: int = 0
+    """What comes and goes within a step, at its most: whole weights and gradients of units that are shared out."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.passing
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """A part of the model, as a rank builds it: its chunks, and the units of each."""
+
+    stages: tuple[StagePart, ...]
+    plans: tuple[tuple[UnitPlan, ...], ...]
+    shardings: Mapping[str, Sharding]
+
+    @property
+    def infos(self) -> list[ParameterInfo]:
+        """Descriptors of its parameters."""
+        return [slot.info for plans in self.plans for plan in plans for slot in plan.slots]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of its parameters, without padding."""
+        return sum(info.box.numel for info in self.infos)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank holds."""
+
+    rank: int
+    place: Mapping[str, int]
+    """Its coordinates along every axis."""
+    part: RankModel
+    memory: MemoryOfRank
+
+
+def rank_memory(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int
+) -> list[RankMemory]:
+    """What every rank holds, in the order of ranks. Raises UserError where a part of the model cannot be built."""
+    moments = len(build_update_rule(config.optimizer).moments)
+    built: dict[tuple[tuple[str, int], ...], tuple[RankModel, MemoryOfRank]] = {}
+    found = []
+    for rank in range(config.world_size):
+        place = config.grid.coordinates(rank)
+        key = tuple(item for item in place.items() if item[0] not in _DATA_AXES)
+        if key not in built:
+            part = build_part(config, providers, tokenizer, padded_vocab, rank)
+            built[key] = part, memory_of(part, moments, config)
+        found.append(RankMemory(rank, place, *built[key]))
+    check_complete(rank_memory_entry.part for rank_memory_entry in found)
+    return found
+
+
+def build_part(
+    config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
+) -> RankModel:
+    """Build a rank's chunks on the meta device and plan their units."""
+    groups = groups_of_rank(config, rank)
+    pipeline = pipeline_of(config.transformer)
+    environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
+    context = Context(config, environment, tokenizer, TrainState())
+    shared = shardings(config.ddp, groups)
+    shards = {grid: sharding.shards for grid, sharding in shared.items()}
+    stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
+    global_vars.publish(context, padded_vocab_size=padded_vocab)  # which published providers ask
+    try:
+        with torch.device("meta"), default_groups(groups, pipeline):
+            chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
+    finally:
+        global_vars.forget()
+    return RankModel(
+        tuple(stages.part(pipeline_rank, number) for number in range(stages.chunks)),
+        tuple(tuple(plan_units(chunk, shards)) for chunk in chunks),
+        shared,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def memory_of(part: RankModel, moments: int, config: PretrainConfig) -> MemoryOfRank:
+    """What flat buffers of a part's units take, with an optimizer that keeps so many moments."""
+    weights = gradients = optimizer = 0
+    for plan in (plan for plans in part.plans for plan in plans):
+        sharding = part.shardings[plan.grid]
+        owned, strategy = plan.numel // sharding.shards, sharding.strategy
+        weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
+        gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
+        optimizer += plan.main_dtype.itemsize * owned * (moments + plan.needs_main_weights)
+    return MemoryOfRank(weights, gradients, optimizer, _passing(part, config))
+
+
+def _passing(part: RankModel, config: PretrainConfig) -> int:
+    """The most of what is shared out that is whole at once: weights and gradients."""
+    late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
+    return _passing_weights(part, config.ddp.overlap_param_gather) + (
+        sum(sum(_opened(part, chunk)) for chunk in range(len(part.plans)))  # all, from first to last product
+        if late
+        else _passing_gradients(part, config.ddp.overlap_grad_reduce)
+    )
+
+
+def _passing_weights(part: RankModel, overlap: bool) -> int:
+    """One unit's weights are there at a time, those of a layer also while its experts' are; with overlap the next are
+    gathered as well. Those of the last unit stay after forward, for the backward that often follows, until the chunk is
+    used again."""
+    chunks = [
+        [p.numel * p.dtype.itemsize * part.shardings[p.grid].strategy.shards_weights for p in plans]
+        for plans in part.plans
+    ]
+    most = 0
+    for chunk, sizes in enumerate(chunks):
+        again = sizes[:1] if _head_is_tied(part, chunk) else []  # the head uses the embedding's
+        others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
+        around = _around(part.plans[chunk], sizes)
+        most = max(most, _largest_run(sizes + again, 2 if overlap else 1, around) + others)
+    return most
+
+
+def _passing_gradients(part: RankModel, overlap: bool) -> int:
+    """One unit's gradients come at a time; with overlap the sum of the unit before is still under way, and the last of
+    every other chunk. Those of an embedding that the head shares are open until backward is there."""
+    opened = [_opened(part, chunk) for chunk in range(len(part.plans))]
+    most = 0
+    for chunk, sizes in enumerate(opened):
+        tied = int(_head_is_tied(part, chunk))
+        others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
+        around = _around(part.plans[chunk], sizes)[tied:]
+        most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
+    return most
+
+
+def _opened(part: RankModel, chunk: int) -> list[int]:
+    """Bytes of the whole gradients of a chunk's units, those that are kept anyway left out."""
+    plans = part.plans[chunk]
+    return [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].strategy.shards_gradients for p in plans]
+
+
+def _head_is_tied(part: RankModel, chunk: int) -> bool:
+    """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
+    stage, names = part.stages[chunk], [plan.name for plan in part.plans[chunk]]
+    return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
+
+
+def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
+    """Bytes of the unit in whose module each unit's module is used: of a layer, for its experts'."""
+    return [
+        sum(sizes[other] for other in range(place) if plans[other].name == plan.name)
+        for place, plan in enumerate(plans)
+    ]
+
+
+def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> int:
+    """The largest sum of so many neighbours, and of what is around the first."""
+    return max(
+        (
+            sum(sizes[first : first + length]) + (around[first] if first < len(around) else 0)
+            for first in range(len(sizes))
+        ),
+        default=0,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+def parameters_of_model(parts: Iterable[RankModel]) -> int:
+    """Elements of the whole model, without what pads the vocabulary: each tensor once, however many ranks hold it."""
+    return sum(math.prod(shape) for shape in {info.name: info.global_shape for p in parts for info in p.infos}.values())
+
+
+def check_complete(parts: Iterable[RankModel]) -> None:
+    """Every element of every tensor is held by some rank. Raises UserError otherwise, which a model of the user's own
+    can bring about."""
+    boxes: dict[str, tuple[tuple[int, ...], set[Box]]] = {}
+    for part in {id(part): part for part in parts}.values():
+        for info in part.infos:
+            boxes.setdefault(info.name, (info.global_shape, set()))[1].add(info.box)
+    for name, (shape, held) in boxes.items():
+        count = sum(box.numel for box in held)
+        if count != math.prod(shape):
+            raise UserError(
+                f"the ranks hold {count:,} elements of {name}, which has {math.prod(shape):,} (shape {list(shape)})"
+            )

@@ -1,0 +1,213 @@
+"""A run that is set up: everything that the loop works on, and the small steps that the loop is told in."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.splits import Splits
+from megatron.training.data.step_data import StepData, set_rng_position
+from megatron.training.evaluate import evaluate
+from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
+from megatron.training.hooks.hook import Hooks
+from megatron.training.initialize import Environment
+from megatron.training.logging.finite import GradientProbe
+from megatron.training.logging.records import ValidationRecord
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.providers import ForwardStep
+from megatron.training.state import TrainState
+
+
+@dataclass
+class Trainer:
+    """The parts of a run. Made by `setup.set_up`; used by `training.train`."""
+
+    config: PretrainConfig
+    environment: Environment
+    state: TrainState
+    model: Sequence[DistributedDataParallel]
+    """This rank's chunks, wrapped."""
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    batches: BatchSchedule
+    forward_backward: Callable[..., Any]
+    forward_step: ForwardStep
+    splits: Splits
+    log: TrainingLog
+    hooks: Hooks
+    exit: ExitAgreement
+    checkpoints: Checkpoints
+    probe: GradientProbe | None = None
+    """Tells which micro-batch made the gradients non-finite."""
+    phase: str = "training"
+    """What the run is at, for the message when it fails."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.environment.device
+
+    @contextlib.contextmanager
+    def at(self, phase: str) -> Iterator[None]:
+        """Within, the run is at something else than training. What fails there leaves it so."""
+        self.phase, before = phase, self.phase
+        yield
+        self.phase = before
+
+    # One step --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> int:
+        """Get ready for the next global batch; returns its micro-batches on this rank."""
+        self.batches.update(self.state.consumed_train_samples)
+        self.splits.train.begin(self.state.iteration)
+        return self.batches.num_microbatches
+
+    def place_micro_batch(self, number: int, chunk: int = 0) -> None:
+        """Tell a model chunk where a micro-batch stands, which its masks of dropout are functions of. Our own forward
+        step says it itself; a published one does not."""
+        set_rng_position(self.model[chunk], self.splits.train, number)
+
+    def advance(self, result: Any) -> None:
+        """Count what a step consumed and tell the log."""
+        samples = self.batches.global_batch_size
+        self.state.iteration += 1
+        self.state.consumed_train_samples += samples
+        self.state.consumed_tokens += samples * self.config.data.seq_length
+        self.state.floating_point_operations_so_far += samples * (self.log.flops_per_sample or 0.0)
+        self.log.step(
+            self.state.iteration,
+            result.reports,
+            grad_norm=result.update.grad_norm,
+            update_applied=result.update.update_applied,
+            num_zeros=result.update.num_zeros,
+            params_norm=result.params_norm,
+            learning_rate=result.learning_rate,
+            loss_scale=result.loss_scale,
+            consumed_samples=self.state.consumed_train_samples,
+            tokens=self.state.consumed_tokens,
+            global_batch_size=samples,
+            sample_ids=self.splits.train.sample_ids,
+            gradients_finite=[] if self.probe is None else self.probe.take(),
+        )
+
+    # Evaluation ------------------------------------------------------------------------------------------------------
+
+    def evaluation_is_due(self) -> bool:
+        interval = self.config.evaluation.eval_interval
+        return bool(interval and self.splits.valid is not None and self.state.iteration % interval == 0)
+
+    def evaluate(self, split: str, where: str | None = None) -> None:
+        """Put --eval-iters global batches of a split through the model and log the mean loss over their tokens."""
+        data: StepData | None = getattr(self.splits, split)
+        iterations = self.config.evaluation.eval_iters
+        if data is None or iterations == 0:
+            return
+        training = self.config.training
+        data.begin(self.state.iteration)
+        with self.log.paused(), self.at("evaluation"):
+            self.hooks.before_evaluate(self.state.iteration)
+            found = evaluate(
+                self.forward_backward,
+                self.forward_step,
+                data.iterators(len(self.model)),
+                self.model,
+                num_iterations=iterations,
+                num_microbatches=self.batches.final_num_microbatches,
+                micro_batch_size=training.micro_batch_size,
+                seq_length=self.config.data.seq_length,
+                device=self.device,
+                group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
+                data_parallel_size=self.environment.groups.size("dp"),
+                should_stop=lambda: self.exit.poll() is not None,
+            )
+            if split == "valid":
+                self.state.consumed_valid_samples += found.samples
+            self.hooks.after_evaluate(self.state.iteration)
+            if found.interrupted and self.environment.logs:
+                print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
+            if found.losses:
+                record = ValidationRecord(
+                    self.state.iteration,
+                    found.losses,
+                    split={"valid": "validation"}.get(split, split),
+                    where=where,
+                    consumed_samples=self.state.consumed_train_samples,
+                    tokens=found.tokens,
+                    samples=found.samples,
+                    seconds=found.seconds,
+                )
+                self.log.validation(record)
+
+    # Saving and leaving ----------------------------------------------------------------------------------------------
+
+    def decide(self) -> ExitDecision | None:
+        """Whether all ranks leave now. Before a save and at the end of training nothing is left open: a checkpoint of
+        a step that was not finite would pass over its data without a word."""
+        decision = self.exit.after_step(self.state.iteration)
+        if self.save_is_due(decision) or self.is_done():
+            self.log.flush()  # by now the host knows all that the device found
+            decision = self.exit.resolve_pending()
+        return decision
+
+    def is_done(self) -> bool:
+        """No iteration is left."""
+        return self.state.iteration >= self.config.training.train_iters
+
+    def save_is_due(self, decision: ExitDecision | None) -> bool:
+        checkpoint = self.config.checkpoint
+        if checkpoint.save is None or self.state.iteration == self.checkpoints.last_saved:
+            return False
+        if decision is not None:
+            return decision.save
+        interval = checkpoint.save_interval
+        return bool(interval and self.state.iteration % interval == 0)
+
+    def save(self) -> None:
+        """Write a checkpoint of this iteration, which is whole when this returns."""
+        with self.log.paused(), self.at("saving"):
+            self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
+            self.log.event("save", self.state.iteration)
+            self.hooks.after_save(self.state.iteration)
+
+    def leave(self, decision: ExitDecision) -> None:
+        """Say why the run ends before its last iteration."""
+        if decision.reason is ExitReason.NON_FINITE:
+            self.log.flush()
+        self.log.event("exit", self.state.iteration, reason=decision.reason.value)
+        if self.environment.logs:
+            where = "" if decision.reason is ExitReason.INTERVAL else f" (iteration {self.state.iteration})"
+            print(f"{decision.message}{where}", flush=True)
+
+    def finish(self) -> None:
+        """After the last iteration: the last checkpoint, then the validation and test sets."""
+        trained = not self.config.evaluation.skip_train
+        if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
+            self.save()
+        self.evaluate("valid", f"iteration {self.state.iteration} on validation set")
+        self.evaluate("test", f"iteration {self.state.iteration} on test set")
+
+    def close(self) -> None:
+        """End the run in order: every rank calls it."""
+        self.hooks.on_exit(self.state.iteration)
+        self.exit.close()
+        self.log.close()
+        self.splits.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the run after a failure: no rank can be counted on. Says which rank failed and where."""
+        if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
+            rank, ranks = self.environment.rank, self.environment.world_size
+            where = f"in {self.phase}, after iteration {self.state.iteration}"
+            print(f"rank {rank} of {ranks} failed {where}: {error}", file=sys.stderr, flush=True)
+        for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.abandon, self.splits.close):
+            with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
+                step()

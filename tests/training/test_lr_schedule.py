@@ -1,0 +1,58 @@
+"""The schedule of a run, and what is said when a checkpoint has another one."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from support.command_lines import configured
+from support.processes import run_on_ranks
+from support.runs import train
+
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer_param_scheduler import _STATE
+from megatron.training.lr_schedule import schedule_flag
+
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
+MODEL += "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --global-batch-size 4 "
+
+
+@pytest.mark.parametrize(
+    ("flags", "attribute", "called"),
+    [
+        ("--train-iters 10", "lr_decay_steps", "--train-iters (in samples)"),
+        ("--train-iters 10 --lr-decay-iters 8", "lr_decay_steps", "--lr-decay-iters (in samples)"),
+        ("--train-samples 40", "lr_decay_steps", "--train-samples (in samples)"),
+        ("--train-samples 40 --lr-decay-samples 32", "lr_decay_steps", "--lr-decay-samples (in samples)"),
+        ("--train-iters 10", "lr_warmup_steps", "--lr-warmup-iters (in samples)"),
+        ("--train-samples 40", "lr_warmup_steps", "--lr-warmup-samples (in samples)"),
+        ("--train-iters 10 --lr-warmup-fraction 0.1", "lr_warmup_steps", "--lr-warmup-fraction (in samples)"),
+        ("--train-iters 10", "wd_incr_steps", "--train-iters (in samples)"),
+        ("--train-iters 10", "max_lr", "--lr"),
+        ("--train-iters 10 --weight-decay 0.2", "end_wd", "--weight-decay"),
+    ],
+)
+def test_attributes_of_the_schedule_are_called_by_the_flag_that_sets_them(flags, attribute, called):
+    assert schedule_flag(configured(flags, base=MODEL), attribute) == called
+
+
+def test_every_attribute_that_a_checkpoint_may_contradict_has_a_flag():
+    config = configured("--train-iters 10", base=MODEL)
+    assert all(schedule_flag(config, name).startswith("--") for name in _STATE if name != "num_steps")
+
+
+def go_on(folder: Path, flags: str) -> str:
+    """What this rank prints while it goes on with a run."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        train(f"--mock-data --eval-iters 0 --load {folder} {flags}")
+    return printed.getvalue()
+
+
+def test_going_on_with_another_length_speaks_of_flags_and_once_for_all_ranks(tmp_path):
+    train(f"--mock-data --eval-iters 0 --train-iters 2 --save {tmp_path}")
+    first, second = run_on_ranks(go_on, 2, tmp_path, "--train-iters 3 --override-opt-param-scheduler")
+    assert first.count("schedule: ") == 1 and "schedule: " not in second
+    assert "schedule: --train-iters (in samples) is 12, overriding the checkpoint's 8" in first
+    with pytest.raises(UserError, match=r"--train-iters \(in samples\) is 12 but the checkpoint was made with 8; give"):
+        train(f"--mock-data --eval-iters 0 --load {tmp_path} --train-iters 3")

@@ -1,0 +1,50 @@
+"""Published provider functions, of several releases, under layouts."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from megatron.core.exceptions import UserError
+from megatron.training.providers import SampleCounts, accepted, datasets_of_provider
+
+COUNTS = SampleCounts(10, 4, 2)
+
+
+def test_a_function_gets_the_keywords_that_it_takes():
+    offered = {"pre_process": True, "vp_stage": 1}
+    assert accepted(lambda pre_process: None, offered) == {"pre_process": True}
+    assert accepted(lambda **anything: None, offered) == offered
+    assert accepted(functools.partial(lambda builder, vp_stage: None, "builder"), offered) == {"vp_stage": 1}
+
+
+def test_one_chunk_asks_once():
+    calls: list[Any] = []
+
+    def provider(counts: list[int]) -> tuple[Any, ...]:
+        calls.append(counts)
+        return "train", None, "test"
+
+    assert datasets_of_provider(provider, COUNTS, [None]) == ["train", None, "test"]
+    assert calls == [[10, 4, 2]]
+
+
+def test_chunks_read_what_the_first_of_them_is_given():
+    """As published ones that build on the first and the last stage only."""
+    calls: list[int | None] = []
+
+    def provider(counts: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:
+        calls.append(vp_stage)
+        return ("train", None, f"test {vp_stage}") if vp_stage else (None, None, "test 0")
+
+    assert datasets_of_provider(provider, COUNTS, [0, 1, 2]) == ["train", None, "test 0"]
+    assert calls == [0, 1, 2]
+    assert datasets_of_provider(provider, COUNTS, [None]) == [None, None, "test 0"]
+
+
+def test_a_provider_that_knows_no_virtual_stages():
+    def my_provider(counts: list[int]) -> tuple[Any, ...]:
+        raise AssertionError
+
+    with pytest.raises(UserError, match="the dataset provider my_provider has no parameter vp_stage"):
+        datasets_of_provider(my_provider, COUNTS, [0, 1])
