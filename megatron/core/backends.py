@@ -18,14 +18,16 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention.blocks import merge_block
+from megatron.core.ops.attention.blocks_cuda import round_up
 from megatron.core.ops.attention.kernels import (
     BLOCK_CANDIDATES,
     CANDIDATES,
+    UNFUSED,
     AttentionKernel,
     BlockKernel,
     Situation,
 )
-from megatron.core.ops.attention.unfused import AttentionVariant
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
@@ -38,6 +40,7 @@ from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.ops.rope import apply_rope
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ def triton_backend() -> Backend | None:
     )
 
 
-def choose_backend(config: ModelParallelConfig, layer_number: int | None = None) -> Backend:
-    """The backend of a layer (counted from 1 over the whole model; None: embedding, head, a lone module): LOCAL where
-    `transformer_impl` asks for it and where there is no GPU or no Triton."""
+def choose_backend(config: ModelParallelConfig) -> Backend:
+    """Returns the backend that `config.transformer_impl` asks for: LOCAL if it says so, or if there is no GPU or no
+    Triton; otherwise the Triton backend."""
     if getattr(config, "transformer_impl", "auto") == "local" or not torch.cuda.is_available():
         return LOCAL
     return triton_backend() or LOCAL
@@ -157,6 +160,20 @@ class KernelPlan(Generic[Kernel]):
     """The kernel of an attention layer for every situation it may be called in."""
 
     choices: Mapping[Situation, KernelChoice[Kernel]]
+
+    def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
+        """Returns the kernel of a call. An attention mask, or positions of the queries, together with packed documents
+        needs the unfused kernel; where that is not the planned one, a warning says so."""
+        planned = self.choices[situation].kernel
+        special = call.mask is not None or call.query_positions is not None
+        if call.cu_seqlens is None or not special or getattr(planned, "knows_masks_of_documents", True):
+            return planned
+        what = "an attention mask" if call.mask is not None else "a cache of keys"
+        warn_on_first_rank(
+            f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so the slower "
+            "unfused kernel computes them (packed documents do not see each other without a mask either)"
+        )
+        return UNFUSED  # type: ignore[return-value]
 
     def describe(self, device_type: str, packed: bool = False) -> str:
         """What trains and what evaluates on one kind of device."""
@@ -220,8 +237,13 @@ def _choose_kernel(
 
 
 def _remark(kernel: AttentionKernel | BlockKernel, variant: AttentionVariant) -> str:
+    """Returns what the log says about channels of zeros that the kernel's heads get; empty if they get none."""
     if variant.widths is None or kernel.fills == "never":
         return ""
-    narrower = "keys" if variant.widths[0] < variant.widths[1] else "values"
+    keys, values = variant.widths
+    width = round_up(max(keys, values), kernel.width_multiple)
     when = "" if kernel.fills == "always" else f" {kernel.fills}"
-    return f" ({narrower} of {min(variant.widths)} channels filled up to {max(variant.widths)}{when})"
+    if keys == values:
+        return f" (heads of {keys} channels padded to {width})" if width > keys else ""
+    narrower = "keys" if keys < values else "values"
+    return f" ({narrower} of {min(keys, values)} channels padded to {width}{when})"

@@ -25,7 +25,7 @@ from megatron.core.context_parallel.ulysses import (
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import Situation
-from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import SequencePart, Tokens, row_index
 
@@ -187,8 +187,7 @@ class ContextAttention:
             key, value = (gather_whole_rows(tensor, self._row_group(), rows.part.size) for tensor in (key, value))
             positions = places.expand(query.shape[1], -1)  # [b, s]
         call = dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=dropout)
-        masked_documents = call.mask is not None and call.cu_seqlens is not None
-        compute = attention if masked_documents else self.plan.choices[situation].kernel.compute
+        compute = self.plan.kernel_of(situation, call).compute
         return compute(query, key, value, self.variant, call)
 
 

@@ -13,8 +13,9 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.blending import BlendOrder, BlendSlice
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import check_weights, is_first_rank, normalize
+from megatron.core.datasets.utils import check_weights, normalize
 from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import is_first_rank
 
 _BLOCKS_BETWEEN_SAVES = 1024
 

@@ -11,8 +11,9 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Blend, Split, normalize, split_bounds, warn_on_first_rank
+from megatron.core.datasets.utils import Blend, Split, normalize, split_bounds
 from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import warn_on_first_rank
 
 TopLevelDataset = MegatronDataset | BlendedDataset
 

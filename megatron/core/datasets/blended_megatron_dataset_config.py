@@ -11,9 +11,9 @@ from megatron.core.datasets.utils import (
     check_weights,
     parse_split,
     split_matrix,
-    warn_on_first_rank,
 )
 from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass

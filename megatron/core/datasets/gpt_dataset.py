@@ -23,8 +23,9 @@ from megatron.core.datasets.index_building import SampleIndices, SamplePlan, bui
 from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Split, warn_on_first_rank
+from megatron.core.datasets.utils import Split
 from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import warn_on_first_rank
 
 _NO_PAD = -1
 _INDICES = ["document_index", "sample_index", "shuffle_index"]

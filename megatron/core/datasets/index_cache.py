@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.utils import warn_on_first_rank
 from megatron.core.utils.files import open_atomically, write_atomically
+from megatron.core.utils.warn import warn_on_first_rank
 
 _IN_MEMORY_BELOW = 1 << 20  # bytes; larger arrays are mapped, each of which holds a file descriptor
 _POLL_SECONDS = 0.1

@@ -1,9 +1,7 @@
 """What a run says about its data, in plain values: splits such as "969,30,1" and blends such as "30 a 70 b"."""
 
-import functools
 import itertools
 import json
-import logging
 import math
 import os
 import re
@@ -12,7 +10,6 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from megatron.core.exceptions import UserError
 
@@ -123,24 +120,6 @@ def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None
         get_blend_from_list(entry.split() if isinstance(entry, str) else [str(word) for word in entry])
         for entry in words
     ]
-
-
-def warn_on_first_rank(message: str) -> None:
-    """Log a warning once in this process, on the first rank only."""
-    if is_first_rank():
-        _warn_once(message)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("megatron.core.datasets").warning(message)
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the run's rank 0, or not part of a run."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _read_text(path: str | os.PathLike[str], flag: str) -> str:

@@ -57,7 +57,7 @@ class SelfAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.backend = backend or choose_backend(config, layer_number)
+        self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         assert config.num_query_groups is not None and config.kv_channels is not None
         self.has_rope = has_rope(config, layer_number)

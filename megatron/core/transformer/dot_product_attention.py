@@ -14,7 +14,7 @@ from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.chunks import chunks_of_documents, chunks_of_row
 from megatron.core.ops.attention.kernels import SDPA_CUDA, Situation
 from megatron.core.ops.attention.sdpa import first_usable_kernel
-from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
@@ -57,7 +57,7 @@ class DotProductAttention(MegatronModule):
         super().__init__(config)
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
-        self.backend = backend or choose_backend(config, self.layer_number)
+        self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         heads = config.num_attention_heads
         local_heads = heads // group_size(groups.tp)
@@ -71,7 +71,7 @@ class DotProductAttention(MegatronModule):
             window=config.window_size if is_windowed(config, self.layer_number) else None,
             dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
             sink=config.softmax_type != "vanilla",
-            widths=self.widths if self.widths[0] != self.widths[1] else None,
+            widths=self.widths,
             cap=config.attn_logit_softcapping,
             slopes=tuple(slope * config.alibi_factor for slope in alibi_slopes(heads)) if config.alibi else None,
             chunk=config.attention_chunk_size if is_chunked(config, self.layer_number) else None,
@@ -139,9 +139,7 @@ class DotProductAttention(MegatronModule):
         if self.context is not None:
             self._check_part(tokens)
             return self.context(query, key, value, call, situation).flatten(2)
-        special = attention_mask is not None or query_positions is not None
-        by_definition = special and cu_seqlens is not None  # what kernels of documents do not know
-        compute = attention if by_definition else self.plan.choices[situation].kernel.compute
+        compute = self.plan.kernel_of(situation, call).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
 
     def _chunks(self, cu_seqlens: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, int]:

@@ -84,7 +84,7 @@ class MLASelfAttention(MegatronModule):
         super().__init__(config)
         self.config: MLATransformerConfig = config
         self.layer_number = layer_number
-        self.backend = backend or choose_backend(config, layer_number)
+        self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         self.tp_group = groups.tp
         self.has_rope = has_rope(config, layer_number)

@@ -68,7 +68,7 @@ class MultiTokenPredictionLayer(MegatronModule):
             raise UserError("the spec of a multi-token prediction layer has no transformer_layer: give it one")
         h, number = config.hidden_size, config.num_layers + layer_number
         norm = {"config": config, "hidden_size": h, "eps": config.layernorm_epsilon}
-        offer = {"backend": choose_backend(config, number)}
+        offer = {"backend": choose_backend(config)}
         self.enorm = build_module(submodules.enorm, **norm, offer=offer)
         self.hnorm = build_module(submodules.hnorm, **norm, offer=offer)
         self.eh_proj = build_module(

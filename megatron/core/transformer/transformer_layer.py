@@ -72,7 +72,7 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        self.backend = backend or choose_backend(config, layer_number)
+        self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         if submodules.cross_attention is not IdentityOp:
             raise UserError("not yet: a layer with cross attention")

@@ -3,13 +3,8 @@
 import sys
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.utils import (
-    Blend,
-    get_blend_from_list,
-    is_first_rank,
-    read_blend_file,
-    read_blend_per_split_file,
-)
+from megatron.core.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
+from megatron.core.utils.warn import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data_preparation.checks import check_data
 from megatron.training.tokenizer.base import Tokenizer

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.core.datasets import utils
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.utils import warn
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"
 
 
 @pytest.fixture(autouse=True)
 def tell_warnings_anew():
-    utils._warn_once.cache_clear()
+    warn._warn_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

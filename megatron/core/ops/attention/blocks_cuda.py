@@ -185,9 +185,18 @@ def _extents(query: Tensor, key: Tensor, lengths: Lengths | None) -> tuple[Tenso
     return lengths.queries, lengths.keys, *lengths.longest
 
 
+FLASH_WIDTH_MULTIPLE = 8
+"""The flash kernels take heads whose width is a multiple of this, the same for keys and values."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Returns the smallest multiple that is not less than `count`."""
+    return -(-count // multiple) * multiple
+
+
 def _flash_width(query: Tensor, value: Tensor) -> int:
-    """Channels of all heads in a call of the kernel, which takes no widths but equal ones and multiples of 8."""
-    return -(-max(query.shape[3], value.shape[3]) // 8) * 8
+    """Returns the channels that all heads of a call of the flash kernel get."""
+    return round_up(max(query.shape[3], value.shape[3]), FLASH_WIDTH_MULTIPLE)
 
 
 def _flash_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:

@@ -14,7 +14,11 @@ from megatron.core.ops.attention.blocks import (
     block_attention,
     block_attention_backward,
 )
-from megatron.core.ops.attention.blocks_cuda import fused_block_attention, fused_block_attention_backward
+from megatron.core.ops.attention.blocks_cuda import (
+    FLASH_WIDTH_MULTIPLE,
+    fused_block_attention,
+    fused_block_attention_backward,
+)
 from megatron.core.ops.attention.sdpa import (
     sdpa_attention,
     sdpa_attention_cuda,
@@ -40,7 +44,7 @@ class Situation:
 
 Refusal = str | None
 Fills = Literal["always", "where cuDNN does not take them", "never"]
-"""When a kernel is given heads of one width: where keys and values differ, the narrower with channels of zeros."""
+"""When a kernel needs key and value heads of one width: the narrower ones get channels of zeros."""
 Compute = Callable[[Tensor, Tensor, Tensor, AttentionVariant, AttentionCall], Tensor]
 
 
@@ -55,6 +59,10 @@ class AttentionKernel:
     refusal: Callable[[AttentionVariant, Situation], Refusal]
     """Why it cannot compute a variant in a situation that it serves; None: it can."""
     fills: Fills = "never"
+    width_multiple: int = 1
+    """The width of a head is padded with zeros to a multiple of this."""
+    knows_masks_of_documents: bool = False
+    """Whether it takes an attention mask, or positions of the queries, together with packed documents."""
 
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, BlockOffsets, AttentionVariant, BlockCall], tuple[Tensor, Tensor]]
@@ -72,6 +80,7 @@ class BlockKernel:
     serves: Callable[[Situation], bool]
     refusal: Callable[[AttentionVariant, Situation], Refusal]
     fills: Fills = "never"
+    width_multiple: int = 1
 
 
 def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
@@ -135,9 +144,17 @@ SDPA_CUDA = AttentionKernel(
 )
 SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal, _WITHOUT_CUDNN)
 SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal, "always")
-VARLEN = AttentionKernel("variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always")
+VARLEN = AttentionKernel(
+    "variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always", FLASH_WIDTH_MULTIPLE
+)
 SDPA_CPU = AttentionKernel("SDPA (CPU flash)", sdpa_attention, _on_cpu, _fused_refusal, "always")
-UNFUSED = AttentionKernel("unfused", attention, lambda situation: True, lambda variant, situation: None)
+UNFUSED = AttentionKernel(
+    "unfused",
+    attention,
+    lambda situation: True,
+    lambda variant, situation: None,
+    knows_masks_of_documents=True,
+)
 
 FUSED_BLOCKS = BlockKernel(
     "cuDNN and flash blocks",
@@ -154,6 +171,7 @@ FLASH_BLOCKS = BlockKernel(
     _on_any_cuda,
     _block_refusal,
     "always",
+    FLASH_WIDTH_MULTIPLE,
 )
 UNFUSED_BLOCKS = BlockKernel(
     "unfused blocks",

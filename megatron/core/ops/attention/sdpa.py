@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.ops.attention.blocks_cuda import cudnn_takes
+from megatron.core.ops.attention.blocks_cuda import FLASH_WIDTH_MULTIPLE, cudnn_takes, round_up
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, hidden_keys
 
 _ANY_ORDER = [
@@ -84,7 +84,7 @@ def varlen_attention(
     if query.shape[1] > 1:
         return _rows_end_to_end(query, key, value, variant, call)
     width = value.shape[3]
-    query, key, value = of_one_width(query, key, value)
+    query, key, value = of_one_width(query, key, value, FLASH_WIDTH_MULTIPLE)
     left, right = variant.reach
     compute, takes_groups = _varlen_kernel()
     key, value = key.squeeze(1), value.squeeze(1)  # [t, g, d]
@@ -132,9 +132,10 @@ def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Heads of equal width: more channels, which are zero, change neither scores nor the channels that were there."""
-    wider = max(query.shape[3], value.shape[3])
+def of_one_width(query: Tensor, key: Tensor, value: Tensor, multiple: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns heads of equal width, a multiple of `multiple`. The added channels are zero, so they change neither the
+    scores nor the other channels."""
+    wider = round_up(max(query.shape[3], value.shape[3]), multiple)
     query, key, value = (
         heads if heads.shape[3] == wider else F.pad(heads, (0, wider - heads.shape[3])) for heads in (query, key, value)
     )

@@ -32,7 +32,7 @@ class AttentionVariant:
     sink: bool = False
     """One more logit a head stands in the softmax's denominator."""
     widths: tuple[int, int] | None = None
-    """Channels of a query or key head, and of a value head, where they differ."""
+    """Channels of a query or key head, and of a value head; None: not known, and taken to be what a kernel wants."""
     cap: float | None = None
     """Bound c of the scores: c tanh(score / c), after they are scaled."""
     slopes: tuple[float, ...] | None = None

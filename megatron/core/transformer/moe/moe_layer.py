@@ -57,7 +57,7 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         submodules = submodules or MoESubmodules()
         self.pg_collection = groups = pg_collection or default_collection()
-        backend = backend or choose_backend(config, layer_number)
+        backend = backend or choose_backend(config)
         offer = {"backend": backend}
         self.router = TopKRouter(config, groups, layer_number=layer_number, backend=backend)
         self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config, groups, backend)

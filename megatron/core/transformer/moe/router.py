@@ -65,7 +65,7 @@ class TopKRouter(MegatronModule):
         super().__init__(config)
         assert config.num_moe_experts is not None and config.init_method is not None
         self.groups = pg_collection or default_collection()
-        self.backend = backend or choose_backend(config, layer_number)
+        self.backend = backend or choose_backend(config)
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         self.rule = routing_rule(config)
         kinds = config.moe_router_load_balancing_type

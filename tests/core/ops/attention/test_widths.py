@@ -77,7 +77,7 @@ def test_on_a_gpu(
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_documents_on_a_gpu(widths: tuple[int, int], takes_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def kernel(query: Tensor, key: Tensor, value: Tensor, edges: Tensor, *rest: Any, scale: float, **more: Any) -> Any:
-        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == max(widths)
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1] == 8  # the kernel refuses other widths
         call = AttentionCall(cu_seqlens=edges, max_seqlen=3)
         tensors = (heads.unsqueeze(1) for heads in (query, key, value))
         return attention(*tensors, AttentionVariant(scale, True), call).squeeze(1)
@@ -92,12 +92,14 @@ def test_it_is_said() -> None:
         return plan_attention(LOCAL, variant, config).describe(device, packed)
 
     narrow = AttentionVariant(1.0, True, widths=(192, 128))
-    filled = "(values of 128 channels filled up to 192"
-    assert said(narrow, "cpu") == f"SDPA (CPU flash) {filled})"
-    assert said(narrow, "cuda").endswith(f") {filled} where cuDNN does not take them)")
-    assert said(narrow, "cuda", AttnBackend.flash) == f"SDPA (flash) {filled})"
-    assert said(narrow, "cuda", packed=True) == f"variable-length flash {filled})"
-    assert "(keys of 6 channels filled up to 8)" in said(AttentionVariant(1.0, True, widths=(6, 8)), "cpu")
-    assert "filled" not in said(narrow, "cpu", AttnBackend.unfused) + said(AttentionVariant(1.0, True), "cuda")
+    padded = "(values of 128 channels padded to 192"
+    assert said(narrow, "cpu") == f"SDPA (CPU flash) {padded})"
+    assert said(narrow, "cuda").endswith(f") {padded} where cuDNN does not take them)")
+    assert said(narrow, "cuda", AttnBackend.flash) == f"SDPA (flash) {padded})"
+    odd = AttentionVariant(1.0, True, widths=(6, 6))
+    assert said(odd, "cuda", packed=True) == "variable-length flash (heads of 6 channels padded to 8)"
+    assert said(narrow, "cuda", packed=True) == f"variable-length flash {padded})"
+    assert "(keys of 6 channels padded to 8)" in said(AttentionVariant(1.0, True, widths=(6, 8)), "cpu")
+    assert "padded" not in said(narrow, "cpu", AttnBackend.unfused) + said(AttentionVariant(1.0, True), "cuda")
     config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash)
-    assert filled in plan_attention_blocks(LOCAL, narrow, config).describe("cuda")
+    assert padded in plan_attention_blocks(LOCAL, narrow, config).describe("cuda")

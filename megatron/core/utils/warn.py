@@ -1,0 +1,25 @@
+"""Warnings that a run prints once, however many ranks and steps it has."""
+
+import functools
+import logging
+import os
+
+import torch
+
+
+def warn_on_first_rank(message: str, logger: str = "megatron.core") -> None:
+    """Log a warning once in this process, on the first rank only."""
+    if is_first_rank():
+        _warn_once(message, logger)
+
+
+@functools.cache
+def _warn_once(message: str, logger: str) -> None:
+    logging.getLogger(logger).warning(message)
+
+
+def is_first_rank() -> bool:
+    """Returns whether this process is the run's rank 0, or not part of a run."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
