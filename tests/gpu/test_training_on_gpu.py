@@ -8,20 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import gpu_runs
+from support.gpu_runs import DROPOUT, FLAGS, ITERATIONS, RUNS, WATCHED
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-ITERATIONS = 50
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-
-FLAGS = f"""
---num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu
---normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 256
---max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 16
---train-iters {ITERATIONS} --lr 4e-4 --lr-warmup-iters 20 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
---eval-iters 0 --split 100,0,0 --log-interval 10
-""".split()
 
 
 def run(command: list[object], **environment: str) -> str:
@@ -93,59 +86,23 @@ def test_float32_on_the_gpu_follows_the_cpu_closely(data: list[str], on_cpu: lis
 
 
 def test_dropout_masks_are_those_of_the_cpu(data: list[str], on_cpu: list[float], tmp_path: Path) -> None:
-    flags = [
-        *data,
-        "--attention-dropout",
-        "0.1",
-        "--hidden-dropout",
-        "0.1",
-        "--train-iters",
-        "10",
-        "--lr-decay-iters",
-        "50",
-    ]
+    flags = [*data, *DROPOUT]
     reference = losses(tmp_path, 1, *flags, gpus=False)
     assert difference(reference, losses(tmp_path, 1, *flags, gpus=True)) < 1e-3
     assert abs(reference[0] - on_cpu[0]) > 1e-4
 
 
-WATCHED = """
-import sys, time, torch
-sys.path.insert(0, {root!r})
-import pretrain_gpt
-from megatron.training import setup, training
-from megatron.training.arguments import configure
-from megatron.training.hooks.hook import Hook
-from megatron.training.providers import Providers
-
-class NoWaiting(Hook):
-    def on_start(self, iteration): self.after_step(iteration)
-    def after_step(self, iteration):
-        if iteration == 4: torch.cuda.set_sync_debug_mode("error")   # the first steps compile and allocate
-    def on_exit(self, iteration): torch.cuda.set_sync_debug_mode("default")
-
-hooks = setup.build_hooks
-setup.build_hooks = lambda *given: [*hooks(*given), NoWaiting()]
-if {plant}:
-    step = training.train_step
-    def waiting(run):
-        result = step(run); result.update.grad_norm.item(); return result
-    training.train_step = waiting
-providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-training.run_pretraining(configure({flags!r}), providers, time.monotonic())
-print("done")
-"""
+def watched(words: list[str], *plant: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, gpu_runs.__file__, *plant, *words], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("flags", [[], ["--bf16"], ["--fp16"], ["--bf16", "--hidden-dropout", "0.1"]], ids=str)
-def test_nothing_waits_for_the_device_between_two_log_lines(flags: list[str], data: list[str], tmp_path: Path) -> None:
-    words = [*FLAGS, *data, "--train-iters", "20", "--metrics-path", str(tmp_path / "m.jsonl"), *flags]
-    code = WATCHED.format(root=str(ROOT), plant=False, flags=words)
-    assert "done" in run([sys.executable, "-c", code])
+@pytest.mark.parametrize("name", WATCHED)
+def test_nothing_waits_for_the_device_between_two_log_lines(name: str, data: list[str], tmp_path: Path) -> None:
+    done = watched([*RUNS[f"watched {name}"], *data, "--metrics-path", str(tmp_path / "m.jsonl")])
+    assert done.returncode == 0 and "took 20 steps" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_the_watch_bites(data: list[str], tmp_path: Path) -> None:
-    words = [*FLAGS, *data, "--train-iters", "20", "--metrics-path", str(tmp_path / "m.jsonl")]
-    code = WATCHED.format(root=str(ROOT), plant=True, flags=words)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    words = [*RUNS["watched float32"], *data, "--metrics-path", str(tmp_path / "m.jsonl")]
+    done = watched(words, "--plant")
     assert done.returncode != 0 and "synchronizing CUDA operation" in done.stderr

@@ -1,0 +1,91 @@
+"""Command lines of training runs that tests start on GPUs, kept where a test on a CPU can check them too.
+
+Run as a program it trains once while torch refuses every wait for the device: `python gpu_runs.py [--plant] FLAGS`.
+`--plant` adds such a wait to each step, to show that it is noticed.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt
+from megatron.training import setup, training
+from megatron.training.arguments import configure
+from megatron.training.hooks.hook import Hook
+from megatron.training.providers import Providers
+
+ITERATIONS = 50
+FLAGS = f"""
+--num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu
+--normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 256
+--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 4 --global-batch-size 16
+--train-iters {ITERATIONS} --lr 4e-4 --lr-warmup-iters 20 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+--eval-iters 0 --split 100,0,0 --log-interval 10
+""".split()
+"""What all runs have in common. Data and tokenizer are added by the test."""
+
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--train-iters", "10", "--lr-decay-iters", "50"]
+
+WATCHED = {
+    "float32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16"],
+    "bf16 dropout": ["--bf16", "--hidden-dropout", "0.1"],
+}
+WATCHED_LENGTH = ["--train-iters", "20", "--lr-warmup-iters", "10"]
+
+RUNS = {
+    "float32": FLAGS,
+    "bf16": [*FLAGS, "--bf16"],
+    "dropout": [*FLAGS, *DROPOUT],
+    **{f"watched {name}": [*FLAGS, *WATCHED_LENGTH, *flags] for name, flags in WATCHED.items()},
+}
+"""Every command line that the tests of this folder start."""
+
+
+class NoWaiting(Hook):
+    """Has torch raise an error when the host waits for the device, once the first steps have compiled and allocated."""
+
+    def on_start(self, iteration: int) -> None:
+        self.after_step(iteration)
+
+    def after_step(self, iteration: int) -> None:
+        if iteration == 4 and torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_exit(self, iteration: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def train_watched(flags: Sequence[str], plant: bool = False) -> int:
+    """Train with `NoWaiting` and return the number of steps; with `plant` each step reads a number of the device."""
+    build_hooks, step, steps = setup.build_hooks, training.train_step, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        result = step(*arguments)
+        if plant:
+            result.update.grad_norm.item()
+        return result
+
+    setup.build_hooks = lambda *given: [*build_hooks(*given), NoWaiting()]
+    training.train_step = counted
+    try:
+        providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+        training.run_pretraining(configure(list(flags)), providers, time.monotonic())
+    finally:
+        setup.build_hooks, training.train_step = build_hooks, step
+    return steps
+
+
+if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if word != "--plant"]
+    print(f"took {train_watched(words, '--plant' in sys.argv)} steps")

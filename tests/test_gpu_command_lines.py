@@ -1,0 +1,18 @@
+"""Command lines of the tests that need a GPU are valid, and the run that they watch works, as far as a CPU can tell."""
+
+import pytest
+from support.command_lines import configured
+from support.gpu_runs import RUNS, train_watched
+
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+TINY = "--num-layers 1 --hidden-size 32 --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 6"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_command_line_is_accepted(name: str) -> None:
+    configured(DATA, base=" ".join(word for word in RUNS[name] if word not in ("--split", "100,0,0")), has_cuda=True)
+
+
+def test_the_watched_run_takes_its_steps() -> None:
+    words = [word for word in RUNS["watched float32"] if word not in ("--split", "100,0,0")]
+    assert train_watched([*words, *f"{DATA} {TINY} --lr-warmup-iters 2".split()]) == 6
