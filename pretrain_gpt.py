@@ -17,21 +17,23 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.data.step_data import StepData
-from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts, Stage
+from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
 
-def build_model(context: Context, stage: Stage) -> GPTModel:
+def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
+    """The specs of a stage's layers, as the flags describe them."""
+    return get_gpt_decoder_block_spec(context.config.transformer, **position_of(context, stage))
+
+
+def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodules | None = None) -> GPTModel:
+    """The part of the model that a stage holds. `layers`: specs of its layers; default: what the flags describe."""
     model, groups = context.config.model, context.environment.groups
-    place: dict[str, Any] = {
-        "use_transformer_engine": False,
-        "vp_stage": stage.virtual,
-        "pp_rank": groups.rank("pp"),
-    }
-    layers = get_gpt_decoder_block_spec(model.transformer, **place)
+    layers = layers or build_layer_specs(context, stage)
     return GPTModel(
         config=model.transformer,
         transformer_layer_spec=layers,
@@ -46,11 +48,17 @@ def build_model(context: Context, stage: Stage) -> GPTModel:
         rope_scaling=model.use_rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
-        mtp_block_spec=get_gpt_mtp_block_spec(model.transformer, layers, **place),
+        mtp_block_spec=get_gpt_mtp_block_spec(model.transformer, layers, **position_of(context, stage)),
         vocab_padding_multiple=model.make_vocab_size_divisible_by * model.transformer.tensor_model_parallel_size,
         pg_collection=groups,
         vp_stage=stage.virtual,
     )
+
+
+def position_of(context: Context, stage: Stage) -> dict[str, Any]:
+    """The arguments by which spec functions know which layers a stage has."""
+    pipeline_rank = context.environment.groups.rank("pp")
+    return {"use_transformer_engine": False, "vp_stage": stage.virtual, "pp_rank": pipeline_rank}
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
@@ -61,13 +69,20 @@ def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
 
-def build_forward_step(context: Context) -> ForwardStep:
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses of unmasked tokens, their number, and both for the report."""
+    mask = loss_mask.view(-1).to(losses.dtype)
+    total = torch.sum(losses.view(-1) * mask)
+    count = mask.sum().to(torch.int64)
+    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
+
+
+def build_forward_step(context: Context, loss_func: LossFunction = loss_func) -> ForwardStep:
+    """A forward step whose loss is `loss_func(loss_mask, losses)`."""
     device = context.environment.device
     part = sequence_part(context.environment.groups)
 
-    def forward_step(
-        data: StepData, model: nn.Module
-    ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+    def forward_step(data: StepData, model: nn.Module) -> tuple[Tensor, LossFunction]:
         batch: Batch = next(data).to(device, non_blocking=True)
         sample_length = batch.tokens.shape[1]
         batch = (batch if batch.cu_seqlens is None else batch.laid_end_to_end()).part(part)
@@ -92,14 +107,6 @@ def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sam
         sample_length=sample_length,
         random=data.place,
     )
-
-
-def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the losses of unmasked tokens, their number, and both for the report."""
-    mask = loss_mask.view(-1).to(losses.dtype)
-    total = torch.sum(losses.view(-1) * mask)
-    count = mask.sum().to(torch.int64)
-    return total, count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
 if __name__ == "__main__":

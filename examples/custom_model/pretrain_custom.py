@@ -37,7 +37,9 @@ class ConvolutionLayer(MegatronModule):
     the channels, so that only the two linear layers communicate.
     """
 
-    def __init__(self, config: TransformerConfig, layer_number: int, width: int, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, width: int, groups: ProcessGroupCollection
+    ) -> None:
         super().__init__(config)
         self.canonical_index = layer_number - 1  # the number in parameter names, counted over the whole model
         h, ffn = config.hidden_size, config.ffn_hidden_size
@@ -104,7 +106,7 @@ class ConvolutionModel(MegatronModule):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Token ids and labels [b, s] -> the loss of each token [b, s], or hidden states [s, b, h] for the next stage."""
+        """Token ids and labels [b, s] -> the loss of each token [b, s]; on earlier stages hidden states [s, b, h]."""
         hidden = self.input_tensor
         if self.pre_process:
             hidden = self.embedding(tokens)

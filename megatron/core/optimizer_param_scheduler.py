@@ -174,9 +174,16 @@ class OptimizerParamScheduler:
         """Samples counted so far. Waits for the device."""
         return int(self._count.item())
 
+    def rate(self, num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
+        """Returns the learning rate after `num_steps` samples (float64 scalars), without waiting for the device.
+
+        A subclass with a formula of its own overrides this.
+        """
+        return learning_rate(num_steps, schedule)
+
     def get_lr(self, param_group: dict[str, Any]) -> float:
         """The learning rate of a group now, without its `lr_mult`. Waits for the device."""
-        return learning_rate(self._count, self._schedule_of(param_group)).item()
+        return self.rate(self._count, self._schedule_of(param_group)).item()
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
         """The weight decay of a group now, without its `wd_mult`. Waits for the device."""
@@ -219,12 +226,12 @@ class OptimizerParamScheduler:
     @torch.no_grad()
     def _apply(self) -> None:
         own = self._schedule_of({})
-        rates = {own: learning_rate(self._count, own)}
+        rates = {own: self.rate(self._count, own)}
         self.learning_rate = rates[own]
         for group in self.optimizer.param_groups:
             schedule = self._schedule_of(group)
             if schedule not in rates:
-                rates[schedule] = learning_rate(self._count, schedule)
+                rates[schedule] = self.rate(self._count, schedule)
             rate = rates[schedule] * group.get("lr_mult", 1.0)
             decay = self._wd_of(group) * group.get("wd_mult", 1.0)
             if isinstance(group.get("lr"), Tensor):

@@ -6,8 +6,13 @@ from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
-def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The scheduler that the flags describe; flags in iterations count as so many full global batches."""
+def build_scheduler(
+    config: PretrainConfig,
+    optimizer: MegatronOptimizer,
+    kind: type[OptimizerParamScheduler] = OptimizerParamScheduler,
+) -> OptimizerParamScheduler:
+    """The scheduler that the flags describe; an iteration counts as a full global batch. `kind` is its class, for a
+    script with a formula of its own (`OptimizerParamScheduler.rate`)."""
     schedule, training, rates = config.schedule, config.training, config.optimizer
     batch = training.global_batch_size
     assert batch is not None
@@ -22,7 +27,7 @@ def build_scheduler(config: PretrainConfig, optimizer: MegatronOptimizer) -> Opt
     if schedule.lr_warmup_fraction is not None:
         warmup = int(schedule.lr_warmup_fraction * decay)
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
-    return OptimizerParamScheduler(
+    return kind(
         optimizer,
         init_lr=schedule.lr_warmup_init,
         max_lr=rates.lr or 0.0,

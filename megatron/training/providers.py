@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks.hook import Hook
 from megatron.training.initialize import Environment
 from megatron.training.state import TrainState
 
@@ -77,6 +80,10 @@ class Providers:
     build_forward_step: Callable[[Context], ForwardStep]
     build_optimizer: Callable[[Context, Sequence[nn.Module]], Any] | None = None
     """A torch.optim.Optimizer, or one of get_megatron_optimizer, over the model chunks; None: what the flags say."""
+    build_scheduler: Callable[[Context, MegatronOptimizer], OptimizerParamScheduler] | None = None
+    """Schedule of learning rate and weight decay; None: what the flags say."""
+    build_hooks: Callable[[Context], Sequence[Hook]] | None = None
+    """Hooks that are called after those of the flags. Every rank must build the same ones, in the same order."""
 
 
 def providers_of_user_script(

@@ -64,12 +64,14 @@ def set_up(
     for line in lines_on_kernels(model, environment, config):
         print(line, flush=True)
     optimizer = build_optimizer(context, providers, model)
-    scheduler = build_scheduler(config, optimizer)
+    of_script = providers.build_scheduler
+    scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
     connect(config, model, optimizer)
     checkpoints = Checkpoints(config, environment.groups)
     checkpoints.load(state, model, optimizer, scheduler)
     datasets = providers.build_datasets(context, sample_counts(config))
     forward_step = providers.build_forward_step(context)
+    hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     log = build_log(config, environment, state, padded, model)
     exit_agreement = ExitAgreement(
         agreement_group(),
@@ -97,7 +99,7 @@ def set_up(
         forward_step=forward_step,
         splits=splits,
         log=log,
-        hooks=Hooks(build_hooks(config, environment)),
+        hooks=Hooks([*build_hooks(config, environment), *hooks_of_script]),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=build_probe(config, model),

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLE = ROOT / "examples/custom_model/README.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), EXAMPLE]
 NOT_HERE = {"make test", "make quickstart"}  # the first would run this test, the second has one of its own below
 
 
@@ -59,7 +60,12 @@ def test_every_page_is_found() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [page for page in PAGES if bash_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    # The example's model itself is tested in tests/examples.
+    [pytest.param(page, marks=[pytest.mark.slow] * (page == EXAMPLE)) for page in PAGES if bash_blocks(page)],
+    ids=lambda page: page.parent.name + "/" + page.name,
+)
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
     for block in bash_blocks(page):
         if block in NOT_HERE:

@@ -131,8 +131,21 @@ def test_every_decision_is_in_the_index() -> None:
 
 
 def test_a_name_that_is_gone_is_found() -> None:
-    gone = ["megatron/core/nothing.py", "--no-such-flag", "megatron.core.parameters.Nothing", "Nothing", "torch.nothing"]
+    gone = [
+        "megatron/core/nothing.py",
+        "--no-such-flag",
+        "megatron.core.parameters.Nothing",
+        "Nothing",
+        "torch.nothing",
+    ]
     assert [exists(word) for word in gone] == [False] * len(gone)
-    there = ["megatron/core/parameters.py", "--seed", "megatron.core.parameters.Box", "Box", "torch.nn.Linear", "tools/"]
+    there = [
+        "megatron/core/parameters.py",
+        "--seed",
+        "megatron.core.parameters.Box",
+        "Box",
+        "torch.nn.Linear",
+        "tools/",
+    ]
     assert [exists(word) for word in there] == [True] * len(there)
     assert exists("[t, h]") is None

@@ -32,7 +32,12 @@ def actions_of(schedule: Schedule, rank: int) -> tuple[Action, ...]:
 @functools.lru_cache(maxsize=8)
 def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     """What each rank does."""
-    order = computations(schedule)
+    return lists_of_orders(computations(schedule), schedule)
+
+
+def lists_of_orders(order: Sequence[Sequence[Action]], schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Returns what each rank does so that it computes in the given order, one list per rank. Of `schedule`, the
+    pipeline and `ahead` are read."""
     mail = [defaultdict[int, list[Action]](list) for _ in order]  # [to][from]: what to receive, in order of sending
     for rank, actions in enumerate(order):
         for action in actions:
