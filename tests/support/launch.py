@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from support.processes import forkserver
+from support.forkserver import forkserver, start_server
 from support.runs import GPT, TINY
 
 from megatron.training import pretrain
@@ -66,6 +66,7 @@ def launch(
     processes = [
         forkserver.Process(target=_main, args=(rank, world_size, port, words, outputs[rank], main)) for rank in ranks
     ]
+    start_server()
     for process in processes:
         process.start()
     return Program(processes, outputs)

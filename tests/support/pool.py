@@ -1,10 +1,12 @@
-"""A world of processes that lives through many calls: starting eight takes seconds, a call of them milliseconds."""
+"""Ranks of torch.distributed in processes of their own, for one call or for many."""
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,21 +15,24 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from support.processes import forkserver
+from support.forkserver import forkserver, start_server
 
 _NO_MORE = b""
-"""Instead of a call: there are none to come."""
+"""Sent instead of a call: the rank ends."""
 
-_GRACE = 5.0
-"""Seconds after which ranks that were told to end are ended."""
+_START_SECONDS = 300.0
+"""Time that ranks have to start. The machine may be busy with other work."""
+
+_GRACE = 10.0
+"""Time that ranks have to end after they were told to, and a rank that hangs to write where it is."""
 
 
 class Pool:
-    """Processes in one world of torch.distributed, which wait for calls.
+    """Processes in one world of torch.distributed that wait for calls.
 
-    Ranks 0 .. n-1 answer a call of n ranks; the others sleep. A rank that raises, dies or hangs fails the caller with
-    what all ranks said (of a hang, with the place in which every rank stands), and the next call starts a new world,
-    since the old one's ranks may be waiting for each other. `close` ends the processes; a `with` block does.
+    Ranks 0 .. n-1 answer a call of n ranks; the others sleep. A call fails if any rank raises, dies or does not answer
+    in time. The error has a text for every rank that failed; for a rank that hangs it is the rank's stack. The next
+    call then starts new processes. `close` (or the end of a `with` block) ends the processes.
     """
 
     def __init__(
@@ -36,14 +41,16 @@ class Pool:
         *,
         device: str = "cpu",
         backend: str = "gloo",
-        seconds: float = 100.0,
+        seconds: float = 240.0,
+        patience: float = 15.0,
         context: Any = forkserver,
     ) -> None:
-        """`context` of multiprocessing: how processes begin."""
-        self.world_size, self.device, self.backend, self.seconds = world_size, device, backend, seconds
-        self.context = context
+        """`seconds`: time limit of a call. `patience`: time that other ranks have to answer after one has failed.
+        `context`: multiprocessing context that starts the processes."""
+        self.world_size, self.device, self.backend = world_size, device, backend
+        self.seconds, self.patience, self.context = seconds, patience, context
         self.starts = 0
-        """Worlds that were started."""
+        """Number of worlds that were started."""
         self._processes: list[BaseProcess] = []
         self._ends: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -55,26 +62,27 @@ class Pool:
         self.close()
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-        """function(*args) on ranks 0 .. ranks-1; what each returned, in rank order. The function is module-level."""
+        """Calls function(*args) on ranks 0 .. ranks-1 and returns the results in rank order.
+
+        The function is a module-level one. Raises AssertionError with the texts of all ranks that failed.
+        """
         assert ranks <= self.world_size
-        if not self._processes:
-            self._start()
-        call = pickle.dumps((function, args))
-        answers: dict[int, Any] = {}
         try:
+            if not self._processes:
+                self._start()
+            call = pickle.dumps((function, args))
             for end in self._ends[:ranks]:
                 end.send_bytes(call)
-            self._collect(answers, ranks)
+            return self._collect(ranks, self.seconds)
         except BaseException:
             self.close(at_once=True)
             raise
-        return [answers[rank] for rank in range(ranks)]
 
     def close(self, at_once: bool = False) -> None:
-        """End the processes and wait until they are gone."""
+        """Ends the processes and waits until they are gone. `at_once`: kills them."""
         for end in self._ends:
-            with contextlib.suppress(OSError):  # it ended by itself
-                # A word, not the end of the pipe alone: of that forked ranks have copies.
+            with contextlib.suppress(OSError):  # the process ended by itself
+                # Closing the pipe is not enough: forked ranks hold copies of its end.
                 end.send_bytes(_NO_MORE)
             end.close()
         for process in self._processes:
@@ -89,6 +97,8 @@ class Pool:
             self._folder = None
 
     def _start(self) -> None:
+        if self.context is forkserver:
+            start_server()
         self._folder = tempfile.TemporaryDirectory()
         self.starts += 1
         for rank in range(self.world_size):
@@ -96,39 +106,49 @@ class Pool:
             process = self.context.Process(
                 target=_serve,
                 args=(theirs, rank, self.world_size, self._folder.name, self.device, self.backend, self.seconds),
-                daemon=True,
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._ends.append(ours)
+        self._collect(self.world_size, _START_SECONDS)
 
-    def _collect(self, answers: dict[int, Any], ranks: int) -> None:
+    def _collect(self, ranks: int, seconds: float) -> list[Any]:
+        """The answers of ranks 0 .. ranks-1, in rank order.
+
+        After a failure the other ranks have time to answer as well: the error then does not depend on which rank is
+        first. Ranks that failed stay alive meanwhile, since a rank that loses its connections reports that instead.
+        """
         waiting = {self._ends[rank]: rank for rank in range(ranks)}
+        answers: dict[int, Any] = {}
         failures: dict[int, str] = {}
         while waiting:
-            # Once one has failed, others may wait for it for ever; those that failed by themselves say so soon.
-            ready = wait(list(waiting), timeout=1.0 if failures else self.seconds + _GRACE)
-            if not ready and failures:
-                break
+            ready = wait(list(waiting), timeout=self.patience if failures else seconds + 1.0)
             if not ready:
-                failures = {rank: f"no answer\n{self._stack_of(rank)}" for rank in waiting.values()}
+                if not failures:
+                    failures = {rank: f"no answer\n{self._stack_of(rank)}" for rank in waiting.values()}
                 break
             for end in ready:
                 assert isinstance(end, Connection)
                 rank = waiting.pop(end)
                 try:
                     fine, answer = pickle.loads(end.recv_bytes())
-                except EOFError:
-                    fine, answer = False, "ended without an answer"
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(_GRACE)
+                    fine, answer = False, f"ended without an answer, exit code {self._processes[rank].exitcode}"
                 (answers if fine else failures)[rank] = answer
         if failures:
             raise AssertionError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        return [answers[rank] for rank in range(ranks)]
 
     def _stack_of(self, rank: int) -> str:
+        """The stack that a rank wrote when its time was over."""
         assert self._folder is not None
         file = _stack_file(self._folder.name, rank)
-        return file.read_text() if file.exists() else ""
+        end = time.monotonic() + _GRACE
+        while not (text := file.read_text() if file.exists() else "") and time.monotonic() < end:
+            time.sleep(0.1)
+        return text
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -136,6 +156,35 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _serve(end: Connection, rank: int, world_size: int, folder: str, device: str, backend: str, seconds: float) -> None:
+    """Answers calls until the pool says that there are no more."""
+    with _stack_file(folder, rank).open("w") as stack:
+        end.send_bytes(_answer(_join_world, rank, world_size, folder, device, backend, seconds))
+        while (call := _next_call(end)) is not None:
+            faulthandler.dump_traceback_later(seconds, file=stack)
+            answer = _answer(_called, call)
+            faulthandler.cancel_dump_traceback_later()
+            with contextlib.suppress(BrokenPipeError):  # the pool was closed because another rank failed
+                end.send_bytes(answer)
+    for child in multiprocessing.active_children():
+        child.terminate()
+    # Without torch's farewell to the other ranks: these may have ended already.
+    os._exit(0)
+
+
+def _called(call: bytes) -> Any:
+    function, args = pickle.loads(call)
+    return function(*args)
+
+
+def _answer(function: Callable[..., Any], *args: Any) -> bytes:
+    """Pickled (True, result), or (False, text of the exception)."""
+    try:
+        return pickle.dumps((True, function(*args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _join_world(rank: int, world_size: int, folder: str, device: str, backend: str, seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -147,21 +196,8 @@ def _serve(end: Connection, rank: int, world_size: int, folder: str, device: str
         init_method=f"file://{os.path.join(folder, 'store')}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=seconds),
+        timeout=timedelta(seconds=max(seconds, _START_SECONDS)),
     )
-    with _stack_file(folder, rank).open("w") as stack:
-        while (call := _next_call(end)) is not None:
-            faulthandler.dump_traceback_later(seconds, file=stack)
-            try:
-                function, args = pickle.loads(call)
-                answer = pickle.dumps((True, function(*args)))
-            except BaseException:
-                answer = pickle.dumps((False, traceback.format_exc()))
-            faulthandler.cancel_dump_traceback_later()
-            with contextlib.suppress(BrokenPipeError):  # nobody waits any more: another rank failed
-                end.send_bytes(answer)
-    # The other ranks of the world may be gone already: there is nothing to take leave of.
-    os._exit(0)
 
 
 def _next_call(end: Connection) -> bytes | None:

@@ -1,0 +1,52 @@
+"""Imports for the server of test processes (`support.forkserver`): each process of a test starts with these modules."""
+
+import atexit
+import gc
+import importlib
+import os
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+
+MODULES = (
+    "numba",
+    "pytest",
+    "torch",
+    "torch._dynamo",  # recompute and torch.optim import it at their first call, which takes a second
+    "torch.distributed",
+    "megatron.training.training",
+    "pretrain_gpt",
+    "parity.mutated",
+    "support.runs",
+)
+
+
+def _preload() -> None:
+    sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
+    for name in MODULES:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    _load_kernels()
+    # Forked processes then do not copy the pages of these objects at their first collection.
+    gc.collect()
+    gc.freeze()
+    # The server ends without taking modules apart: triton's extension would report leaks on stderr.
+    server = os.getpid()
+    atexit.register(lambda: os._exit(0) if os.getpid() == server else None)
+
+
+def _load_kernels() -> None:
+    """Loads the machine code of dropout masks, which numba takes from its cache at the first call."""
+    import torch
+
+    from megatron.core.ops.dropout.dropout import Draw
+    from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
+
+    rows = torch.zeros(1, dtype=torch.int64)
+    keep_rows_compiled(Draw((0, 0), torch.zeros((), dtype=torch.int64), 0.5), rows, rows, rows, 4)
+
+
+_preload()

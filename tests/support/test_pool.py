@@ -1,0 +1,121 @@
+"""The pool: calls of some ranks, failures that name themselves, a new world after one, nothing left behind."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.pool import Pool
+from support.processes import run_on_ranks
+
+from megatron.core.utils.torch_groups import create_group_among_members
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Pool]:
+    with Pool(3, patience=3.0) as pool:
+        yield pool
+
+
+def sum_of_ranks(offset: float) -> tuple[float, int]:
+    group = create_group_among_members([0, 1])
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total, group=group)
+    dist.destroy_process_group(group)
+    return float(total), os.getpid()
+
+
+def fail_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("message of rank 1")
+    dist.barrier()  # rank 1 never comes
+
+
+def fail_on_all() -> None:
+    dist.barrier()
+    raise ValueError(f"message of rank {dist.get_rank()}")
+
+
+def die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def hang_on_one() -> None:
+    if dist.get_rank() == 0:
+        threading.Event().wait()
+
+
+def test_processes_live_through_calls(small: Pool) -> None:
+    first = small.run(sum_of_ranks, 2, 0.5)
+    again = small.run(sum_of_ranks, 2, 1.5)
+    assert [total for total, _ in first] == [2.0, 2.0] and [total for total, _ in again] == [4.0, 4.0]
+    assert [process for _, process in first] == [process for _, process in again]
+
+
+def test_a_failure_names_rank_and_cause_and_the_next_call_has_a_new_world(small: Pool) -> None:
+    before = small.run(sum_of_ranks, 2, 0.5)
+    with pytest.raises(AssertionError, match=r"rank 1: Traceback(.|\n)*message of rank 1"):
+        small.run(fail_on_one, 3)
+    starts = small.starts
+    after = small.run(sum_of_ranks, 2, 0.5)
+    assert [total for total, _ in after] == [2.0, 2.0] and small.starts == starts + 1
+    assert not {process for _, process in before} & {process for _, process in after}
+
+
+def test_every_rank_that_fails_is_heard(small: Pool) -> None:
+    for _ in range(5):
+        with pytest.raises(AssertionError) as caught:
+            small.run(fail_on_all, 3)
+        assert all(f"message of rank {rank}" in str(caught.value) for rank in range(3))
+
+
+def test_a_rank_that_ends_is_named_with_its_exit_code(small: Pool) -> None:
+    with pytest.raises(AssertionError, match="rank 1: ended without an answer, exit code 3"):
+        small.run(die_on_one, 2)
+
+
+def test_a_hang_is_shown_where_it_is() -> None:
+    with Pool(2, seconds=1.0) as pool, pytest.raises(AssertionError, match=r"rank 0: no answer(.|\n)*hang_on_one"):
+        pool.run(hang_on_one, 2)
+
+
+def test_closing_leaves_nothing(small: Pool) -> None:
+    processes = [process for _, process in small.run(sum_of_ranks, 2, 0.5)]
+    small.close()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def change_everything() -> None:
+    os.environ["LEFT_BY_A_TEST"] = "1"
+    os.chdir("/")
+    sys.argv = ["left"]
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(7)
+
+
+def look_around() -> tuple[object, ...]:
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return variables, os.getcwd(), sys.argv, torch.get_default_dtype(), torch.initial_seed(), threading.active_count()
+
+
+def test_a_world_finds_nothing_of_the_worlds_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = run_on_ranks(look_around, 2)
+    run_on_ranks(change_everything, 2)
+    monkeypatch.setenv("LEFT_BY_A_TEST", "1")  # processes have the session's environment, whoever starts their server
+    assert run_on_ranks(look_around, 2) == before
+
+
+def missing() -> set[str]:
+    server = sys.modules.get("tests.support.preload")
+    assert server is not None, "the server could not import it"
+    return set(server.MODULES) - set(sys.modules)
+
+
+def test_processes_start_with_what_is_slow_to_import() -> None:
+    assert run_on_ranks(missing, 1) == [set()]
