@@ -27,14 +27,15 @@ from megatron.core.collectives import Traffic, recorded
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.arguments import configure, exit_with_problems
+from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.hooks.signals import SignalWatch
-from megatron.training.initialize import process_environment
+from megatron.training.launch.environment import process_environment
+from megatron.training.launch.errors import exit_with_problems
+from megatron.training.launch.signals import SignalWatch
+from megatron.training.loop import train_step
 from megatron.training.providers import ForwardStep, Providers
-from megatron.training.setup import set_up
+from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
-from megatron.training.training import train_step
 
 PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 MADE_UP = [

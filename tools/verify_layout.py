@@ -30,10 +30,11 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.core.exceptions import UserError
-from megatron.training.arguments import configure, exit_with_problems
+from megatron.training.arguments import configure
 from megatron.training.config.command_line import read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.errors import exit_with_problems
 from megatron.training.layout_check.differences import differences, report
 from megatron.training.layout_check.layout_trace import Evidence, watch
 from megatron.training.layout_check.shrinking import shrink, words_that_matter

@@ -1,6 +1,6 @@
-"""The app: flags, the loop, logs, checkpoints. The published names work from here.
+"""The app: flags, the loop, logs, checkpoints. Megatron-LM's public names can be imported from here.
 
-Names below are imported when they are first used, so that a tool that needs a part does not import the whole.
+A name is imported when it is first used, so that a tool that prepares data does not import torch.
 """
 
 import importlib
@@ -13,17 +13,17 @@ _HOMES = {
     "get_timers": "megatron.training.global_vars",
     "get_tokenizer": "megatron.training.global_vars",
     "get_wandb_writer": "megatron.training.global_vars",
-    "initialize_megatron": "megatron.training.megatron_lm_api",
-    "get_model": "megatron.training.megatron_lm_api",
-    "setup_model_and_optimizer": "megatron.training.megatron_lm_api",
-    "train_step": "megatron.training.megatron_lm_api",
+    "initialize_megatron": "megatron.training.initialize",
+    "get_model": "megatron.training.training",
+    "setup_model_and_optimizer": "megatron.training.training",
+    "train_step": "megatron.training.training",
     "save_checkpoint": "megatron.training.checkpointing",
     "load_checkpoint": "megatron.training.checkpointing",
     "is_last_rank": "megatron.training.utils",
     "print_rank_0": "megatron.training.utils",
     "print_rank_last": "megatron.training.utils",
 }
-"""Where each name lives."""
+"""The module that defines each name."""
 
 __all__ = list(_HOMES)
 

@@ -1,16 +1,12 @@
 """The command line of the app: `config_of_command_line` for our own loop, published functions for user scripts."""
 
 import argparse
-import contextlib
 import dataclasses
 import os
-import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.checkpoint_args import take_checkpoint_args
 from megatron.training.config.command_line import CommandLine, ExtraArgsProvider, read_command_line
@@ -23,6 +19,7 @@ from megatron.training.config.resolution import (
     transformer_fields,
 )
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.launch.errors import exit_with_problems
 
 # ---------------------------------------------------------------------------------------------------------------------
 # For the app
@@ -55,31 +52,6 @@ def configure(
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
     return resolve(line, args_defaults, launch_environment)
-
-
-_AFTER_THE_FIRST_RANK = 5.0
-"""Seconds in which the first rank, which reads the same command line, comes to its end."""
-
-
-def exit_with_problems(error: UserError) -> NoReturn:
-    """Print each problem, once for all ranks, and exit with code 2."""
-    if os.environ.get("RANK", "0") == "0":
-        for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-    delay_errors_on_other_ranks()
-    raise SystemExit(2)
-
-
-def delay_errors_on_other_ranks() -> None:
-    """On any rank but the first: wait, before telling of a mistake, until the first has had time to tell of it.
-
-    Most mistakes all ranks find. The first says it and ends, and who starts the ranks then ends the others, which die
-    here without a word: what all would say stands once in the log. What a rank alone has found it says after the wait.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        with contextlib.suppress(ValueError):  # not in the main thread, which alone may say what a signal does
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_AFTER_THE_FIRST_RANK)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

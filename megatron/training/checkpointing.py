@@ -25,8 +25,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.global_vars import megatron_lm_run
+from megatron.training.inspection.run_description import architecture_differences, check_architecture, describe_run
 from megatron.training.lr_schedule import schedule_flag
-from megatron.training.run_description import architecture_differences, check_architecture, describe_run
 from megatron.training.state import TrainState
 
 FORMAT = "safetensors"

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
-from megatron.training.initialize import Environment
+from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -92,14 +92,26 @@ def providers_of_user_script(
     forward_step_func: ForwardStep,
     optimizer_provider: Callable[..., Any] | None = None,
 ) -> Providers:
-    """The published provider functions, which read `get_args()` for themselves, as providers.
+    """Adapts Megatron-LM's provider functions, which read `get_args()` themselves, to `Providers`.
 
-    A provider gets those of the published keywords that its signature takes, so scripts of several releases work.
+    A provider is called with those of Megatron-LM's keywords that its signature takes, so scripts of several releases
+    work.
     """
+    return Providers(
+        model_builder(model_provider),
+        datasets_builder(datasets_provider),
+        lambda context: forward_step_func,
+        None if optimizer_provider is None else optimizer_builder(optimizer_provider),
+    )
+
+
+def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context, Stage], nn.Module]:
+    """Adapts Megatron-LM's model provider to `Providers.build_model`. The builder raises UserError for a virtual stage
+    if the provider has no parameter `vp_stage`."""
 
     def build_model(context: Context, stage: Stage) -> nn.Module:
         if stage.virtual is not None:
-            _check_knows_chunks(model_provider, "the model provider")
+            _check_takes_vp_stage(model_provider, "the model provider")
         offered = {
             "pre_process": stage.pre_process,
             "post_process": stage.post_process,
@@ -109,21 +121,29 @@ def providers_of_user_script(
         }
         return model_provider(**accepted(model_provider, offered))
 
+    return build_model
+
+
+def datasets_builder(
+    datasets_provider: Callable[..., Sequence[Any]],
+) -> Callable[[Context, SampleCounts], Sequence[Any]]:
+    """Adapts Megatron-LM's datasets provider to `Providers.build_datasets`."""
+
     def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
         stages = stages_of_rank(context.config, context.environment.groups.rank("pp"))
         return datasets_of_provider(datasets_provider, counts, [stage.virtual for stage in stages])
 
+    return build_datasets
+
+
+def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Context, Sequence[nn.Module]], Any]:
+    """Adapts an optimizer provider, `optimizer_provider(model_chunks)`, to `Providers.build_optimizer`."""
+
     def build_optimizer(context: Context, model: Sequence[nn.Module]) -> Any:
-        assert optimizer_provider is not None
         offered = {"config": context.config.optimizer, "pg_collection": context.environment.groups}
         return optimizer_provider(list(model), **accepted(optimizer_provider, offered))
 
-    return Providers(
-        build_model,
-        build_datasets,
-        lambda context: forward_step_func,
-        build_optimizer if optimizer_provider is not None else None,
-    )
+    return build_optimizer
 
 
 def datasets_of_provider(
@@ -139,13 +159,13 @@ def datasets_of_provider(
     found: list[Any] = [None] * len(asked)
     for chunk in chunks:
         if chunk is not None:
-            _check_knows_chunks(provider, "the dataset provider")
+            _check_takes_vp_stage(provider, "the dataset provider")
         given = provider(asked, **accepted(provider, {"vp_stage": chunk}))
         found = [one if one is not None else other for one, other in zip(found, given, strict=True)]
     return found
 
 
-def _check_knows_chunks(provider: Callable[..., Any], what: str) -> None:
+def _check_takes_vp_stage(provider: Callable[..., Any], what: str) -> None:
     if not accepted(provider, {"vp_stage": 0}):
         raise UserError(
             f"{what} {getattr(provider, '__name__', '')} has no parameter vp_stage, by which virtual pipeline stages "

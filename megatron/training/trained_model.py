@@ -18,9 +18,9 @@ from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import Flag, flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.initialize import process_environment
+from megatron.training.inspection.run_description import check_architecture
+from megatron.training.launch.environment import process_environment
 from megatron.training.providers import Context, Stage
-from megatron.training.run_description import check_architecture
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer

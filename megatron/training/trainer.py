@@ -20,7 +20,7 @@ from megatron.training.data.step_data import StepData, set_rng_position
 from megatron.training.evaluate import evaluate
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
-from megatron.training.initialize import Environment
+from megatron.training.launch.environment import Environment
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog

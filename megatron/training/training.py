@@ -1,47 +1,63 @@
-"""The story of a run, top to bottom: `pretrain`; its loop: `train`; one iteration: `train_step`."""
+"""Megatron-LM's training functions, under their names and signatures.
+
+`pretrain` is the story of a whole run, top to bottom; its loop is megatron.training.loop. The others serve a script
+that writes its own loop (see megatron.training.initialize): they act on the run that `initialize_megatron` started, or
+that `pretrain` set up last.
+"""
 
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.collectives import all_reduce
 from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
-from megatron.core.optimizer import MegatronOptimizer, StepUpdate
-from megatron.core.optimizer.clip_grads import weight_norm
-from megatron.training.arguments import config_of_command_line, delay_errors_on_other_ranks
-from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dry_run_report import print_dry_run
-from megatron.training.hooks.exit import ExitDecision
-from megatron.training.hooks.signals import DEFAULT_SIGNALS, SignalWatch
-from megatron.training.initialize import Environment, process_environment
-from megatron.training.megatron_lm_api import (
-    build_train_valid_test_data_iterators as build_train_valid_test_data_iterators,
+from megatron.core.num_microbatches_calculator import (
+    BatchSchedule,
+    get_current_running_global_batch_size,
+    get_micro_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
 )
-from megatron.training.megatron_lm_api import evaluate as evaluate
-from megatron.training.megatron_lm_api import get_model as get_model
-from megatron.training.megatron_lm_api import setup_model_and_optimizer as setup_model_and_optimizer
-from megatron.training.providers import Providers, providers_of_user_script, warn_unused
-from megatron.training.setup import set_up
-from megatron.training.trainer import Trainer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import global_vars, loop
+from megatron.training.arguments import config_of_command_line
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.splits import build_splits, step_data
+from megatron.training.data.step_data import set_rng_position, step_data_of
+from megatron.training.dry_run.report import print_dry_run
+from megatron.training.evaluate import evaluate as run_evaluation
+from megatron.training.hooks.exit import ExitDecision
+from megatron.training.initialize import close_with_run, refuse
+from megatron.training.launch.environment import Environment, process_environment
+from megatron.training.launch.errors import delay_errors_on_other_ranks
+from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
+from megatron.training.lr_schedule import build_scheduler
+from megatron.training.providers import (
+    Context,
+    Providers,
+    datasets_builder,
+    model_builder,
+    providers_of_user_script,
+    stages_of_rank,
+    warn_unused,
+)
+from megatron.training.setup.model import build_model, build_optimizer, connect_schedules, stops_on_nonfinite
+from megatron.training.setup.set_up import sample_counts, set_up
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one iteration gave; everything that was computed is still on the device."""
-
-    reports: Sequence[Mapping[str, Tensor]]
-    """The reporting dict of each micro-batch; empty where the loss is not computed."""
-    update: StepUpdate
-    learning_rate: Tensor | float
-    """That this update was made with."""
-    loss_scale: Tensor
-    params_norm: Tensor | None = None
+# ---------------------------------------------------------------------------------------------------------------------
+# A whole run
 
 
 def pretrain(
@@ -121,82 +137,175 @@ def set_up_and_train(
 ) -> ExitDecision | None:
     """What `run_pretraining` does among the other ranks."""
     decision = None
-    run = set_up(config, providers, environment, signals, started)
+    trainer = set_up(config, providers, environment, signals, started)
     try:
         with signals.training():
             if not config.evaluation.skip_train:
-                decision = train(run)
+                decision = loop.train(trainer)
             if decision is None:
-                run.finish()
-        run.close()
+                trainer.finish()
+        trainer.close()
     except BaseException as error:
-        run.abandon(error)
+        trainer.abandon(error)
         raise
     return decision
 
 
-def train(run: Trainer) -> ExitDecision | None:
-    """Iterate until the last iteration, or until the ranks agree to leave; returns why, if early."""
-    state, decision = run.state, None
-    if run.is_done() and run.environment.logs:
-        print(f"nothing is left to train: iteration {state.iteration} of {run.config.training.train_iters}", flush=True)
-    run.log.start(state.iteration)
-    run.hooks.on_start(state.iteration)
-    while decision is None and not run.is_done():
-        run.hooks.before_step(state.iteration)
-        run.advance(train_step(run))
-        run.hooks.after_step(state.iteration)
-        if run.evaluation_is_due():
-            run.evaluate("valid")
-        decision = run.decide()
-        if run.save_is_due(decision):
-            run.save()
-    if decision is not None:
-        run.leave(decision)
-    return decision
+# ---------------------------------------------------------------------------------------------------------------------
+# For scripts that write their own loop
 
 
-def train_step(run: Trainer) -> StepResult:
-    """One global batch forward and backward, one update. Nothing here waits for the device."""
-    for chunk in run.model:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    reports = run.forward_backward(
-        forward_step_func=run.forward_step,
-        data_iterator=run.splits.train.iterators(len(run.model)),
-        model=run.model,
-        num_microbatches=run.begin_step(),
-        seq_length=run.config.data.seq_length,
-        micro_batch_size=run.config.training.micro_batch_size,
-        forward_only=False,
-        before_micro_batch=run.place_micro_batch,
+def get_model(
+    model_provider_func: Callable[..., nn.Module],
+    model_type: ModelType = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+    config: Any = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> list[nn.Module]:
+    """The chunks of the model on this rank, on its device, in the run's number format; wrapped in
+    DistributedDataParallel unless told otherwise. `config` and groups are the run's own."""
+    refuse("get_model", {"config": config is not None, "pg_collection": pg_collection is not None})
+    wrapped = build_model(global_vars.megatron_lm_run(), model_builder(model_provider_func))
+    return [chunk if wrap_with_ddp else chunk.module for chunk in wrapped]
+
+
+def setup_model_and_optimizer(
+    model_provider_func: Callable[..., nn.Module], model_type: ModelType, checkpointing_context: Any = None
+) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
+    """Model chunks, optimizer and schedule, as --load's checkpoint has them if there is one. With --skip-train the last
+    two are None."""
+    run = global_vars.megatron_lm_run()
+    model = build_model(run, model_builder(model_provider_func))
+    optimizer = build_optimizer(run, model)
+    scheduler = build_scheduler(run.config, optimizer)
+    connect_schedules(run.config, model, optimizer)
+    Checkpoints(run.config, run.environment.groups).load(run.state, model, optimizer, scheduler)
+    if run.config.evaluation.skip_train:
+        return [*model], None, None
+    return [*model], optimizer, scheduler
+
+
+def build_train_valid_test_data_iterators(
+    build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
+) -> tuple[Any, Any, Any]:
+    """This rank's micro-batches of each split from where the run stands; None where there is no such data. With virtual
+    pipeline stages a list each, with an iterator for each model chunk."""
+    run = global_vars.megatron_lm_run()
+    build_datasets = datasets_builder(build_train_valid_test_datasets_provider)
+    splits = build_splits(run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config)))
+    close_with_run(splits.close)
+    chunks = len(stages_of_rank(run.config, run.environment.groups.rank("pp")))
+    train, valid, test = (
+        [None] * chunks if split is None else split.iterators(chunks)
+        for split in (splits.train, splits.valid, splits.test)
     )
-    learning_rate, loss_scale = learning_rate_of(run.optimizer), run.optimizer.get_loss_scale().clone()
-    update = run.optimizer.step_on_device(losses_are_finite(reports, run.device))
-    run.scheduler.advance_on_device(update.update_applied, increment=run.batches.global_batch_size)
-    return StepResult(reports, update, learning_rate, loss_scale, norm_of_weights(run))
+    return (train, valid, test) if chunks > 1 else (train[0], valid[0], test[0])
 
 
-def norm_of_weights(run: Trainer) -> Tensor | None:
-    """With --log-params-norm, of all weights after the update, where a log line is due."""
-    logging = run.config.logging
-    if not logging.log_params_norm or (run.state.iteration + 1) % logging.log_interval:
-        return None
-    return weight_norm([unit for chunk in run.model for unit in chunk.units], run.environment.groups, run.model[0])
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    config: Any,
+    forward_backward_func: Callable[..., Any],
+    iteration: int | None = None,
+) -> tuple[dict[str, Tensor], int, bool, bool, int, float | None, int | None, None]:
+    """Runs one training step and counts it in `get_args()`. Waits for the device.
+
+    Returns (loss_dict, skipped_iter, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros_in_grad,
+    max_attention_logit). `loss_dict` is empty on ranks that compute no loss; the last value is not measured. A loss or
+    gradient that is not finite skips the update on all ranks (`skipped_iter` 1); unless --nonfinite-action is skip,
+    every later update is skipped too, and `should_exit` is True with exit code 1.
+    """
+    run = global_vars.megatron_lm_run()
+    update_num_microbatches(run.state.consumed_train_samples)
+    samples = get_current_running_global_batch_size()
+    data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
+    data.begin(run.state.iteration)
+    of_schedule: dict[str, Any] = {}
+    if takes(forward_backward_func, "before_micro_batch"):
+        of_schedule["before_micro_batch"] = lambda number, chunk=0: set_rng_position(model[chunk], data, number)
+    result = loop.run_step(
+        forward_backward_func,
+        forward_step_func,
+        data_iterator,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_microbatches=get_num_microbatches(),
+        micro_batch_size=get_micro_batch_size(),
+        seq_length=run.config.data.seq_length or 0,
+        global_batch_size=samples,
+        **of_schedule,
+    )
+    run.state.iteration += 1
+    run.state.consumed_train_samples += samples
+    run.state.consumed_tokens += samples * (run.config.data.seq_length or 0)
+    losses, update = _mean_reports(result.reports, run), result.update
+    if not update.update_applied.item():
+        halted = _is_halted(optimizer, run.config)
+        return losses, 1, False, halted, int(halted), None, None, None
+    zeros = None if update.num_zeros is None else int(update.num_zeros.item())
+    return losses, 0, False, False, 0, update.grad_norm.item(), zeros, None
 
 
-def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
-    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has. Zero on a
-    rank that has no parameters, which prints nothing."""
-    if not optimizer.param_groups:
-        return 0.0
-    rate = optimizer.param_groups[0]["lr"]
-    return rate.clone() if isinstance(rate, Tensor) else float(rate)
+def _is_halted(optimizer: MegatronOptimizer, config: PretrainConfig) -> bool:
+    """After a skipped update: the run must end because of it. An overflow under a float16 loss scale is no reason."""
+    if isinstance(optimizer, FlatOptimizer):
+        return bool(optimizer.halted.item())
+    return stops_on_nonfinite(config)
 
 
-def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-    """A bool scalar on the device: every loss that this rank reports is finite; so where it reports none."""
-    values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
-    if not values:
-        return torch.ones((), dtype=torch.bool, device=device)
-    return torch.isfinite(torch.cat(values)).all()
+def _mean_reports(reports: Sequence[Mapping[str, Tensor]], run: Context) -> dict[str, Tensor]:
+    """Each loss of the global batch: [sum, count] over all data parallel ranks; one value is the mean over
+    micro-batches of this rank."""
+    groups, means = run.environment.groups, {}
+    for name in reports[0] if reports else ():
+        values = torch.stack([report[name].detach().reshape(-1) for report in reports])  # [micro-batches, 1 or 2]
+        if values.size(1) == 1:
+            means[name] = values.mean()
+            continue
+        total = values.sum(dim=0)
+        total = all_reduce(total, groups.dp_cp) if groups.size("dp_cp") > 1 else total
+        means[name] = total[0] / total[1].clamp(min=1)
+    return means
+
+
+def evaluate(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: Sequence[nn.Module],
+    process_non_loss_data_func: Callable[..., Any] | None,
+    config: Any,
+    verbose: bool = False,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    eval_iters: int | None = None,
+) -> tuple[dict[str, Tensor], None, bool]:
+    """(mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`. There are no
+    losses where they are not computed."""
+    asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
+    refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
+    run = global_vars.megatron_lm_run()
+    groups, training = run.environment.groups, run.config.training
+    data = step_data_of(data_iterator)
+    if data is not None:
+        data.begin(run.state.iteration)
+    found = run_evaluation(
+        get_forward_backward_func(groups.size("pp"), len(model)),
+        forward_step_func,
+        data_iterator,
+        list(model),
+        num_iterations=run.config.evaluation.eval_iters if eval_iters is None else eval_iters,
+        num_microbatches=BatchSchedule.from_config(training, groups.size("dp")).final_num_microbatches,
+        micro_batch_size=training.micro_batch_size,
+        seq_length=run.config.data.seq_length or 0,
+        device=run.environment.device,
+        group=groups.dp_cp if groups.size("dp_cp") > 1 else None,
+        data_parallel_size=groups.size("dp"),
+    )
+    run.state.consumed_valid_samples += found.samples
+    if verbose and run.environment.logs:
+        print(f"evaluated {found.iterations} iterations, {found.samples} samples", flush=True)
+    return {name: torch.tensor(loss) for name, loss in found.losses.items()}, None, False

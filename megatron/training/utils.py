@@ -16,7 +16,7 @@ from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.module import Float16Module
-from megatron.training.initialize import local_device
+from megatron.core.utils.rendezvous import local_device
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Printing

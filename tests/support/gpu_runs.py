@@ -15,10 +15,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
-from megatron.training import setup, training
+from megatron.training import loop, training
 from megatron.training.arguments import configure
 from megatron.training.hooks.hook import Hook
 from megatron.training.providers import Providers
+from megatron.training.setup import set_up
 
 ITERATIONS = 50
 FLAGS = f"""
@@ -66,7 +67,7 @@ class NoWaiting(Hook):
 
 def train_watched(flags: Sequence[str], plant: bool = False) -> int:
     """Train with `NoWaiting` and return the number of steps; with `plant` each step reads a number of the device."""
-    build_hooks, step, steps = setup.build_hooks, training.train_step, 0
+    build_hooks, step, steps = set_up.build_hooks, loop.train_step, 0
 
     def counted(*arguments: Any) -> Any:
         nonlocal steps
@@ -76,13 +77,13 @@ def train_watched(flags: Sequence[str], plant: bool = False) -> int:
             result.update.grad_norm.item()
         return result
 
-    setup.build_hooks = lambda *given: [*build_hooks(*given), NoWaiting()]
-    training.train_step = counted
+    set_up.build_hooks = lambda *given: [*build_hooks(*given), NoWaiting()]
+    loop.train_step = counted
     try:
         providers = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
         training.run_pretraining(configure(list(flags)), providers, time.monotonic())
     finally:
-        setup.build_hooks, training.train_step = build_hooks, step
+        set_up.build_hooks, loop.train_step = build_hooks, step
     return steps
 
 

@@ -16,9 +16,9 @@ from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import info_of
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.initialize import process_environment
+from megatron.training.inspection.run_description import describe_run
+from megatron.training.launch.environment import process_environment
 from megatron.training.providers import Context, Stage
-from megatron.training.run_description import describe_run
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer
 from megatron.training.tokenizer.null import NullTokenizer

@@ -6,19 +6,16 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, configured, megatron_lm_commands, smallest_world
 
-from megatron.core.exceptions import UserError
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import (
     config_of_command_line,
     configure,
     core_transformer_config_from_args,
-    exit_with_problems,
     parse_args,
     validate_args,
 )
@@ -95,19 +92,6 @@ def test_the_oldest_guides_command_runs_as_it_is() -> None:
     assert transformer.recompute_granularity == "full" and transformer.recompute_method == "uniform"
     assert transformer.recompute_num_layers == 1 and config.tokenizer.family == "GPT2BPETokenizer"
     assert config.data.split == "969,30,1"
-
-
-def test_the_first_rank_prints_and_the_others_leave_it_the_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """torchrun ends all ranks when one has ended: none may end before the sentence is out."""
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    for rank, seconds, printed in (("0", [], "error: a sentence\n"), ("1", [5.0], "")):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as end:
-            exit_with_problems(UserError("a sentence"))
-        assert (end.value.code, slept, capsys.readouterr().err) == (2, seconds, printed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

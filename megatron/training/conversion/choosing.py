@@ -10,7 +10,7 @@ from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.families import FAMILIES, Family, family_of
 from megatron.training.conversion.rope import as_scaled_in
-from megatron.training.run_description import architecture_differences, words_of
+from megatron.training.inspection.run_description import architecture_differences, words_of
 from megatron.training.trained_model import config_for_one_process
 
 _PATTERNS = {"window_attn_skip_freq": is_windowed, "moe_layer_freq": has_experts}

@@ -21,7 +21,7 @@ from megatron.training.conversion.folder import CONFIG, TOKENIZER, ModelFolder, 
 from megatron.training.conversion.model import BuildModel, canonical_shapes
 from megatron.training.conversion.pieces import DiskTensor, disk_tensors, files_of
 from megatron.training.conversion.settings import value_of
-from megatron.training.run_description import describe_run, words_of
+from megatron.training.inspection.run_description import describe_run, words_of
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 

@@ -8,7 +8,7 @@ from torch import nn
 from megatron.core.parameters import canonical_names, info_of
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.initialize import Environment, default_groups, groups_of_rank
+from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
 from megatron.training.providers import Context, Stage
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.null import NullTokenizer

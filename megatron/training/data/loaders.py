@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.core.exceptions import UserError
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.samplers import CyclicSampler, MegatronCyclicSampler, RankShare, SequentialSampler
-from megatron.training.hooks.signals import shield_worker
+from megatron.training.launch.signals import shield_worker
 
 DataloaderType = Literal["single", "cyclic", "external"]
 

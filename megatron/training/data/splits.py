@@ -16,7 +16,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.step_data import StepData
-from megatron.training.initialize import Environment
+from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.training.hooks.signals import SignalWatch
+from megatron.training.launch.signals import SignalWatch
 
 
 class ExitReason(enum.Enum):

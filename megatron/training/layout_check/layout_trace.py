@@ -21,12 +21,12 @@ from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.parameters import Constant, ParameterInfo, canonical_index, canonical_names, info_of
 from megatron.core.tokens import Tokens
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.hooks.signals import SignalWatch
-from megatron.training.initialize import process_environment
+from megatron.training.launch.environment import process_environment
+from megatron.training.launch.signals import SignalWatch
+from megatron.training.loop import train_step
 from megatron.training.providers import Providers
-from megatron.training.setup import set_up
+from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
-from megatron.training.training import train_step
 
 INITIAL, FORWARD, GRADIENT, NORM, WEIGHT = "initial weight", "forward", "gradient", "gradient norm", "weight"
 """Kinds of evidence, in the order in which a run makes them."""

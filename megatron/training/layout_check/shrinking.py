@@ -12,9 +12,9 @@ from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spelling, is_to_come
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
+from megatron.training.inspection.run_description import command_line_of
 from megatron.training.layout_check.shrink_model import ShrunkModel, fields_of_groups
 from megatron.training.layout_check.small_layout import Sizes, fitting
-from megatron.training.run_description import command_line_of
 
 _PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention")
 _MODEL_GROUPS = ("model", *_PARTS_OF_LAYERS, "initial weights", "optimizer")

@@ -6,7 +6,7 @@ from dataclasses import fields
 from torch import nn
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.initialize import Environment
+from megatron.training.launch.environment import Environment
 from megatron.training.logging.display import make_display
 from megatron.training.logging.flops import ModelShape, peak_tflops, training_flops
 from megatron.training.logging.jsonl import JsonlLog

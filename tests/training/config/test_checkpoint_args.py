@@ -6,7 +6,7 @@ from support.runs import TINY, train
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.run_description import architecture_differences, describe_run
+from megatron.training.inspection.run_description import architecture_differences, describe_run
 
 MODEL = (
     "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --window-size 3,0 "

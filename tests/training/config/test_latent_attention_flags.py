@@ -7,8 +7,8 @@ from support.command_lines import SMALL, configured, problems_of
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.inspection.run_description import architecture_differences, architecture_of
 from megatron.training.logging.flops import LatentAttention, ModelShape
-from megatron.training.run_description import architecture_differences, architecture_of
 
 MLA = "--multi-latent-attention"
 

@@ -1,24 +1,19 @@
 """From a config and the providers of a script to a run that is ready to train."""
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.exceptions import UserError
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer.external import ExternalOptimizer
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_checks import interleaves
-from megatron.core.pipeline_parallel.stages import stage_map
-from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.stage_costs import resolve_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
@@ -28,14 +23,15 @@ from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.profiler import make_profiler
-from megatron.training.hooks.signals import SignalWatch
-from megatron.training.initialize import Environment
+from megatron.training.inspection.print_config import config_lines
+from megatron.training.launch.environment import Environment
+from megatron.training.launch.signals import SignalWatch
 from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.lr_schedule import build_scheduler
-from megatron.training.parallelize import parallelize
-from megatron.training.print_config import config_lines
-from megatron.training.providers import Context, Providers, SampleCounts, Stage, stages_of_rank
+from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
+from megatron.training.setup.model import build_model, build_optimizer, connect_schedules, stops_on_nonfinite
+from megatron.training.setup.notes import kernel_notes, run_notes
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
@@ -49,30 +45,70 @@ def set_up(
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
-    set_torch(config)
-    state = TrainState()
-    tokenizer = build_tokenizer(config.tokenizer)
-    context = Context(config, environment, tokenizer, state)
-    padded, found = resolve_vocabulary_and_stages(config, tokenizer)
-    if environment.is_first:
-        shown = config_lines(config) if config.training.print_config else ()
-        print(*config.notes, *shown, *found, padding_line(context.vocab_size, padded), sep="\n", flush=True)
-    global_vars.publish(context, padded_vocab_size=padded)
-    batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
-    use_schedule(batches)
-    model = build_model(context, providers)
-    for line in lines_on_kernels(model, environment, config):
+    context, padded = start_run(config, environment)
+    model = build_model(context, providers.build_model)
+    for line in kernel_notes(model, environment, config):
         print(line, flush=True)
-    optimizer = build_optimizer(context, providers, model)
+    optimizer = build_optimizer(context, model, providers.build_optimizer)
     of_script = providers.build_scheduler
     scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
-    connect(config, model, optimizer)
+    connect_schedules(config, model, optimizer)
     checkpoints = Checkpoints(config, environment.groups)
-    checkpoints.load(state, model, optimizer, scheduler)
+    checkpoints.load(context.state, model, optimizer, scheduler)
     datasets = providers.build_datasets(context, sample_counts(config))
     forward_step = providers.build_forward_step(context)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
-    log = build_log(config, environment, state, padded, model)
+    return build_trainer(
+        context,
+        padded,
+        model,
+        optimizer,
+        scheduler,
+        checkpoints,
+        forward_step,
+        lambda: build_splits(config, environment, context.state, datasets),
+        signals,
+        started,
+        hooks_of_script,
+    )
+
+
+def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context, int]:
+    """Set torch, build the tokenizer, print the notes on the flags, and make this the run that `get_args()` and
+    Megatron-LM's other functions act on. Returns the context of the providers and the padded vocabulary size."""
+    set_torch(config)
+    tokenizer = build_tokenizer(config.tokenizer)
+    context = Context(config, environment, tokenizer, TrainState())
+    padded, notes = resolve_vocabulary_and_stages(config, tokenizer)
+    if environment.is_first:
+        settings = config_lines(config) if config.training.print_config else ()
+        print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
+    global_vars.publish(context, padded_vocab_size=padded)
+    use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp")))
+    return context, padded
+
+
+def build_trainer(
+    context: Context,
+    padded_vocab_size: int,
+    model: Sequence[DistributedDataParallel],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    checkpoints: Checkpoints,
+    forward_step: ForwardStep,
+    open_data: Callable[[], Splits],
+    signals: SignalWatch,
+    started: float,
+    hooks_of_script: Sequence[Hook] = (),
+) -> Trainer:
+    """Put the log, the exit agreement, the hooks and the data around a model that is ready to train.
+
+    `open_data` is called last, because it starts processes that read ahead and that only the trainer ends.
+    """
+    config, environment, state = context.config, context.environment, context.state
+    batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
+    use_schedule(batches)
+    log = build_log(config, environment, state, padded_vocab_size, model)
     exit_agreement = ExitAgreement(
         agreement_group(),
         rank=environment.rank,
@@ -82,9 +118,8 @@ def set_up(
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
     )
-    # After all else that may fail: from here on there are processes that read ahead, which the run has to end.
-    splits = build_splits(config, environment, state, datasets)
-    for note in notes_on_run(config, environment, splits):
+    splits = open_data()
+    for note in run_notes(config, environment, splits):
         if environment.is_first:
             print(note, flush=True)
     return Trainer(
@@ -121,46 +156,6 @@ def resolve_vocabulary_and_stages(config: PretrainConfig, tokenizer: Tokenizer) 
     return padded, [] if stages == asked else [f"--pipeline-model-parallel-layout {asked}: stages {stages}"]
 
 
-def lines_on_kernels(model: Sequence[nn.Module], environment: Environment, config: PretrainConfig) -> Iterator[str]:
-    """Which kernels compute the layers of this pipeline stage, on its first rank. The backend, which all stages have
-    in common, is told by the stage that has the first layer."""
-    groups, stages = environment.groups, stage_map(config.transformer)
-    if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
-        return
-    begins = any(1 in stages.part(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
-    for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
-        if begins or line.startswith("attention"):
-            yield line
-
-
-def notes_on_run(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:
-    """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
-    evaluation = config.evaluation
-    groups = environment.groups
-    if interleaves(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
-        yield (
-            "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
-            "micro-batches take turns all the same, and one more is held"
-        )
-    if config.transformer.fp16 and environment.device.type == "cpu":
-        yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
-    if evaluation.skip_train and splits.valid is None and splits.test is None:
-        raise UserError(
-            "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"
-        )
-    if evaluation.eval_iters == 0:
-        yield "--eval-iters 0: nothing is evaluated, neither in between nor at the end"
-        return
-    missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
-    if missing:
-        yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
-    if len(missing) < 2:
-        samples = evaluation.eval_iters * config.training.global_batch_size
-        yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
-    if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
-        yield "without --eval-interval the validation data is looked at once, after the last iteration"
-
-
 def set_torch(config: PretrainConfig) -> None:
     """What the flags say about torch and Python as a whole; each run sets all of it anew."""
     torch.manual_seed(config.seed)  # for what a script's own modules draw; ours draw by place
@@ -171,48 +166,6 @@ def set_torch(config: PretrainConfig) -> None:
         torch.use_deterministic_algorithms(deterministic)
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
-
-
-def build_model(context: Context, providers: Providers) -> list[DistributedDataParallel]:
-    """This rank's model chunks, one for each of its virtual pipeline stages, wrapped."""
-    config, environment = context.config, context.environment
-    stages = stages_of_rank(config, environment.groups.rank("pp"))
-    return [parallelize(build_chunk(context, providers, stage), config, environment) for stage in stages]
-
-
-def build_chunk(context: Context, providers: Providers, stage: Stage) -> nn.Module:
-    """One model chunk, with --init-model-with-meta-device without memory."""
-    with torch.device("meta") if context.config.transformer.init_model_with_meta_device else contextlib.nullcontext():
-        return providers.build_model(context, stage)
-
-
-def build_optimizer(context: Context, providers: Providers, model: Sequence[nn.Module]) -> MegatronOptimizer:
-    """What the flags say, or what the script's own piece makes."""
-    config = context.config
-    if providers.build_optimizer is None:
-        return get_megatron_optimizer(
-            config.optimizer,
-            model,
-            pg_collection=context.environment.groups,
-            stop_on_nonfinite=stops_on_nonfinite(config),
-        )
-    made: Any = providers.build_optimizer(context, model)
-    return made if isinstance(made, MegatronOptimizer) else ExternalOptimizer(config.optimizer, made, model)
-
-
-def connect(config: PretrainConfig, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Tell the schedules, through the published fields of the model's config, how to end a backward pass."""
-    transformer = config.transformer
-    transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = finalize_model_grads
-    wrapped = [chunk.no_sync for chunk in model]
-    transformer.no_sync_func = wrapped if len(wrapped) > 1 else wrapped[0]
-
-
-def stops_on_nonfinite(config: PretrainConfig) -> bool:
-    """A non-finite loss or gradient ends the run, instead of costing one update."""
-    resilience = config.resilience
-    return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"
 
 
 def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:

@@ -3,7 +3,7 @@
 from support.command_lines import configured
 
 from megatron.training.config.flag_table import flag_table
-from megatron.training.print_config import config_lines
+from megatron.training.inspection.print_config import config_lines
 
 
 def test_every_flag_and_every_derived_value_has_a_line() -> None:

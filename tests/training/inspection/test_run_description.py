@@ -7,7 +7,7 @@ import pytest
 from support.command_lines import SMALL, configured
 
 from megatron.core.exceptions import UserError
-from megatron.training.run_description import (
+from megatron.training.inspection.run_description import (
     ARCHITECTURE,
     architecture_differences,
     check_architecture,

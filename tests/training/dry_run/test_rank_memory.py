@@ -30,10 +30,10 @@ from megatron.training.arguments import configure, core_transformer_config_from_
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.initialize import Environment, groups_of_rank
-from megatron.training.parallelize import parallelize
+from megatron.training.dry_run.rank_memory import RankMemory, build_part, memory_of, parameters_of_model, rank_memory
+from megatron.training.launch.environment import Environment, groups_of_rank
 from megatron.training.providers import Context, Providers, providers_of_user_script, stages_of_rank
-from megatron.training.rank_memory import RankMemory, build_part, memory_of, parameters_of_model, rank_memory
+from megatron.training.setup.model import parallelize
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size
 from megatron.training.tokenizer.null import NullTokenizer

@@ -8,12 +8,12 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
 from megatron.core.pipeline_parallel.stages import StagePart, stage_map
 from megatron.core.rank_grid import RankGrid, ranks_text
-from megatron.training.arguments import exit_with_problems
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dry_run import DryRun, dry_run, tokens_to_train_on
-from megatron.training.print_config import config_lines
+from megatron.training.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
+from megatron.training.dry_run.rank_memory import RankMemory
+from megatron.training.inspection.print_config import config_lines
+from megatron.training.launch.errors import exit_with_problems
 from megatron.training.providers import Providers
-from megatron.training.rank_memory import RankMemory
 
 
 def print_dry_run(config: PretrainConfig, providers: Providers) -> None:

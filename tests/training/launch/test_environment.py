@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.initialize import Environment, groups_of_rank
+from megatron.training.launch.environment import Environment, groups_of_rank
 from megatron.training.providers import stages_of_rank
 
 FLAGS = f"{TINY} --num-layers 8 --mock-data --train-iters 1"

@@ -20,7 +20,7 @@ from megatron.core.parameters import Box, ParameterInfo
 from megatron.core.pipeline_parallel.stages import StagePart, pipeline_of, stage_map
 from megatron.training import global_vars
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.initialize import Environment, default_groups, groups_of_rank
+from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
 from megatron.training.providers import Context, Providers, stages_of_rank
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer

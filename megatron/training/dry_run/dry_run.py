@@ -11,10 +11,10 @@ from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.gpt_data import blends
+from megatron.training.dry_run.rank_memory import MemoryOfRank, RankMemory, parameters_of_model, rank_memory
 from megatron.training.logging.flops import ModelShape, training_flops
 from megatron.training.providers import Providers
-from megatron.training.rank_memory import MemoryOfRank, RankMemory, parameters_of_model, rank_memory
-from megatron.training.setup import resolve_vocabulary_and_stages
+from megatron.training.setup.set_up import resolve_vocabulary_and_stages
 from megatron.training.tokenizer.build import build_tokenizer
 
 

@@ -11,8 +11,8 @@ from support.command_lines import SMALL, configured
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.exceptions import UserError
-from megatron.training.dry_run import dry_run
-from megatron.training.dry_run_report import print_dry_run, report_lines
+from megatron.training.dry_run.dry_run import dry_run
+from megatron.training.dry_run.report import print_dry_run, report_lines
 from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 

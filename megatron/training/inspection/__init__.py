@@ -1,0 +1,1 @@
+"""What a run says about itself: its settings for people, its description in a checkpoint."""

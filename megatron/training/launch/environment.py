@@ -1,0 +1,123 @@
+"""The processes of a run: who am I, on which device, in which groups.
+
+`process_environment` is a context manager, so that a run can be set up and closed twice in one process, with other
+sizes.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stages import Pipeline, embedding_ranks, pipeline_of
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    default_collection,
+    has_default_collection,
+    set_default_collection,
+)
+from megatron.core.utils.rendezvous import local_device, start_torch_distributed
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process among those of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    groups: ProcessGroupCollection
+    loss_stage: int | None = None
+    """Place in its pipeline of the rank that computes the loss; None: the last."""
+
+    @property
+    def is_first(self) -> bool:
+        """The process that prints what is the same on all."""
+        return self.rank == 0
+
+    @property
+    def has_loss(self) -> bool:
+        """The losses of this process's samples are computed here."""
+        return self.groups.rank("pp") == self._loss_stage
+
+    @property
+    def logs(self) -> bool:
+        """The process that prints the log line: the last of those that have the losses."""
+        grid = self.groups.grid
+        assert grid is not None
+        in_this_pipeline = self.groups.ranks("pp")[self._loss_stage]
+        return self.rank == max(grid.group(in_this_pipeline, ("tp", "cp", "dp")))
+
+    @property
+    def _loss_stage(self) -> int:
+        return self.groups.size("pp") - 1 if self.loss_stage is None else self.loss_stage
+
+
+@contextlib.contextmanager
+def process_environment(config: PretrainConfig) -> Iterator[Environment]:
+    """Join the run that torchrun started, or be a run of one process without it; leave it at the end.
+
+    --distributed-backend is what moves the device's tensors (nccl or gloo); host tensors always go over gloo.
+
+    Within, the groups are the default of user scripts. A process group that exists already (a user's, or a test's) is
+    used and left standing. Raises UserError when the number of processes is not that of the config's grid.
+    """
+    device = local_device()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    backend = config.parallel.distributed_backend or "nccl"
+    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend)
+    try:
+        planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
+        if started != planned:
+            raise UserError(f"the run is laid out for {planned} processes and {started} were started")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
+        with default_groups(groups, pipeline):
+            yield Environment(rank, started, device, groups, pipeline.loss_rank)
+    finally:
+        if mine and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
+    """The groups of one rank of the run. Which ranks of a pipeline hold the word embedding or the head, and so share
+    `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again. Layers
+    that predict further ahead have a copy of both embeddings."""
+    transformer = config.transformer
+    # Without such layers the group has the head's rank too where the weights are apart: so it is published.
+    shared = not (transformer.mtp_num_layers and config.model.untie_embeddings_and_output_weights)
+    holders = embedding_ranks(transformer, shared_with_head=shared)
+    position_holders = embedding_ranks(transformer, shared_with_head=False)
+    sizes = config.transformer.hierarchical_context_parallel_sizes
+    return ProcessGroupCollection.from_grid(
+        config.grid,
+        rank,
+        hierarchical_context_sizes=sizes if config.grid.context > 1 else None,
+        embedding_ranks=lambda ranks: [ranks[place] for place in holders],
+        position_embedding_ranks=lambda ranks: [ranks[place] for place in position_holders],
+        timeout=timeout,
+    )
+
+
+@contextlib.contextmanager
+def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
+    """Within, user scripts find these groups and stages: parallel_state's functions, public constructors called without
+    groups."""
+    before = default_collection() if has_default_collection() else None
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    v_shaped = parallel_state.is_pipeline_v_shaped()
+    set_default_collection(groups)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        pipeline.chunks if pipeline.chunks > 1 else None, v_shaped=pipeline.v_shaped
+    )
+    try:
+        yield
+    finally:
+        set_default_collection(before)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks, v_shaped=v_shaped)

@@ -1,0 +1,136 @@
+"""The training loop, `train`, and one iteration of it, `train_step`.
+
+`run_step` is the one training step of the app: Megatron-LM's `train_step` (megatron.training.training) calls it too.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.clip_grads import weight_norm
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.hooks.exit import ExitDecision
+from megatron.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The results of one iteration. Every tensor is still on the device."""
+
+    reports: Sequence[Mapping[str, Tensor]]
+    """The reporting dict of each micro-batch; empty where the loss is not computed."""
+    update: StepUpdate
+    learning_rate: Tensor | float
+    """The rate that this update was made with."""
+    loss_scale: Tensor
+    params_norm: Tensor | None = None
+
+
+def train(trainer: Trainer) -> ExitDecision | None:
+    """Iterates until the last iteration or until the ranks agree to exit; returns the decision of an early exit."""
+    state, decision = trainer.state, None
+    if trainer.is_done() and trainer.environment.logs:
+        total = trainer.config.training.train_iters
+        print(f"nothing is left to train: iteration {state.iteration} of {total}", flush=True)
+    trainer.log.start(state.iteration)
+    trainer.hooks.on_start(state.iteration)
+    while decision is None and not trainer.is_done():
+        trainer.hooks.before_step(state.iteration)
+        trainer.advance(train_step(trainer))
+        trainer.hooks.after_step(state.iteration)
+        if trainer.evaluation_is_due():
+            trainer.evaluate("valid")
+        decision = trainer.decide()
+        if trainer.save_is_due(decision):
+            trainer.save()
+    if decision is not None:
+        trainer.leave(decision)
+    return decision
+
+
+def train_step(trainer: Trainer) -> StepResult:
+    """Runs one global batch forward and backward, then one update. Nothing here waits for the device."""
+    num_microbatches = trainer.begin_step()
+    result = run_step(
+        trainer.forward_backward,
+        trainer.forward_step,
+        trainer.splits.train.iterators(len(trainer.model)),
+        trainer.model,
+        trainer.optimizer,
+        trainer.scheduler,
+        num_microbatches=num_microbatches,
+        micro_batch_size=trainer.config.training.micro_batch_size,
+        seq_length=trainer.config.data.seq_length,
+        global_batch_size=trainer.batches.global_batch_size,
+        before_micro_batch=trainer.place_micro_batch,
+    )
+    return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
+
+
+def run_step(
+    forward_backward: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[Any],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *,
+    num_microbatches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    global_batch_size: int,
+    **of_schedule: Any,
+) -> StepResult:
+    """One training step, without waiting for the device: gradients of the global batch, update, schedule.
+
+    A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `of_schedule` are
+    further arguments of `forward_backward`.
+    """
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = forward_backward(
+        forward_step_func=forward_step,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=num_microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+        **of_schedule,
+    )
+    learning_rate, loss_scale = learning_rate_of(optimizer), optimizer.get_loss_scale().clone()
+    update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
+    scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
+    return StepResult(reports, update, learning_rate, loss_scale)
+
+
+def norm_of_weights(trainer: Trainer) -> Tensor | None:
+    """The 2-norm of all weights after the update, with --log-params-norm and where a log line is due."""
+    logging = trainer.config.logging
+    if not logging.log_params_norm or (trainer.state.iteration + 1) % logging.log_interval:
+        return None
+    units = [unit for chunk in trainer.model for unit in chunk.units]
+    return weight_norm(units, trainer.environment.groups, trainer.model[0])
+
+
+def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
+    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has. Zero on a
+    rank that has no parameters, which prints nothing."""
+    if not optimizer.param_groups:
+        return 0.0
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.clone() if isinstance(rate, Tensor) else float(rate)
+
+
+def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
+    """A bool scalar on the device: every loss that this rank reports is finite. True if it reports none."""
+    values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
+    if not values:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.cat(values)).all()

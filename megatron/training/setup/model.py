@@ -1,0 +1,85 @@
+"""From a plain model chunk to what is trained: the one ordered list of wrappings.
+
+Tensor, sequence, context and expert parallelism change the formula, so they live in the layers. All the rest wraps,
+here, from the inside out: number format, data parallel units. Recompute is inside of both: a stack of layers wraps its
+own, as its config says, when it is built (`megatron.core.transformer.recompute`), so that a loop over megatron.core
+alone has it too.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer.external import ExternalOptimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.launch.environment import Environment
+from megatron.training.providers import Context, Stage, stages_of_rank
+
+
+def parallelize(chunk: nn.Module, config: PretrainConfig, environment: Environment) -> DistributedDataParallel:
+    """Wrap one model chunk, moving it to the device of this process; one without memory gets it there, unit by unit."""
+    transformer = config.model.transformer
+    if not any(parameter.is_meta for parameter in chunk.parameters()):
+        chunk = chunk.to(environment.device)
+    if transformer.params_dtype is not torch.float32:
+        chunk = Float16Module(transformer, chunk) if transformer.fp16 or transformer.bf16 else chunk
+    return DistributedDataParallel(
+        transformer, config.ddp, chunk, pg_collection=environment.groups, device=environment.device
+    )
+
+
+def build_model(context: Context, build_chunk: Callable[[Context, Stage], nn.Module]) -> list[DistributedDataParallel]:
+    """Builds and wraps this rank's model chunks, one for each of its virtual pipeline stages.
+
+    With --init-model-with-meta-device `build_chunk` runs on the meta device, so that a chunk takes no memory until it
+    is wrapped.
+    """
+    config, environment = context.config, context.environment
+    on_meta = config.transformer.init_model_with_meta_device
+    chunks = []
+    for stage in stages_of_rank(config, environment.groups.rank("pp")):
+        with torch.device("meta") if on_meta else contextlib.nullcontext():
+            chunk = build_chunk(context, stage)
+        chunks.append(parallelize(chunk, config, environment))
+    return chunks
+
+
+def build_optimizer(
+    context: Context,
+    model: Sequence[nn.Module],
+    build_own: Callable[[Context, Sequence[nn.Module]], Any] | None = None,
+) -> MegatronOptimizer:
+    """The optimizer that the flags describe, or the script's own, wrapped if it is a plain torch optimizer."""
+    config = context.config
+    if build_own is None:
+        return get_megatron_optimizer(
+            config.optimizer,
+            model,
+            pg_collection=context.environment.groups,
+            stop_on_nonfinite=stops_on_nonfinite(config),
+        )
+    own = build_own(context, model)
+    return own if isinstance(own, MegatronOptimizer) else ExternalOptimizer(config.optimizer, own, model)
+
+
+def connect_schedules(
+    config: PretrainConfig, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> None:
+    """Tell the schedules, through the published fields of the model's config, how to end a backward pass."""
+    transformer = config.transformer
+    transformer.grad_scale_func = optimizer.scale_loss
+    transformer.finalize_model_grads_func = finalize_model_grads
+    wrapped = [chunk.no_sync for chunk in model]
+    transformer.no_sync_func = wrapped if len(wrapped) > 1 else wrapped[0]
+
+
+def stops_on_nonfinite(config: PretrainConfig) -> bool:
+    """A non-finite loss or gradient ends the run, instead of costing one update."""
+    resilience = config.resilience
+    return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"

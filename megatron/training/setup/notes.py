@@ -1,0 +1,53 @@
+"""What a run prints before it starts: its kernels, and what it does otherwise than a user may expect."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stage_checks import interleaves
+from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.transformer.dot_product_attention import describe_kernels
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.splits import Splits
+from megatron.training.launch.environment import Environment
+
+
+def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: PretrainConfig) -> Iterator[str]:
+    """Which kernels compute the layers of this pipeline stage, on its first rank. The backend, which all stages have
+    in common, is told by the stage that has the first layer."""
+    groups, stages = environment.groups, stage_map(config.transformer)
+    if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
+        return
+    begins = any(1 in stages.part(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
+    for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
+        if begins or line.startswith("attention"):
+            yield line
+
+
+def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:
+    """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
+    evaluation = config.evaluation
+    groups = environment.groups
+    if interleaves(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
+        yield (
+            "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
+            "micro-batches take turns all the same, and one more is held"
+        )
+    if config.transformer.fp16 and environment.device.type == "cpu":
+        yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
+    if evaluation.skip_train and splits.valid is None and splits.test is None:
+        raise UserError(
+            "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"
+        )
+    if evaluation.eval_iters == 0:
+        yield "--eval-iters 0: nothing is evaluated, neither in between nor at the end"
+        return
+    missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
+    if missing:
+        yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
+    if len(missing) < 2:
+        samples = evaluation.eval_iters * config.training.global_batch_size
+        yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
+    if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
+        yield "without --eval-interval the validation data is looked at once, after the last iteration"
