@@ -72,7 +72,9 @@ def segments(rule: Any, dtype: torch.dtype, device: str) -> Segments:
     def some() -> list[Tensor]:
         return [torch.randn(n, generator=generator, dtype=torch.float64).to(device, dtype) for n in (1000, 64, 77)]
 
-    return Segments(some(), some(), {name: [value.abs() for value in some()] for name in rule.moments})
+    moments = {name: [value.abs() for value in some()] for name in rule.moments}
+    model_weights = [torch.zeros(1000, device=device, dtype=torch.bfloat16), None, None]
+    return Segments(some(), some(), moments, model_weights)
 
 
 @pytest.mark.parametrize("decay_on_device", [False, True])
@@ -92,6 +94,7 @@ def test_update_rules_equal_those_on_the_cpu(
             torch.tensor(skip, device=device),
         )
         rule.update(held, step, torch.tensor(0.03, dtype=torch.float64, device=device), decay)
+        assert (held.model_weights[0] == held.weights[0].bfloat16()).all() or (skip and device == "cuda")
         results.append([t.double().cpu() for ts in (held.weights, *held.moments.values()) for t in ts])
     untouched = segments(rule, dtype, "cpu")
     before = [t.double() for ts in (untouched.weights, *untouched.moments.values()) for t in ts]

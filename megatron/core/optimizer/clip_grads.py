@@ -51,7 +51,7 @@ def grad_norm(
     """
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
-        return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
     return _sum_over_model(units, groups, of_grid, chunk).sqrt()
 

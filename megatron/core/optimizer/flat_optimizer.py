@@ -42,11 +42,6 @@ class UnitState:
         weights = unit.owned_weights.to(main) if unit.plan.needs_main_weights else unit.owned_weights
         return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
 
-    def publish(self) -> None:
-        """Round the main weights into the model's."""
-        if self.unit.plan.needs_main_weights:
-            self.unit.owned_weights.copy_(self.weights)
-
     def reload(self) -> None:
         """Widen the model's weights into the main weights."""
         if self.unit.plan.needs_main_weights:
@@ -114,6 +109,10 @@ class FlatOptimizer(MegatronOptimizer):
                 [state.weights[owned] for state, owned in alike],
                 [state.unit.owned_gradients[owned] for state, owned in alike],
                 {name: [state.moments[name][owned] for state, owned in alike] for name in self.rule.moments},
+                [
+                    state.unit.owned_weights[owned] if state.unit.plan.needs_main_weights else None
+                    for state, owned in alike
+                ],
             )
             for alike in by_type.values()
         ]
@@ -151,7 +150,6 @@ class FlatOptimizer(MegatronOptimizer):
             for alike in segments:
                 self.rule.update(alike, step, rate, group["weight_decay"])
         for state in self.states:
-            state.publish()
             state.unit.mark_updated()
         for chunk in self.chunks:
             chunk.start_param_sync()

@@ -1,11 +1,12 @@
 """How weights follow from gradients: Adam, AdamW and SGD over flat segments, decided and computed on the device.
 
-Float32 goes through torch's fused kernels, one launch for a list of segments. Float64, the parity mode, is written out:
-the fused kernels read learning rate and divisor in float32. Both leave weights and moments untouched, to the bit, where
-`skip` is set.
+Float32 goes through torch's fused kernels, one launch for a list of segments, or on a GPU, for Adam, through a kernel
+of our own (`adam_triton`), one launch for each segment. Float64, the parity mode, is written out: the fused kernels
+read learning rate and divisor in float32. All leave weights and moments untouched, to the bit, where `skip` is set.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,8 @@ class Segments:
     weights: list[Tensor]
     gradients: list[Tensor]
     moments: dict[str, list[Tensor]]
+    model_weights: list[Tensor | None]
+    """The weights in the model's narrower type; None where the model computes with `weights` themselves."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,8 +50,9 @@ class UpdateRule(Protocol):
     """Names of the state tensors that every weight has, as checkpoints know them. They start as zeros."""
 
     def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
-        """Update weights and moments in place. `lr` is a float64 scalar tensor on the device; so is a weight decay that
-        changes over the run. Gradients are not needed afterwards and may be overwritten."""
+        """Updates weights and moments in place and rounds the weights into the model's. `lr` is a float64 scalar tensor
+        on the device, and so is a weight decay that changes over the run. Gradients are not needed afterwards and may
+        be overwritten."""
 
 
 class Adam:
@@ -67,6 +71,12 @@ class Adam:
     def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
         if segments.dtype is torch.float64:
             self._update_plainly(segments, step, lr, weight_decay)
+            return
+        kernel = _adam_kernel() if step.skip.is_cuda else None
+        if kernel is not None:
+            numbers = {"betas": (self.beta1, self.beta2), "eps": self.eps, "decoupled": self.decoupled}
+            for weight, gradient, (exp_avg, exp_avg_sq), model_weight in plain_segments(segments, self.moments):
+                kernel(weight, gradient, exp_avg, exp_avg_sq, model_weight, step, lr, weight_decay, **numbers)
             return
         if isinstance(weight_decay, Tensor):  # the fused kernels take a number only
             apply_decay(segments, step, lr, weight_decay, self.decoupled)
@@ -89,11 +99,12 @@ class Adam:
             grad_scale=step.divisor.float(),
             found_inf=step.skip.float(),
         )
+        publish(segments)
 
     def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
         correction1 = 1.0 - self.beta1 ** step.count.double()
         correction2 = 1.0 - self.beta2 ** step.count.double()
-        for weight, gradient, (exp_avg, exp_avg_sq) in plain_segments(segments, self.moments):
+        for weight, gradient, (exp_avg, exp_avg_sq), _ in plain_segments(segments, self.moments):
             g = gradient / step.divisor
             if not self.decoupled:
                 g = g + decay * weight
@@ -102,6 +113,7 @@ class Adam:
             kept = weight * (1.0 - lr * decay) if self.decoupled else weight
             w = kept - lr * (m / correction1) / ((v / correction2).sqrt() + self.eps)
             replace(step.skip, (weight, w), (exp_avg, m), (exp_avg_sq, v))
+        publish(segments)
 
 
 class Sgd:
@@ -136,11 +148,13 @@ class Sgd:
             grad_scale=step.divisor.float(),
             found_inf=step.skip.float(),
         )
+        publish(segments)
 
     def _update_plainly(self, segments: Segments, step: StepInputs, lr: Tensor, decay: float | Tensor) -> None:
-        for weight, gradient, (buffer,) in plain_segments(segments, self.moments):
+        for weight, gradient, (buffer,), _ in plain_segments(segments, self.moments):
             b = self.momentum * buffer + gradient / step.divisor + decay * weight
             replace(step.skip, (weight, weight - lr * b), (buffer, b))
+        publish(segments)
 
 
 def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
@@ -154,10 +168,29 @@ def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: 
             gradient.addcmul_(weight, pull)
 
 
-def plain_segments(segments: Segments, moments: Sequence[str]) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Weight, gradient and moments, segment by segment."""
+def plain_segments(
+    segments: Segments, moments: Sequence[str]
+) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]]:
+    """Weight, gradient, moments and the model's weight, segment by segment."""
     states = zip(*(segments.moments[name] for name in moments), strict=True)
-    yield from zip(segments.weights, segments.gradients, states, strict=True)
+    yield from zip(segments.weights, segments.gradients, states, segments.model_weights, strict=True)
+
+
+def publish(segments: Segments) -> None:
+    """Round the weights into the model's."""
+    for weight, model_weight in zip(segments.weights, segments.model_weights, strict=True):
+        if model_weight is not None:
+            model_weight.copy_(weight)
+
+
+@functools.cache
+def _adam_kernel() -> Callable[..., None] | None:
+    """Our own kernel; None where Triton cannot be imported."""
+    try:
+        from megatron.core.optimizer.adam_triton import adam_triton
+    except ImportError:
+        return None
+    return adam_triton
 
 
 def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
