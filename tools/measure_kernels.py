@@ -1,0 +1,140 @@
+"""How fast the memory-bound operations of a step are:   python tools/measure_kernels.py --tokens 32768
+
+Times norms, rotary positions, activations, bias and residual, cross entropy and the update of the weights on a GPU,
+forward and backward apart, beside their definitions in plain torch, and prints what share of a device copy's speed each
+reaches: 100% moves its inputs and outputs as fast as a copy does. On a CPU it times the definitions alone.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.backends import LOCAL, Backend, triton_backend
+from megatron.core.ops.activation import Activation, gelu_tanh
+from megatron.core.ops.rope import Rotation
+from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
+from tools.measure_experts import Operation, ceilings, seconds
+
+
+class Bench:
+    """Operations of one backend on random data."""
+
+    def __init__(self, args: argparse.Namespace, backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
+        self.args, self.backend, self.device, self.dtype = args, backend, device, dtype
+        self.found: list[Operation] = []
+        torch.manual_seed(0)
+
+    def values(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
+
+    def both(
+        self, name: str, call: Callable[[], Tensor], leaves: list[Tensor], forward: float, backward: float
+    ) -> None:
+        """An operation and its backward, which move so many bytes at least."""
+        output = call()
+        gradient = torch.randn_like(output)
+        pull = partial(torch.autograd.grad, output, leaves, gradient, retain_graph=True)
+        self.found += [
+            Operation(f"{name}, forward", call, nbytes=forward),
+            Operation(f"{name}, backward", pull, nbytes=backward),
+        ]
+
+    def operations(self) -> list[Operation]:
+        self.norms()
+        self.positions()
+        self.activations()
+        self.losses()
+        self.updates()
+        return self.found
+
+    def norms(self) -> None:
+        args, backend = self.args, self.backend
+        x, w, b = self.values(args.tokens, args.hidden), self.values(args.hidden), self.values(args.hidden)
+        size = float(x.numel() * x.element_size())
+        self.both("rms norm", lambda: backend.rms_norm(x, w, 1e-5), [x, w], 2 * size, 3 * size)
+        self.both("layer norm", lambda: backend.layer_norm(x, w, b, 1e-5), [x, w, b], 2 * size, 3 * size)
+        heads = self.values(args.tokens, args.hidden // args.channels, args.channels)
+        v = self.values(args.channels)
+        self.both("norm of heads", lambda: backend.rms_norm(heads, v, 1e-5), [heads, v], 2 * size, 3 * size)
+        residual = self.values(args.tokens, args.hidden)
+        add = lambda: backend.bias_dropout_add(x, b, residual, 0.0, None)  # noqa: E731
+        self.both("bias and residual", add, [x, b, residual], 3 * size, size)
+
+    def positions(self) -> None:
+        args = self.args
+        heads = args.hidden // args.channels
+        per_group = max(1, heads // 4)
+        packed = self.values(args.tokens, 1, heads // per_group, per_group + 2, args.channels)
+        angle = torch.rand(args.tokens, 1, 1, args.channels // 2, device=self.device) * 6
+        rotation = Rotation(angle.cos(), angle.sin())
+        query = packed[..., :per_group, :].detach().requires_grad_()
+        size = float(query.numel() * query.element_size())
+        call = lambda: self.backend.apply_rope(query, rotation)  # noqa: E731
+        self.both("rotary positions", call, [query], 2 * size, 2 * size)
+
+    def activations(self) -> None:
+        args, backend = self.args, self.backend
+        product, bias = self.values(args.tokens, args.ffn), self.values(args.ffn)
+        size = float(product.numel() * product.element_size())
+        gelu = lambda: backend.weighted_activation(product, bias, None, Activation(gelu_tanh))  # noqa: E731
+        self.both("gelu with bias", gelu, [product, bias], 2 * size, 3 * size)
+        swiglu = lambda: backend.weighted_activation(product, None, None, Activation(F.silu, True))  # noqa: E731
+        self.both("swiglu", swiglu, [product], 1.5 * size, 2.5 * size)
+
+    def losses(self) -> None:
+        args = self.args
+        logits = self.values(args.tokens // 4, args.vocab)
+        labels = torch.randint(args.vocab, (args.tokens // 4,), device=self.device)
+        size = float(logits.numel() * logits.element_size())
+        self.both("cross entropy", lambda: self.backend.cross_entropy(logits, labels), [logits], size, 2 * size)
+
+    def updates(self) -> None:
+        """AdamW of float32 weights with bfloat16 copies, in segments as long as a layer's."""
+        count = max(1, self.args.weights // 4)
+        rule, scalar = Adam(0.9, 0.95, 1e-8, decoupled=True), partial(torch.tensor, device=self.device)
+        weights, gradients, first, second = (
+            [torch.rand(count, device=self.device) for _ in range(4)] for _ in range(4)
+        )
+        copies: list[Tensor | None] = [weight.bfloat16() for weight in weights]
+        segments = Segments(weights, gradients, {"exp_avg": first, "exp_avg_sq": second}, copies)
+        step = StepInputs(scalar(3.0), scalar(1.0, dtype=torch.float64), scalar(False))
+        lr = scalar(1e-3, dtype=torch.float64)
+        self.found += [
+            Operation("AdamW", lambda: rule.update(segments, step, lr, 0.1), nbytes=30.0 * count * 4),
+            Operation("norm of gradients", lambda: torch._foreach_norm(gradients), nbytes=4.0 * count * 4),
+        ]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"tokens": 32768, "hidden": 2048, "ffn": 8192, "channels": 64, "vocab": 32000, "weights": 2**28}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="calls that are timed")
+    args = parser.parse_args(words)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    _, copy = ceilings(device, dtype, 16384 if device.type == "cuda" else 256)
+    print(f"{dtype} on {device.type}: copy {copy / 1e12:.3g} TB/s")
+    kernels = triton_backend() if device.type == "cuda" else None
+    print(f"{'operation':32} {'plain (ms)':>12} {'ours (ms)':>12} {'of a copy':>12}")
+    plain = {
+        operation.name: seconds(operation.run, args.repeats, device)
+        for operation in Bench(args, LOCAL, device, dtype).operations()
+    }
+    for operation in Bench(args, kernels or LOCAL, device, dtype).operations():
+        time = seconds(operation.run, args.repeats, device)
+        share = operation.nbytes / copy / time
+        print(f"{operation.name:32} {plain[operation.name] * 1e3:12.3f} {time * 1e3:12.3f} {share:12.0%}")
+
+
+if __name__ == "__main__":
+    main()
