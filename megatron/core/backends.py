@@ -106,11 +106,18 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.moe.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
+        from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
+        from megatron.core.ops.rope_triton import apply_rope_triton
+        from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
     return dataclasses.replace(
         LOCAL,
         name="triton",
+        linear=ByDevice(cpu=linear, cuda=functools.partial(linear, sum_rows=sum_rows_triton)),
+        layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),
+        rms_norm=ByDevice(cpu=rms_norm, cuda=rms_norm_triton),
+        apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support import triton_agreement
+from support import elementwise_kernels, triton_agreement
 from torch import Tensor
 
 from megatron.core.inference.generation import generate
@@ -40,6 +40,11 @@ def test_triton_kernels_equal_their_definitions() -> None:
     triton_agreement.losses()
     triton_agreement.bias_dropout_residual()
     triton_agreement.merged_blocks()
+
+
+@pytest.mark.parametrize("check", ["sums", "norms", "norms_of_views", "positions", "biases", "updates"])
+def test_elementwise_kernels_equal_their_definitions(check: str) -> None:
+    getattr(elementwise_kernels, check)()
 
 
 def qkv(s: int, b: int, a: int, g: int, d: int, dtype: torch.dtype) -> list[Tensor]:

@@ -9,6 +9,7 @@ computed. Under sequence parallelism (Korthikanti et al. 2022) each rank also ha
 gathered for the product and again, while dX is computed, for dW; only the part is kept in between.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,29 +42,47 @@ class SequenceShard:
         return start_gather_rows(self.rows, self.group)
 
 
+def _sum_rows(rows: Tensor) -> Tensor:
+    return rows.sum(0)
+
+
 def linear(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, group: Group = None, *, gathers: bool = False
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    group: Group = None,
+    *,
+    gathers: bool = False,
+    sum_rows: Callable[[Tensor], Tensor] = _sum_rows,
 ) -> Tensor:
     """[..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
 
     `group`: ranks with the same inputs and other rows of the weight; the inputs' gradient is summed over them. With
     `gathers` each rank has its part of the inputs' first dimension, in group order, and gets its part of the gradient;
-    the outputs have all of it.
+    the outputs have all of it. `sum_rows` computes the bias's gradient: [t, out] -> [out].
     """
-    return _Linear.apply(inputs, weight, bias, group, gathers)
+    return _Linear.apply(inputs, weight, bias, group, gathers, sum_rows)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, group: Group, gathers: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Group,
+        gathers: bool,
+        sum_rows: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(inputs)
         # The parameter, not a saved tensor: under full sharding its storage goes away and comes back before backward.
-        ctx.weight, ctx.group, ctx.gathers = weight, group, gathers
+        ctx.weight, ctx.group, ctx.gathers, ctx.sum_rows = weight, group, gathers, sum_rows
         return _affine(gather_rows(inputs, group) if gathers else inputs, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,), weight = ctx.saved_tensors, ctx.weight
         needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = output_gradient.reshape(-1, weight.shape[0])  # [t, out]
@@ -85,9 +104,9 @@ class _Linear(torch.autograd.Function):
                     rows, SequenceShard(columns, ctx.group) if ctx.gathers and defers_weight_grad else columns
                 )
         if needs_bias:
-            bias_gradient = rows.sum(0)
+            bias_gradient = ctx.sum_rows(rows)
         inputs_gradient = None if summed is None else summed.wait().view(inputs.shape)
-        return inputs_gradient, weight_gradient, bias_gradient, None, None
+        return inputs_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters: bool) -> Pending:

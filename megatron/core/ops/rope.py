@@ -21,9 +21,11 @@ class Rotation:
 
 
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Turn r channels of [s, b, heads, d], the first ones after `rotation.first`; the rest pass through. The angles'
-    functions are rounded to the type of the heads first, as published."""
-    cos, sin = rotation.cos.to(heads.dtype), rotation.sin.to(heads.dtype)
+    """Turn r channels of [s, b, heads, d] or [s, b, groups, heads, d], the first ones after `rotation.first`; the rest
+    pass through. The result is contiguous. The angles' functions are rounded to the type of the heads first, as
+    published."""
+    ones = (1,) * (heads.dim() - 3)
+    cos, sin = (angles.to(heads.dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     return _Rope.apply(heads, cos, sin, rotation.interleaved, rotation.first)
 
 

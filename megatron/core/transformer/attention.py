@@ -136,6 +136,7 @@ class SelfAttention(MegatronModule):
             key = self.backend.apply_rope(key, rotation)
         if self.norms_after_rope:
             query, key = self._normed(query, key)
+        query = query.flatten(2, 3)
         if inputs.query_scale is not None and not self.has_rope:
             query = (query * inputs.query_scale).to(query.dtype)
         if inputs.inference_context is None:
@@ -151,16 +152,20 @@ class SelfAttention(MegatronModule):
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
         """[t, h], or this rank's part -> query [s, b, a, d], key and value [s, b, g, d], its heads and groups."""
-        return self._project(hidden_states, inputs)[:3]
+        query, key, value, _ = self._project(hidden_states, inputs)
+        return query.flatten(2, 3), key, value
 
     def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The same, and the gate [s, b, a * d] of what attention gives, if there is one."""
+        """Query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of what attention gives, if there is one.
+        As far as no norm or clamp changes them they are views of the projection."""
         qkv, _ = self.linear_qkv(hidden_states)
         a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
         has_gate = self.config.attention_output_gate
-        qkv = as_heads(qkv, inputs.tokens, g).unflatten(-1, (a // g * (2 if has_gate else 1) + 2, d))
-        query, key, value = qkv[..., : a // g, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
-        gate = qkv[..., a // g : -2, :].flatten(2) if has_gate else None
+        sizes = [a // g, a // g if has_gate else 0, 1, 1]
+        heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
+        query, gate, key, value = heads.split(sizes, -2)  # one copy in backward puts the gradients together
+        key, value = key.squeeze(-2), value.squeeze(-2)
+        gate = gate.flatten(2) if has_gate else None
         if clip is not None:
             query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
         if not self.norms_after_rope:

@@ -68,8 +68,8 @@ class AllHeadsNorm(nn.Module):
             self.weight = new_parameter(config, (hidden_size,), one, **facts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's heads [..., heads, d] -> the same shape, in the weight's type."""
-        flat = x.flatten(-2)
+        """This rank's heads [s, b, ..., d] -> the same shape, in the weight's type."""
+        flat = x.flatten(2)
         if group_size(self.tp_group) == 1:
             return self.backend.rms_norm(flat, self.weight, self.eps, self.zero_centered).view(x.shape)
         normed = rms_norm_over_ranks(flat, self.weight, self.eps, self.zero_centered, self.tp_group, self.first)

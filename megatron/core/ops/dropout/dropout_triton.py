@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.bias_add_triton import bias_add_triton
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, bias_dropout_add
+from megatron.core.ops.sum_rows_triton import sum_rows_triton
 
 _BLOCKS = 256
 """Philox blocks, of four elements each, that one program draws."""
@@ -78,8 +80,11 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
 def bias_dropout_add_triton(
     inputs: Tensor, bias: Tensor | None, residual: Tensor | None, probability: float, place: DropoutRngPosition | None
 ) -> Tensor:
-    """As `dropout.bias_dropout_add`, which it leaves to it in float64 and where nothing is dropped."""
-    if place is None or probability == 0.0 or inputs.dtype is torch.float64:
+    """As `dropout.bias_dropout_add`, which computes float64 and sums without a bias where nothing is dropped."""
+    drops = place is not None and probability > 0.0
+    if bias is not None and not drops and torch.float64 not in (inputs.dtype, getattr(residual, "dtype", None)):
+        return bias_add_triton(inputs, bias, residual)
+    if place is None or not drops or inputs.dtype is torch.float64:
         return bias_dropout_add(inputs, bias, residual, probability, place)
     return _BiasDropoutAdd.apply(inputs, bias, residual, probability, place)
 
@@ -102,7 +107,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
         inputs_gradient = _apply(output_gradient, None, None, ctx.place, ctx.probability, ctx.input_type)
-        bias_gradient = inputs_gradient.sum(0) if ctx.needs_input_grad[1] else None
+        bias_gradient = sum_rows_triton(inputs_gradient) if ctx.needs_input_grad[1] else None
         residual_gradient = output_gradient if ctx.needs_input_grad[2] else None
         return inputs_gradient, bias_gradient, residual_gradient, None, None
 

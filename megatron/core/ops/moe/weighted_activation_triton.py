@@ -1,6 +1,7 @@
-"""Activation, gate and, of an expert's rows, the router's weight in one pass on a GPU, and one in backward.
+"""Bias, activation, gate and, for an expert's rows, the router's weight in one pass on a GPU, and one in backward.
 
-Only the product that is activated is kept for backward; everything between it and the result is computed in float32.
+Backward keeps only the product, computes everything between it and the result again in float32, and sums the bias's
+gradient while it writes the product's.
 """
 
 from typing import Any
@@ -14,12 +15,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
 from megatron.core.ops.moe.weighted_activation import weighted_activation
+from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 
 _KINDS = {F.silu: 0, gelu_tanh: 1, gelu_erf: 2, F.gelu: 2, quick_gelu: 3, squared_relu: 4, F.relu: 5}
 _BLOCK = 1024
 """Channels that a program computes at once."""
+_ROWS, _COLUMNS = 8, 256
+"""Rows and channels that a program of backward takes at once where it sums a bias's gradient."""
 _NANS = tl.constexpr(tl.PropagateNan.ALL)
-"""As torch has it, and not the other number: what is no number any more must reach the loss, and be seen."""
+"""Propagates NaN like torch.maximum, so that a NaN reaches the loss and is noticed."""
 
 
 @triton.jit
@@ -48,23 +52,40 @@ def _activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton 
 
 
 @triton.jit
+def _differentiate(  # type: ignore[no-untyped-def]
+    gate, up, clamp, up_offset, KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr
+):
+    """The activation, and its derivatives with respect to gate and up (not gated: the product, and nothing)."""
+    value, slope = _activate(tl.minimum(gate, clamp, _NANS) if CLAMPED else gate, KIND)
+    up_slope = value
+    if GATED:
+        factor = (tl.minimum(tl.maximum(up, -clamp, _NANS), clamp, _NANS) if CLAMPED else up) + up_offset
+        value, slope = value * factor, slope * factor
+    if CLAMPED:
+        slope = tl.where(gate <= clamp, slope, 0.0)
+        up_slope = tl.where((up >= -clamp) & (up <= clamp), up_slope, 0.0)
+    return value, slope, up_slope
+
+
+@triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    output, product, weights, ffn, clamp, up_offset,
-    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    output, product, bias, weights, ffn, clamp, up_offset,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < ffn
     at = product + row * ffn * (2 if GATED else 1) + channel
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if CLAMPED:
-        gate = tl.minimum(gate, clamp, _NANS)
-    value, _ = _activate(gate, KIND)
+    if BIASED:
+        gate += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    up = gate
     if GATED:
         up = tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
-        if CLAMPED:
-            up = tl.minimum(tl.maximum(up, -clamp, _NANS), clamp, _NANS)
-        value *= up + up_offset
+        if BIASED:
+            up += tl.load(bias + ffn + channel, mask=inside, other=0.0).to(tl.float32)
+    value, _, _ = _differentiate(gate, up, clamp, up_offset, KIND, GATED, CLAMPED)
     if WEIGHTED:
         value *= tl.load(weights + row).to(tl.float32)
     tl.store(output + row * ffn + channel, value.to(output.dtype.element_ty), mask=inside)
@@ -82,41 +103,71 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, ffn, BLOCK):
         channel = first + tl.arange(0, BLOCK)
         inside = channel < ffn
-        given = tl.load(product + start + channel, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(gradient + row * ffn + channel, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.minimum(given, clamp, _NANS) if CLAMPED else given
-        value, slope = _activate(gate, KIND)
+        gate = tl.load(product + start + channel, mask=inside, other=0.0).to(tl.float32)
+        up = gate
         if GATED:
-            given_up = tl.load(product + start + ffn + channel, mask=inside, other=0.0).to(tl.float32)
-            up = tl.minimum(tl.maximum(given_up, -clamp, _NANS), clamp, _NANS) if CLAMPED else given_up
-            total += dy * value * (up + up_offset)
-            up_gradient = dy * weight * value
-            if CLAMPED:
-                up_gradient = tl.where((given_up >= -clamp) & (given_up <= clamp), up_gradient, 0.0)
-            tl.store(
-                product_gradient + start + ffn + channel,
-                up_gradient.to(product_gradient.dtype.element_ty),
-                mask=inside,
-            )
-            slope *= up + up_offset
-        else:
-            total += dy * value
-        gate_gradient = dy * weight * slope
-        if CLAMPED:
-            gate_gradient = tl.where(given <= clamp, gate_gradient, 0.0)
-        tl.store(product_gradient + start + channel, gate_gradient.to(product_gradient.dtype.element_ty), mask=inside)
+            up = tl.load(product + start + ffn + channel, mask=inside, other=0.0).to(tl.float32)
+        dy = tl.load(gradient + row * ffn + channel, mask=inside, other=0.0).to(tl.float32)
+        value, slope, up_slope = _differentiate(gate, up, clamp, up_offset, KIND, GATED, CLAMPED)
+        total += dy * value
+        dy *= weight
+        at = product_gradient + start + channel
+        tl.store(at, (dy * slope).to(product_gradient.dtype.element_ty), mask=inside)
+        if GATED:
+            tl.store(at + ffn, (dy * up_slope).to(product_gradient.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(weights_gradient + row, tl.sum(total).to(weights_gradient.dtype.element_ty))
+
+
+@triton.jit
+def _biased_backward_kernel(  # type: ignore[no-untyped-def]
+    product_gradient, bias_parts, gradient, product, bias, rows, ffn, rows_per_program, clamp, up_offset,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = channel < ffn
+    width = ffn * (2 if GATED else 1)
+    gate_bias = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    up_bias = gate_bias
+    if GATED:
+        up_bias = tl.load(bias + ffn + channel, mask=inside, other=0.0).to(tl.float32)
+    gate_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    part = tl.program_id(1)
+    end = tl.minimum((part + 1) * rows_per_program, rows)
+    for first in range(part * rows_per_program, end, ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        there = (row < end) & inside[None, :]
+        at = row * width + channel[None, :]
+        gate = tl.load(product + at, mask=there, other=0.0).to(tl.float32) + gate_bias[None, :]
+        up = gate
+        if GATED:
+            up = tl.load(product + at + ffn, mask=there, other=0.0).to(tl.float32) + up_bias[None, :]
+        dy = tl.load(gradient + row * ffn + channel[None, :], mask=there, other=0.0).to(tl.float32)
+        _, slope, up_slope = _differentiate(gate, up, clamp, up_offset, KIND, GATED, CLAMPED)
+        gate_total += dy * slope
+        tl.store(product_gradient + at, (dy * slope).to(product_gradient.dtype.element_ty), mask=there)
+        if GATED:
+            up_total += dy * up_slope
+            tl.store(product_gradient + at + ffn, (dy * up_slope).to(product_gradient.dtype.element_ty), mask=there)
+    at = bias_parts + part * width + channel
+    tl.store(at, tl.sum(gate_total, 0), mask=inside)
+    if GATED:
+        tl.store(at + ffn, tl.sum(up_total, 0), mask=inside)
 
 
 def weighted_activation_triton(
     product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation
 ) -> Tensor:
-    """As `weighted_activation`, which it leaves to it in float64 and for other activations."""
+    """As `weighted_activation`, which computes float64 and other activations."""
     exact = torch.float64 in (product.dtype, None if weights is None else weights.dtype)
     if exact or not isinstance(activation, Activation) or activation.function not in _KINDS:
         return weighted_activation(product, bias, weights, activation)
-    return _WeightedActivation.apply(product if bias is None else product + bias, weights, activation)
+    if bias is not None and (weights is not None or bias.dim() > 1):
+        product, bias = product + bias, None
+    if bias is not None:
+        return _BiasedActivation.apply(product, bias, activation)
+    return _WeightedActivation.apply(product, weights, activation)
 
 
 class _WeightedActivation(torch.autograd.Function):
@@ -126,15 +177,7 @@ class _WeightedActivation(torch.autograd.Function):
         weights = None if weights is None else weights.contiguous()
         ctx.save_for_backward(product, weights)
         ctx.activation = activation
-        ffn = product.shape[-1] // (2 if activation.gated else 1)
-        output = product.new_empty(*product.shape[:-1], ffn)
-        if output.numel():
-            block = _block(ffn)
-            _forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
-                output, product, product if weights is None else weights, ffn, *_numbers(activation),
-                **_facts(activation), WEIGHTED=weights is not None, BLOCK=block,
-            )  # fmt: skip
-        return output
+        return _activated(product, None, weights, activation)
 
     @staticmethod
     @once_differentiable
@@ -145,11 +188,47 @@ class _WeightedActivation(torch.autograd.Function):
         ffn = gradient.shape[-1]
         if gradient.numel():
             _backward_kernel[(gradient.numel() // ffn,)](
-                product_gradient, product if weights_gradient is None else weights_gradient, gradient.contiguous(),
-                product, product if weights is None else weights, ffn, *_numbers(ctx.activation),
-                **_facts(ctx.activation), WEIGHTED=weights is not None, BLOCK=_block(ffn),
+                product_gradient, weights_gradient, gradient.contiguous(), product, weights, ffn,
+                *_numbers(ctx.activation), **_facts(ctx.activation), WEIGHTED=weights is not None, BLOCK=_block(ffn),
             )  # fmt: skip
         return product_gradient, weights_gradient, None
+
+
+class _BiasedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+        product = product.contiguous()
+        ctx.save_for_backward(product)
+        # The parameter, not a saved tensor: see ops/linear.py.
+        ctx.bias, ctx.activation = bias, activation
+        return _activated(product, bias, None, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (product,), bias, ffn = ctx.saved_tensors, ctx.bias.detach(), gradient.shape[-1]
+        product_gradient = torch.empty_like(product)
+        rows, blocks = gradient.numel() // ffn, triton.cdiv(ffn, _COLUMNS)
+        parts = max(1, min(8 * num_multiprocessors(gradient.device) // blocks, triton.cdiv(rows, _ROWS)))
+        per_program = triton.cdiv(triton.cdiv(rows, parts), _ROWS) * _ROWS
+        bias_parts = torch.empty(parts, product.shape[-1], dtype=torch.float32, device=gradient.device)
+        _biased_backward_kernel[(blocks, parts)](
+            product_gradient, bias_parts, gradient.contiguous(), product, bias, rows, ffn, per_program,
+            *_numbers(ctx.activation), **_facts(ctx.activation), ROWS=_ROWS, COLUMNS=_COLUMNS,
+        )  # fmt: skip
+        return product_gradient, sum_rows_triton(bias_parts, bias.dtype), None
+
+
+def _activated(product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation) -> Tensor:
+    ffn = product.shape[-1] // (2 if activation.gated else 1)
+    output = product.new_empty(*product.shape[:-1], ffn)
+    if output.numel():
+        block = _block(ffn)
+        _forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
+            output, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
+            BIASED=bias is not None, WEIGHTED=weights is not None, BLOCK=block,
+        )  # fmt: skip
+    return output
 
 
 def _block(ffn: int) -> int:

@@ -1,0 +1,182 @@
+"""LayerNorm and RMSNorm on a GPU, one pass over the rows in forward and one in backward.
+
+Forward keeps the input and one or two float32 numbers a row. In backward each program takes many rows, adds up their
+part of the weight's and the bias's gradient in registers, and writes it once; a second kernel sums these parts.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
+
+_WIDEST = 16384
+"""Channels of a row that fit into one program's registers."""
+_PROGRAMS = 4
+"""Programs of backward for each multiprocessor."""
+_TILE = 2048
+"""Elements that a program takes at once, where a row is no longer than that."""
+
+
+@triton.jit
+def _forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    output, means, inverses, inputs, weight, bias, rows, width, stride, epsilon,
+    CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    there = (row < rows)[:, None] & inside[None, :]
+    x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    if CENTERED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(inside[None, :], x - mean[:, None], 0.0)
+        tl.store(means + row, mean, mask=row < rows)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x, 1) / width + epsilon)
+    tl.store(inverses + row, inverse, mask=row < rows)
+    y = x * inverse[:, None]
+    if HAS_WEIGHT:
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            factor += 1.0
+        y *= factor[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(output + row[:, None] * width + column[None, :], y.to(output.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    inputs_gradient, weight_parts, bias_parts, gradient, inputs, weight, means, inverses,
+    rows, width, gradient_stride, stride,
+    CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    weight_part = tl.zeros((ROWS, WIDTH), tl.float32)
+    bias_part = tl.zeros((ROWS, WIDTH), tl.float32)
+    factor = tl.full((WIDTH,), 1.0, tl.float32)
+    if HAS_WEIGHT:
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            factor += 1.0
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        there = (row < rows)[:, None] & inside[None, :]
+        x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        at = gradient + row[:, None] * gradient_stride + column[None, :]
+        dy = tl.load(at, mask=there, other=0.0).to(tl.float32)
+        inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
+        if CENTERED:
+            x -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+        normed = x * inverse[:, None]
+        if SUMS_WEIGHT:
+            weight_part += dy * normed
+        if SUMS_BIAS:
+            bias_part += dy
+        dy *= factor[None, :]
+        dx = dy - normed * (tl.sum(dy * normed, 1) / width)[:, None]
+        if CENTERED:
+            dx -= (tl.sum(dy, 1) / width)[:, None]
+        dx *= inverse[:, None]
+        at = inputs_gradient + row[:, None] * width + column[None, :]
+        tl.store(at, dx.to(inputs_gradient.dtype.element_ty), mask=there)
+    at = tl.program_id(0) * width + column
+    if SUMS_WEIGHT:
+        tl.store(weight_parts + at, tl.sum(weight_part, 0), mask=inside)
+    if SUMS_BIAS:
+        tl.store(bias_parts + at, tl.sum(bias_part, 0), mask=inside)
+
+
+def rms_norm_triton(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False) -> Tensor:
+    """As `norm.rms_norm`, which computes float64 and rows of more than 16,384 channels."""
+    if not _takes(inputs, weight):
+        return rms_norm(inputs, weight, epsilon, zero_centered)
+    return _Norm.apply(inputs, weight, None, epsilon, zero_centered, False)
+
+
+def layer_norm_triton(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> Tensor:
+    """As `norm.layer_norm`, which computes float64 and rows of more than 16,384 channels."""
+    if not _takes(inputs, weight):
+        return layer_norm(inputs, weight, bias, epsilon, zero_centered)
+    return _Norm.apply(inputs, weight, bias, epsilon, zero_centered, True)
+
+
+def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
+    types = {inputs.dtype} if weight is None else {inputs.dtype, weight.dtype}
+    return torch.float64 not in types and inputs.shape[-1] <= _WIDEST
+
+
+class _Norm(torch.autograd.Function):
+    """See `norm._RMSNorm` for the formulas. For LayerNorm, dx also loses its mean over the channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        epsilon: float,
+        zero_centered: bool,
+        centered: bool,
+    ) -> Tensor:
+        width = inputs.shape[-1]
+        x = _as_rows(inputs, width)
+        output = torch.empty(inputs.shape, dtype=inputs.dtype if weight is None else weight.dtype, device=x.device)
+        inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        means = torch.empty_like(inverses) if centered else None
+        ctx.save_for_backward(inputs, means, inverses)
+        # The parameter, not a saved tensor: see ops/linear.py.
+        ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
+        if output.numel():
+            tile = _tile(width)
+            _forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
+                output, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
+                CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+                ZERO_CENTERED=zero_centered, **tile,
+            )  # fmt: skip
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs, means, inverses), weight = ctx.saved_tensors, ctx.weight
+        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        width = inputs.shape[-1]
+        x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
+        inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        tile = _tile(width)
+        programs = max(1, min(triton.cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
+        sums = [
+            torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
+            for needed in (needs_weight, needs_bias)
+        ]
+        _backward_kernel[(programs,)](
+            inputs_gradient, *sums, dy, x, None if weight is None else weight.detach(), means, inverses,
+            x.shape[0], width, dy.stride(0), x.stride(0),
+            CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
+            ZERO_CENTERED=ctx.zero_centered, **tile,
+        )  # fmt: skip
+        weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
+        return inputs_gradient, weight_gradient, bias_gradient, None, None, None
+
+
+def _as_rows(tensor: Tensor, width: int) -> Tensor:
+    """[..., width] as [rows, width] whose rows are contiguous; a view where the rows are evenly spaced."""
+    rows = tensor.reshape(-1, width)
+    return rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
+
+
+def _tile(width: int) -> dict[str, int]:
+    channels = triton.next_power_of_2(width)
+    rows = max(1, _TILE // channels)
+    return {"ROWS": rows, "WIDTH": channels, "num_warps": max(4, min(16, channels // 512))}

@@ -1,0 +1,102 @@
+"""Rotary positions on a GPU, one pass in forward and one in backward, over heads as they lie in packed projections."""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.rope import Rotation, apply_rope
+
+_TILE = 2048
+"""Pairs of channels that a program turns at once."""
+
+
+@triton.jit
+def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    turned, heads, cos, sin, batch, count, per_group, width, half, first, end,
+    heads_s, heads_b, heads_g, heads_h, cos_s, cos_b, sin_s, sin_b,
+    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, PASSES: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    s, b = token // batch, token % batch
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, HALF)
+    dtype = heads.dtype.element_ty
+    c = tl.load(cos + s * cos_s + b * cos_b + pair, mask=pair < half, other=0.0).to(dtype).to(tl.float32)[None, :]
+    d = tl.load(sin + s * sin_s + b * sin_b + pair, mask=pair < half, other=0.0).to(dtype).to(tl.float32)[None, :]
+    if BACK:
+        d = -d
+    source = heads + s * heads_s + b * heads_b + (head // per_group * heads_g + head % per_group * heads_h)[:, None]
+    target = turned + (token * count + head[:, None]) * width
+    if INTERLEAVED:
+        one, other = first + 2 * pair, first + 2 * pair + 1
+    else:
+        one, other = first + pair, first + half + pair
+    there = (head < count)[:, None] & (pair < half)[None, :]
+    x = tl.load(source + one[None, :], mask=there, other=0.0).to(tl.float32)
+    y = tl.load(source + other[None, :], mask=there, other=0.0).to(tl.float32)
+    tl.store(target + one[None, :], (x * c - y * d).to(dtype), mask=there)
+    tl.store(target + other[None, :], (y * c + x * d).to(dtype), mask=there)
+    if PASSES:
+        channel = tl.arange(0, WIDTH)
+        passes = (channel < first) | ((channel >= end) & (channel < width))
+        there = (head < count)[:, None] & passes[None, :]
+        tl.store(target + channel[None, :], tl.load(source + channel[None, :], mask=there), mask=there)
+
+
+def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
+    """As `rope.apply_rope`, which turns float64. The products are added in float32 and rounded once."""
+    if heads.dtype is torch.float64:
+        return apply_rope(heads, rotation)
+    return _Rope.apply(heads, rotation)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, rotation: Rotation) -> Tensor:
+        ctx.save_for_backward(rotation.cos, rotation.sin)
+        ctx.interleaved, ctx.first = rotation.interleaved, rotation.first
+        return _turn(heads, rotation.cos, rotation.sin, rotation.interleaved, rotation.first, back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(output_gradient, cos, sin, ctx.interleaved, ctx.first, back=True), None
+
+
+def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, back: bool) -> Tensor:
+    """Turn `heads` by the angles, or back."""
+    if heads.stride(-1) != 1:
+        heads = heads.contiguous()
+    cos, sin = (_last_contiguous(angles) for angles in (cos, sin))
+    (s, b, *counts, width), (heads_s, heads_b, *strides, _) = heads.shape, heads.stride()
+    count, per_group = math.prod(counts), counts[-1]
+    half = cos.shape[-1]
+    end = first + 2 * half
+    turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    if turned.numel():
+        pairs = triton.next_power_of_2(half)
+        at_once = max(1, min(triton.next_power_of_2(count), _TILE // pairs))
+        _rope_kernel[(s * b, triton.cdiv(count, at_once))](
+            turned, heads, cos, sin, b, count, per_group, width, half, first, end,
+            heads_s, heads_b, strides[0] if len(strides) > 1 else 0, strides[-1],
+            cos.stride(0), _stride(cos), sin.stride(0), _stride(sin),
+            INTERLEAVED=interleaved, BACK=back, PASSES=2 * half < width,
+            HEADS=at_once, HALF=pairs, WIDTH=triton.next_power_of_2(width),
+        )  # fmt: skip
+    return turned
+
+
+def _last_contiguous(angles: Tensor) -> Tensor:
+    return angles if angles.stride(-1) == 1 else angles.contiguous()
+
+
+def _stride(angles: Tensor) -> int:
+    """Between the rows of a batch: 0 where all have the same angles."""
+    return 0 if angles.shape[1] == 1 else angles.stride(1)

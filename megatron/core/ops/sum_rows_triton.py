@@ -1,0 +1,66 @@
+"""Sums over rows on a GPU: gradients of biases and of norm weights, in float32 and in the same order at every run."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS = 32
+"""Rows that a program adds up at once."""
+_COLUMNS = 128
+"""Columns of one program."""
+_MANY_ROWS = 1024
+"""From this many rows on the sum is split over more programs than there are blocks of columns."""
+
+
+@triton.jit
+def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    totals, rows, count, width, rows_per_program, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    end = tl.minimum((part + 1) * rows_per_program, count)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(part * rows_per_program, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = (row < end)[:, None] & (column < width)[None, :]
+        at = rows + row.to(tl.int64)[:, None] * width + column[None, :]
+        total += tl.load(at, mask=there, other=0.0).to(tl.float32)
+    at = totals + part.to(tl.int64) * width + column
+    tl.store(at, tl.sum(total, 0).to(totals.dtype.element_ty), mask=column < width)
+
+
+def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of `rows` [n, width] over its first dimension, [width], accumulated in float32 and rounded once to
+    `dtype` (default: the rows' type). Float64 is left to torch."""
+    dtype = dtype or rows.dtype
+    if torch.float64 in (rows.dtype, dtype):
+        return rows.sum(0, dtype=dtype)
+    rows = rows.contiguous()
+    count, width = rows.shape
+    parts = 1
+    if count >= _MANY_ROWS:
+        parts = max(1, min(4 * num_multiprocessors(rows.device) // triton.cdiv(width, _COLUMNS), count // (8 * _ROWS)))
+    if parts > 1:
+        partial = torch.empty(parts, width, dtype=torch.float32, device=rows.device)
+        _launch(partial, rows, parts)
+        rows = partial
+    total = torch.empty(1, width, dtype=dtype, device=rows.device)
+    _launch(total, rows, 1)
+    return total[0]
+
+
+def _launch(totals: Tensor, rows: Tensor, parts: int) -> None:
+    count, width = rows.shape
+    per_program = triton.cdiv(triton.cdiv(count, parts), _ROWS) * _ROWS
+    columns = _COLUMNS if parts > 1 else 32  # a final sum has few blocks: more programs with fewer columns each
+    grid = (triton.cdiv(width, columns), parts)
+    _sum_rows_kernel[grid](totals, rows, count, width, per_program, ROWS=_ROWS if parts > 1 else 128, COLUMNS=columns)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 2 for a CPU, where Triton's interpreter runs programs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

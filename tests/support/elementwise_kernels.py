@@ -1,0 +1,204 @@
+"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: kernels that move bytes against their
+definitions in float64: norms, rotary positions, biases, sums and updates of weights."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh
+from megatron.core.ops.dropout.dropout import bias_dropout_add
+from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
+from megatron.core.ops.moe.weighted_activation import weighted_activation
+from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
+from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
+from megatron.core.ops.rope import Rotation, apply_rope
+from megatron.core.ops.rope_triton import apply_rope_triton
+from megatron.core.ops.sum_rows_triton import sum_rows_triton
+from megatron.core.optimizer.adam_triton import adam_triton
+from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""About a unit in the last place of each type; Triton's interpreter truncates to bfloat16 where it should round."""
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def agree(ours: Tensor | None, exact: Tensor | None, units: float, what: object) -> None:
+    if ours is None or exact is None:
+        assert ours is exact, what
+        return
+    assert ours.shape == exact.shape, what
+    error, scale = (ours.double() - exact.double()).abs().max(), exact.double().abs().max()
+    assert scale > 0 and error <= units * UNIT[ours.dtype] * scale, (what, ours.dtype, float(error / scale))
+
+
+def results(function: Callable[..., Tensor], leaves: Sequence[Tensor | None], seed: int) -> list[Tensor | None]:
+    """Output and gradients of a function of tensors."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
+    output = function(*leaves)
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    output.backward(gradient.to(DEVICE, output.dtype))
+    return [output.detach(), *(None if t is None else t.grad for t in leaves)]
+
+
+def compare(
+    definition: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
+    leaves: Sequence[Tensor | None],
+    what: object,
+    dtype: torch.dtype,
+    units: float = 4.0,
+) -> None:
+    """The kernel on the leaves as given, its definition on the same numbers in float64."""
+    exact = results(definition, [None if t is None else t.double() for t in leaves], 9)
+    ours = results(kernel, leaves, 9)
+    assert ours[0] is not None and ours[0].dtype is dtype, what
+    for number, (found, expected) in enumerate(zip(ours, exact, strict=True)):
+        agree(found, expected, units, (what, number))
+
+
+def norms() -> None:
+    f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+    cases = (
+        ((7, 65), f32, f32, True),
+        ((3, 2, 300), bf16, bf16, False),
+        ((2, 2500), f32, bf16, True),
+        ((40, 8), f16, f16, False),
+    )
+    for shape, stream, weights, zero_centered in cases:
+        x, (w, b) = values(*shape, dtype=stream) + 0.5, (values(shape[-1], dtype=weights, seed=n) for n in (1, 2))
+        for leaves in ([x, w], [x, None], [x, w, b], [x, w, None], [x, None, None]):
+            if leaves[1] is None and stream is not f32:
+                continue
+            definition, kernel = (rms_norm, rms_norm_triton) if len(leaves) == 2 else (layer_norm, layer_norm_triton)
+            compare(
+                lambda *given, f=definition, z=zero_centered: f(*given, 1e-3, z),
+                lambda *given, f=kernel, z=zero_centered: f(*given, 1e-3, z),
+                leaves,
+                (definition.__name__, shape, [leaf is not None for leaf in leaves]),
+                stream if leaves[1] is None else weights,
+            )
+
+
+def norms_of_views() -> None:
+    """Heads in the middle of a packed projection, frozen weights, gradients that are broadcast, and no rows."""
+    packed, w = values(5, 3, 6, 16), values(16, seed=1)
+    for heads in (packed[:, :, 4], packed[:, :, 1:3], packed.transpose(0, 1)[..., 2, :]):
+        compare(
+            lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: rms_norm_triton(x, w, 1e-3), [heads, w], "views", w.dtype
+        )
+    ours, exact = values(4, 16).requires_grad_(), values(4, 16).double().requires_grad_()
+    rms_norm_triton(ours, w, 1e-3).sum().backward()
+    rms_norm(exact, w.double(), 1e-3).sum().backward()
+    agree(ours.grad, exact.grad, 4.0, "frozen weight")
+    empty, w = values(0, 16).requires_grad_(), w.requires_grad_()
+    rms_norm_triton(empty, w, 1e-3).sum().backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 16) and w.grad is not None and not w.grad.any()
+
+
+def positions() -> None:
+    packed = values(5, 3, 2, 6, 16)
+    views = [packed[..., 4, :], packed[..., :4, :], packed[:, :, 0, 1:].transpose(0, 1).contiguous().transpose(0, 1)]
+    cases = ((False, 16, 0), (True, 16, 0), (False, 6, 0), (True, 6, 3), (False, 6, 3))
+    for number, (interleaved, turned, first) in enumerate(cases):
+        angle = values(5, 3 if number % 2 else 1, 1, turned // 2, seed=3)
+        dtype = (torch.float32, torch.bfloat16)[number == 0]
+        # The angles' functions are rounded to the type of the heads first.
+        cos, sin = angle.cos(), angle.sin()
+        given, rounded = (Rotation(cos.to(t), sin.to(t), interleaved, first) for t in (torch.float32, dtype))
+        for heads in views if number < 2 else views[1:2]:
+            compare(
+                lambda x, r=rounded: apply_rope(x, r),
+                lambda x, r=given: apply_rope_triton(x, r),
+                [heads.to(dtype)],
+                (interleaved, turned, first, tuple(heads.shape)),
+                dtype,
+            )
+
+
+def sums() -> None:
+    for shape, dtype, total in (
+        ((5, 7), torch.float32, torch.float32),
+        ((1100, 130), torch.bfloat16, torch.bfloat16),
+        ((0, 3), torch.float32, torch.float32),
+    ):
+        rows = values(*shape, dtype=dtype) + 0.5
+        found = sum_rows_triton(rows, total)
+        assert found.dtype is total and found.shape == shape[1:]
+        if shape[0]:
+            agree(found, rows.double().sum(0), 4.0, ("sums", shape))
+        else:
+            assert not found.any()
+
+
+def biases() -> None:
+    """A bias before an activation and one before the residual, with their gradients."""
+    clamped = Activation(F.silu, True, clamp=0.7, up_offset=1.0)
+    for activation, rows, ffn, dtype in (
+        (Activation(gelu_tanh), 33, 300, torch.bfloat16),
+        (Activation(gelu_erf), 5, 9, torch.float32),
+        (clamped, 19, 9, torch.float32),
+    ):
+        width = ffn * (2 if activation.gated else 1)
+        compare(
+            lambda x, b, a=activation: weighted_activation(x, b, None, a),
+            lambda x, b, a=activation: weighted_activation_triton(x, b, None, a),
+            [values(rows, width, dtype=dtype), values(width, dtype=dtype, seed=1)],
+            (activation, rows),
+            dtype,
+        )
+    for residual in (None, torch.float32, torch.bfloat16):
+        leaves = [values(9, 300, dtype=torch.bfloat16), values(300, dtype=torch.bfloat16, seed=1)]
+        leaves.append(None if residual is None else values(9, 300, dtype=residual, seed=2))
+        compare(
+            lambda *given: bias_dropout_add(*given, 0.0, None),
+            lambda *given: bias_dropout_add_triton(*given, 0.0, None),
+            leaves,
+            ("bias and residual", residual),
+            residual or torch.bfloat16,
+        )
+
+
+def updates() -> None:
+    """AdamW and Adam, weights rounded into the model's, decay as a number and on the device, and steps left out."""
+    for decoupled, on_device, skip in (
+        (True, False, False),
+        (True, True, False),
+        (False, True, True),
+        (False, False, False),
+    ):
+        rule, wide = Adam(0.9, 0.999, 1e-8, decoupled), partial(torch.tensor, dtype=torch.float64, device=DEVICE)
+        decay = wide(0.1) if on_device else 0.1
+        step = StepInputs(torch.tensor(3.0, device=DEVICE), wide(1.7), torch.tensor(skip, device=DEVICE))
+        held = [values(2100), values(2100, seed=1), values(2100, seed=2), values(2100, seed=3).abs()]
+        before, exact = [t.clone() for t in held], [t.double() for t in held]
+        moments = {"exp_avg": [exact[2]], "exp_avg_sq": [exact[3]]}
+        rule.update(Segments([exact[0]], [exact[1]], moments, [None]), step, wide(0.03), decay)
+        copy = torch.zeros(2100, dtype=torch.bfloat16, device=DEVICE)
+        for size in (2100, 0):
+            part = [t[:size] for t in (*held, copy)]
+            adam_triton(*part, step, wide(0.03), decay, betas=(0.9, 0.999), eps=1e-8, decoupled=decoupled)
+        for number in (0, 2, 3):
+            assert torch.equal(held[number], before[number]) == skip
+            assert (held[number].double() - exact[number]).norm() < 2e-7 * exact[number].norm()
+        if skip:
+            assert not copy.any()
+        else:
+            agree(copy, exact[0], 1.0, "the model's weights")
+
+
+if __name__ == "__main__":
+    sums()
+    norms()
+    norms_of_views()
+    positions()
+    biases()
+    updates()
+    print("agree")
