@@ -67,7 +67,7 @@ def train_step(trainer: Trainer) -> StepResult:
         micro_batch_size=trainer.config.training.micro_batch_size,
         seq_length=trainer.config.data.seq_length,
         global_batch_size=trainer.batches.global_batch_size,
-        before_micro_batch=trainer.place_micro_batch,
+        rng_position_of=trainer.splits.train.place_of,
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
-from megatron.training.data.step_data import StepData, set_rng_position
+from megatron.training.data.step_data import StepData
 from megatron.training.evaluate import evaluate
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
@@ -70,11 +70,6 @@ class Trainer:
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
-
-    def place_micro_batch(self, number: int, chunk: int = 0) -> None:
-        """Tell a model chunk where a micro-batch stands, which its masks of dropout are functions of. Our own forward
-        step says it itself; a published one does not."""
-        set_rng_position(self.model[chunk], self.splits.train, number)
 
     def advance(self, result: Any) -> None:
         """Count what a step consumed and tell the log."""

@@ -35,7 +35,7 @@ from megatron.training.arguments import config_of_command_line
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import build_splits, step_data
-from megatron.training.data.step_data import set_rng_position, step_data_of
+from megatron.training.data.step_data import step_data_of
 from megatron.training.dry_run.report import print_dry_run
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.hooks.exit import ExitDecision
@@ -225,8 +225,8 @@ def train_step(
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
     data.begin(run.state.iteration)
     of_schedule: dict[str, Any] = {}
-    if takes(forward_backward_func, "before_micro_batch"):
-        of_schedule["before_micro_batch"] = lambda number, chunk=0: set_rng_position(model[chunk], data, number)
+    if takes(forward_backward_func, "rng_position_of"):
+        of_schedule["rng_position_of"] = data.place_of
     result = loop.run_step(
         forward_backward_func,
         forward_step_func,

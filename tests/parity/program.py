@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parity.cells import Cell
 from parity.evidence import Evidence, Piece, Step, pieces, reports_of, watched_masks
 from parity.models import LENGTH, OPTIMIZER, build_model, transformer_config
-from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
+from parity.text import GLOBAL_BATCH, TextBatch, micro_batch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
@@ -175,13 +175,13 @@ def _forward_step(
     return output, loss_func
 
 
-def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+def on_device(batch: TextBatch, device: torch.device) -> TextBatch:
     """A micro-batch with its tensors there."""
     tokens = batch.tokens
     moved = {
         name: value.to(device) for name in ("positions", "cu_seqlens") if (value := getattr(tokens, name)) is not None
     }
-    return MicroBatch(
+    return TextBatch(
         batch.ids.to(device), batch.labels.to(device), batch.mask.to(device), dataclasses.replace(tokens, **moved)
     )
 

@@ -13,9 +13,10 @@ import torch
 from parity.evidence import Evidence, Masks, Piece, Step, reports_of, watched_masks
 from parity.model_list import MODELS
 from parity.models import OPTIMIZER, Model, build_model, transformer_config
-from parity.text import GLOBAL_BATCH, MicroBatch, micro_batch
+from parity.text import GLOBAL_BATCH, TextBatch, micro_batch
 from torch import Tensor, nn
 
+from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters import info_of
 from megatron.core.transformer.moe.routing import Routing
@@ -104,8 +105,8 @@ def _step(built: GPTModel, model: Model, number: int, per_token: bool, rows: int
     batches = {first: micro_batch(model, number, first, rows=rows) for first in range(0, GLOBAL_BATCH, rows)}
     count = torch.stack([batch.mask.sum() for batch in batches.values()]).sum().clamp(min=1)
     # What layers add to the loss counts as the loss does: by token, or as a mean over micro-batches.
-    built.set_auxiliary_scale(1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64))
-    sums = {first: _sum_and_count(built, batch) for first, batch in batches.items()}
+    scale = 1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64)
+    sums = {first: _sum_and_count(built, batch, MicroBatch(auxiliary_scale=scale)) for first, batch in batches.items()}
     if per_token:
         total = sum(loss for loss, _ in sums.values()) / count
     else:
@@ -118,10 +119,9 @@ def _step(built: GPTModel, model: Model, number: int, per_token: bool, rows: int
     return Step(losses, gradients, float(norm), reports)
 
 
-def _sum_and_count(built: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    losses = built(
-        batch.ids, batch.tokens.positions, None, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens
-    )
+def _sum_and_count(built: nn.Module, batch: TextBatch, step: MicroBatch) -> tuple[Tensor, Tensor]:
+    inputs = (batch.ids, batch.tokens.positions, None)
+    losses = built(*inputs, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens, micro_batch=step)
     return (losses * batch.mask).sum(), batch.mask.sum()
 
 

@@ -12,7 +12,7 @@ GLOBAL_BATCH = 8
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class TextBatch:
     """The part of a micro-batch that a context parallel rank holds."""
 
     ids: Tensor
@@ -24,7 +24,7 @@ class MicroBatch:
 
 def micro_batch(
     model: Model, step: int, first: int, part: tuple[int, int] = (0, 1), rows: int | None = None
-) -> MicroBatch:
+) -> TextBatch:
     """The micro-batch whose first sample is number `first` of the step's global batch: part (rank, of so many).
 
     Samples with number 1, 4 and 5 are masked altogether, others in places, or in one half: so there are micro-batches,
@@ -40,7 +40,7 @@ def micro_batch(
         cut = [value[:, index] for value in (ids, labels, mask)]
         positions = index.expand(rows, -1) if model.told_positions else None
         tokens = Tokens(len(index), rows, _part(part), positions=positions, random=place)
-        return MicroBatch(*cut, tokens)
+        return TextBatch(*cut, tokens)
     index = zigzag(LENGTH * rows, part)
     cut = [value.reshape(1, -1)[:, index] for value in (ids, labels, mask)]
     starts = torch.tensor([0, *ends[:-1]])
@@ -56,7 +56,7 @@ def micro_batch(
         sample_length=LENGTH,
         random=place,
     )
-    return MicroBatch(*cut, tokens)
+    return TextBatch(*cut, tokens)
 
 
 def zigzag(length: int, part: tuple[int, int]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,18 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
-
-
-def of_number_and_chunk(function: Callable[..., None] | None) -> Callable[[int, int], None]:
-    """The function as one of (number, chunk); one that takes a single argument is given the number."""
-    if function is None:
-        return lambda number, chunk: None
-    one = function
-    try:
-        inspect.signature(function).bind(0, 0)
-    except (TypeError, ValueError):  # it takes one; it is written in C and does not say
-        return lambda number, chunk: one(number)
-    return function
+from megatron.core.micro_batch import MicroBatch
 
 
 def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
@@ -58,6 +47,48 @@ def set_input_of(model: nn.Module) -> Callable[[Tensor], None]:
     if found is None:
         raise UserError(f"{type(model).__name__} is a pipeline stage and has no set_input_tensor(hidden states)")
     return found
+
+
+def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
+    """The model, or the module that it wraps, whose forward takes `micro_batch`; None if there is none.
+
+    Raises UserError for a forward that overrides one with `micro_batch` and does not take it itself.
+    """
+    inner: Any = model
+    while inner is not None:
+        module = getattr(inner, "_orig_mod", inner)  # torch.compile's wrapper hands keywords on
+        if any(_declares_micro_batch(base) for base in type(module).__mro__):
+            if not takes(module.forward, "micro_batch"):
+                raise UserError(
+                    f"{type(module).__name__}.forward does not take `micro_batch`, and the forward that it overrides "
+                    "does: take it and hand it on; it holds the position for random numbers and the loss scale"
+                )
+            return inner
+        inner = getattr(inner, "module", None)
+    return None
+
+
+def _declares_micro_batch(base: type) -> bool:
+    forward = vars(base).get("forward")
+    return forward is not None and "micro_batch" in inspect.signature(forward).parameters
+
+
+@contextlib.contextmanager
+def supply_micro_batch(receiver: nn.Module | None, micro_batch: MicroBatch) -> Iterator[None]:
+    """Every call of `receiver` in here gets the record as keyword `micro_batch`, unless the caller passes one itself.
+
+    A `forward_step(data_iterator, model)` of Megatron-LM's form knows nothing of the record; this adds it to its call.
+    """
+
+    def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {"micro_batch": micro_batch, **kwargs}
+
+    handle = None if receiver is None else receiver.register_forward_pre_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
 from megatron.core.pipeline_parallel.actions import Action, Kind
 from megatron.core.pipeline_parallel.chunk_hooks import (
     device_of,
     method_of,
+    micro_batch_receiver,
     no_sync_of,
     of_chunk,
-    of_number_and_chunk,
     set_input_of,
+    supply_micro_batch,
 )
 from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
 from megatron.core.pipeline_parallel.losses import Losses
@@ -65,7 +67,9 @@ class Runner:
         self._held_back: list[contextlib.ExitStack] = []
         self._last: set[int] = set()
         """Chunks of which one computation of gradients is left."""
-        self._before = of_number_and_chunk(task.before_micro_batch)
+        self._receivers = [micro_batch_receiver(chunk) for chunk in task.chunks]
+        """The module of each chunk that is told about its micro-batches."""
+        self._auxiliary_scales: list[Tensor | None] = [None] * len(task.chunks)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
@@ -75,7 +79,7 @@ class Runner:
         if any(action.kind is Kind.PAIR for action in actions):
             self._turns = {key: MicroBatchTurn() for key in self._to_come}
         if self._to_come:
-            self._scale_auxiliary_losses()
+            self._auxiliary_scales = [self._auxiliary_scale(chunk) for chunk in range(len(self.task.chunks))]
         steps = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -91,7 +95,6 @@ class Runner:
         self._held_back = [contextlib.ExitStack() for _ in self.task.chunks]
         with contextlib.ExitStack() as whatever_happens:
             whatever_happens.enter_context(self._interleaver)
-            whatever_happens.callback(self._take_turns_back)
             for held in self._held_back:
                 whatever_happens.push(held)
             if self._to_come:
@@ -108,16 +111,19 @@ class Runner:
             "the list left something undone"
         )
 
-    def _scale_auxiliary_losses(self) -> None:
-        """Tell the chunks what the losses that their layers add count by in this step."""
-        for chunk in self.task.chunks:
-            tell = method_of(chunk, "set_auxiliary_scale")
-            if tell is not None:
-                tell(self.losses.auxiliary_scale(device_of([chunk])))
+    def _auxiliary_scale(self, chunk: int) -> Tensor | None:
+        """The gradient of losses that a chunk's layers add in this step; None for a chunk that is not told."""
+        if self._receivers[chunk] is None:
+            return None
+        return self.losses.auxiliary_scale(device_of([self.task.chunks[chunk]]))
 
-    def _take_turns_back(self) -> None:
-        for chunk in self.task.chunks if self._turns else ():
-            _give_turn(chunk, None)
+    def _micro_batch(self, number: int, chunk: int) -> MicroBatch:
+        position = self.task.rng_position_of
+        return MicroBatch(
+            rng_position=None if position is None else position(number),
+            auxiliary_scale=self._auxiliary_scales[chunk],
+            turn=self._turns.get((number, chunk)),
+        )
 
     def _sync(self, action: Action) -> None:
         self._held_back[action.chunk].close()
@@ -143,16 +149,14 @@ class Runner:
         task, number, chunk = self.task, action.micro_batch, action.chunk
         trains = (number, chunk) in self._to_come
         model = task.chunks[chunk]
-        self._before(number, chunk)
         if number == 0:
             self._start_gather(chunk + 1)
         hidden_in = None
         if task.stage(chunk) > 0:
             hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
             set_input_of(model)(hidden_in)
-        if self._turns:
-            _give_turn(model, self._turns.get((number, chunk)))
-        output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
+        with supply_micro_batch(self._receivers[chunk], self._micro_batch(number, chunk)):
+            output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
         kept = _Forward(hidden_in)
         if task.stage(chunk) == task.pipeline.num_stages - 1:
             kept.loss = self.losses.take(output, loss_func)
@@ -245,13 +249,6 @@ class Runner:
     def _line(self, action: Action) -> tuple[PipelineP2P, int]:
         assert self.task.p2p is not None and action.peer is not None, action
         return self.task.p2p, action.peer
-
-
-def _give_turn(chunk: nn.Module, turn: MicroBatchTurn | None) -> None:
-    """A model that has no use for it has nothing to hide: its micro-batches run one after the other."""
-    give = method_of(chunk, "set_turn")
-    if give is not None:
-        give(turn)
 
 
 def _unscaled(loss: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.stage_checks import interleaves
 from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
 from megatron.core.pipeline_parallel.task import ForwardStep, Task
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tokens import RngPosition
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
@@ -45,7 +46,7 @@ def forward_backward_no_pipelining(
     force_all_reduce: bool | None = False,
     p2p_communicator: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
-    before_micro_batch: Callable[..., None] | None = None,
+    rng_position_of: Callable[[int], RngPosition] | None = None,
 ) -> list[Any]:
     """Forward and backward of all micro-batches of a step; returns what each reported.
 
@@ -59,8 +60,9 @@ def forward_backward_no_pipelining(
     A loss_func of None reports the output itself. Gradients are scaled by config.grad_scale_func, reduced with the last
     micro-batch only, and finished by config.finalize_model_grads_func([model], tokens or None), unless `forward_only`.
 
-    `before_micro_batch(number)`, or (number, chunk), is called ahead of each micro-batch: where dropout and data learn
-    their place in the global batch. Nothing here waits for the device.
+    `rng_position_of(number)` returns the position in the run of a micro-batch, for random numbers (dropout, router
+    noise). A model whose forward takes `micro_batch` is given it, with the scale of auxiliary losses and the
+    micro-batch's turn, as one `MicroBatch`, whatever `forward_step_func` passes. Nothing here waits for the device.
 
     In a pipeline `model` and `data_iterator` are lists, one entry for each model chunk of this rank (each draws all
     micro-batches), or a single one. A stage that is not the first is given its input by `set_input_tensor`, and its
@@ -91,7 +93,7 @@ def forward_backward_no_pipelining(
         num_microbatches,
         p2p,
         collect_non_loss_data,
-        before_micro_batch,
+        rng_position_of,
         states=states_into_stages(config, pipeline),
     )
     runner = Runner(task)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
 from megatron.core.pipeline_parallel.stages import Pipeline
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import RngPosition
 
 ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
 
@@ -30,9 +31,8 @@ class Task:
     p2p: PipelineP2P | None = None
     """None where one rank has all stages."""
     collect_non_loss_data: bool = False
-    before_micro_batch: Callable[..., None] | None = None
-    """Called with the micro-batch's number, and that of the chunk if it takes two, before its forward: places it in the
-    run, on every stage."""
+    rng_position_of: Callable[[int], RngPosition] | None = None
+    """Returns the position for random numbers of the micro-batch with this number; called on every stage."""
     states: Sequence[int] = ()
     """How many hidden states each stage gets from the one before (`stages.states_into_stages`); empty: one each."""
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, DropoutTokens
 from megatron.core.ops.rope import Rotation
 from megatron.core.tokens import Tokens
@@ -20,14 +21,6 @@ class SeenKeys:
     value: Tensor
     query_positions: Tensor | None
     """int64 [b, s]: which key each of the tokens stands at; None: they are the last ones."""
-
-
-class CooperativeTurn(Protocol):
-    """Lets another micro-batch compute while this one's tokens are under way between ranks."""
-
-    def yield_turn(self) -> None:
-        """Called when a communication has begun, before it is waited for, in forward and in backward. Returns when it
-        is this micro-batch's turn again."""
 
 
 class InferenceContext(Protocol):

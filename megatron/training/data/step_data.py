@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
 from megatron.core.tokens import RngPosition
 
 
@@ -140,12 +138,3 @@ def step_data_of(data: Any) -> StepData | None:
     first = data[0] if isinstance(data, Sequence) and data else data
     first = first.data if isinstance(first, ChunkData) else first
     return first if isinstance(first, StepData) else None
-
-
-def set_rng_position(chunk: nn.Module, data: StepData, number: int) -> None:
-    """Before micro-batch `number` of a step: tell a model chunk that wants to know where it stands in the run."""
-    inner: Any = chunk
-    while not hasattr(inner, "set_rng_position_of_batch") and hasattr(inner, "module"):
-        inner = inner.module
-    if hasattr(inner, "set_rng_position_of_batch"):
-        inner.set_rng_position_of_batch(data.place_of(number))

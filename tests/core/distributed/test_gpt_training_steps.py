@@ -4,6 +4,7 @@ The plain loop shares the model's forward and nothing else: a bare model with or
 and AdamW, the learning rate set by hand.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -114,14 +115,9 @@ def our_loop(tied: bool, per_token: bool, dropout: float, overlap: bool) -> list
     scheduler = OptimizerParamScheduler(
         optimizer, 0.0, MAX_LR, 0.0, WARMUP, 1000, "constant", 0.1, 0.1, 1000, "constant"
     )
-    number = -1
 
-    def place(micro_batch: int) -> None:
-        nonlocal number
-        number = micro_batch
-
-    def forward_step(iterator: Any, chunk: nn.Module, step: int) -> tuple[Tensor, Any]:
-        total, count = micro_batch_losses(chunk, step, (number * world + rank) * MICRO_BATCH)
+    def forward_step(numbers: Iterator[int], chunk: nn.Module, step: int) -> tuple[Tensor, Any]:
+        total, count = micro_batch_losses(chunk, step, (next(numbers) * world + rank) * MICRO_BATCH)
         return total, lambda output: (output, count, {"lm loss": torch.stack([output.detach(), count])})
 
     seen = []
@@ -129,10 +125,9 @@ def our_loop(tied: bool, per_token: bool, dropout: float, overlap: bool) -> list
         ddp.zero_grad_buffer()
         reports = get_forward_backward_func(pp_size=1)(
             forward_step_func=partial(forward_step, step=step),
-            data_iterator=None,
+            data_iterator=iter(range(GLOBAL_BATCH)),
             model=ddp,
             num_microbatches=GLOBAL_BATCH // (world * MICRO_BATCH),
-            before_micro_batch=place,
         )
         update = optimizer.step_on_device(torch.tensor(True))
         scheduler.advance_on_device(update.update_applied, GLOBAL_BATCH)

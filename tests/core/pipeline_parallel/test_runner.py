@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from megatron.core.collectives import recorded
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import RngPosition
 
 
 def loss_func(mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -124,18 +126,18 @@ class Watched(StageModel):
     """Tells what happens to it."""
 
     events: list[str]
+    placed: list[tuple[int, int]]
     auxiliary = False
 
-    def forward(self, *batch: Tensor) -> Tensor:
+    def forward(self, *batch: Tensor, micro_batch: MicroBatch) -> Tensor:
         self.events.append(f"F.{self.number}")
         output = super().forward(*batch)
         if self.auxiliary:
-            output = attach_loss(output, sum(p.pow(2).sum() for p in self.parameters()), self.scale)
+            output = attach_loss(output, sum(p.pow(2).sum() for p in self.parameters()), micro_batch.auxiliary_scale)
         self.output = weakref.ref(output)
+        if micro_batch.rng_position is not None:
+            self.placed.append((micro_batch.rng_position.first_sample, self.number))
         return output
-
-    def set_auxiliary_scale(self, scale: Tensor) -> None:
-        self.scale = scale
 
 
 def watched_chunks(groups: ProcessGroupCollection, settings: Any, events: list[str]) -> list[Watched]:
@@ -143,7 +145,7 @@ def watched_chunks(groups: ProcessGroupCollection, settings: Any, events: list[s
     chunks = []
     for number in range(stages.chunks):
         chunk = Watched(settings, stages.part(groups.rank("pp"), number))
-        chunk.number, chunk.events = number, events
+        chunk.number, chunk.events, chunk.placed = number, events, []
         chunks.append(chunk)
     return chunks
 
@@ -193,8 +195,8 @@ def hooks_of_two_chunks() -> dict[str, Any]:
     settings.calculate_per_token_loss = True
     tokens: list[Tensor] = []
     settings.finalize_model_grads_func = lambda models, total: (events.append("finalize"), tokens.append(total))
-    placed: list[tuple[int, int]] = []
-    run_step(groups, chunks, before_micro_batch=lambda number, chunk: placed.append((number, chunk)))
+    run_step(groups, chunks, rng_position_of=lambda number: RngPosition(1, 2, number))
+    placed = [place for chunk in chunks for place in chunk.placed]
     hidden = [chunk.output() is None for chunk in chunks]
     return {"events": events, "placed": placed, "tokens": tokens[0], "dtype": tokens[0].dtype, "hidden": hidden}
 

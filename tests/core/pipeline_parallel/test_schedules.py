@@ -130,9 +130,9 @@ def test_non_loss_data_and_outputs_are_collected() -> None:
     assert all(output.shape == () and output.requires_grad for output in outputs)
 
 
-def test_each_micro_batch_is_told_its_number_before_its_forward() -> None:
+def test_a_position_for_random_numbers_is_asked_for_each_micro_batch_in_order() -> None:
     seen: list[int] = []
-    step(two_values, 1, {}, before_micro_batch=seen.append)
+    step(two_values, 1, {}, rng_position_of=seen.append)
     assert seen == list(range(8))
 
 

@@ -21,6 +21,7 @@ from support.reference_gpt import head, reference_hidden, reference_loss, refere
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.predictions import PredictionLoss
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -50,8 +51,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 def ours(model: GPTModel, packed: bool, scale: float) -> tuple[Tensor, list[Report]]:
     """The mean loss of the next token and what is reported; gradients of all losses in the model."""
     ids, labels, mask = whole_batch(packed)
-    model.set_auxiliary_scale(torch.tensor(scale, dtype=torch.float64))
-    losses = model(ids, labels=labels, loss_mask=mask, tokens=tokens_of(packed))
+    step = MicroBatch(auxiliary_scale=torch.tensor(scale, dtype=torch.float64))
+    losses = model(ids, labels=labels, loss_mask=mask, tokens=tokens_of(packed), micro_batch=step)
     loss = (losses * mask.double()).sum() / mask.double().sum()
     (loss * scale).backward()
     return loss.detach(), take_reports([model])

@@ -59,7 +59,7 @@ ROUTERS = [
     Mutation(
         "jitter-alike-on-ranks",
         "every rank multiplies its tokens by the noise of the first ones",
-        "core/transformer/moe/micro_batch.py",
+        "core/transformer/moe/micro_batch_share.py",
         "index=self.cut(numbers.index)",
         "index=numbers.index[: self.count]",
         "moe-capacity/sp2/per-token",

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.data.step_data import StepData, set_rng_position, step_data_of
+from megatron.training.data.step_data import StepData, step_data_of
 
 
 def micro_batches(count: int, log: list[int] | None = None):
@@ -79,13 +79,3 @@ def test_a_rank_without_data_hands_on_none():
     data.begin(3)
     assert data.place_of(2).first_sample == 2
     data.close()
-
-
-def test_models_are_told_where_a_micro_batch_stands():
-    told = []
-    knows = SimpleNamespace(set_rng_position_of_batch=told.append)
-    data = second_of_three(micro_batches(1))
-    data.begin(4)
-    set_rng_position(SimpleNamespace(module=SimpleNamespace(module=knows)), data, 2)
-    set_rng_position(SimpleNamespace(), data, 2)
-    assert told == [data.place_of(2)] and told[0].iteration == 4

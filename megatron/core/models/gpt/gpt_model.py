@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.choose_rotary import choose_rotary_embeddings
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.query_scale import query_scale
@@ -169,6 +170,7 @@ class GPTModel(LanguageModule):
         loss_mask: Tensor | None = None,
         padding_mask: Tensor | None = None,
         tokens: Tokens | None = None,
+        micro_batch: MicroBatch | None = None,
     ) -> Tensor:
         """Logits [b, s, vocab_size], or this rank's part of them (see `parallel_output`); with `labels` [b, s] the loss
         of each token [b, s], in float32 at least.
@@ -177,7 +179,8 @@ class GPTModel(LanguageModule):
         (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
         `decoder_input` [s, b, h] takes the embedding's place. `loss_mask` [b, s] is of the labels, for losses that the
         model adds itself: those of tokens further ahead, where labels are given in training. `tokens` says what the
-        tokens are and where they stand in the run; without it (or `packed_seq_params`) they are whole rows. With
+        tokens are and where they stand in the run; without it (or `packed_seq_params`) they are whole rows.
+        `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call. With
         `inference_context` the tokens continue those it has seen, and the logits are those of each row's next token,
         [b, 1, vocab_size]. A stage that is not the last gives hidden states [s, b, h], and a later one wants them by
         `set_input_tensor` and knows its tokens by `tokens` or the shapes of the rest. Under sequence parallelism hidden
@@ -194,8 +197,11 @@ class GPTModel(LanguageModule):
         ids = input_ids if decoder_input is None else None
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         one = given if given is None else given[: given.shape[0] // self.states_in]
-        tokens = self.describe_tokens(tokens, ids, one, position_ids, packed_seq_params, learned)
-        hidden, inputs = self._embed(input_ids, given, tokens, attention_mask, context)
+        micro_batch = micro_batch or MicroBatch()
+        tokens = self.describe_tokens(
+            tokens, ids, one, position_ids, packed_seq_params, learned, micro_batch.rng_position
+        )
+        hidden, inputs = self._embed(input_ids, given, tokens, attention_mask, context, micro_batch)
         ahead = self._ahead(input_ids, labels, loss_mask, inputs) if context is None else []
         predicted = self._embed_ahead(ahead, inputs)
         hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
@@ -213,7 +219,7 @@ class GPTModel(LanguageModule):
             return self.output_layer(states, weight, labels=labels.t())[0]  # [s, b]
 
         if self.prediction_losses is not None and ahead:
-            group, scale = self.pg_collection.cp, self.auxiliary_scale
+            group, scale = self.pg_collection.cp, micro_batch.auxiliary_scale
             hidden = self.prediction_losses(hidden, predicted, ahead, losses_of, group, scale)
         if labels is not None:
             return losses_of(hidden, labels).t().contiguous()  # [b, s]
@@ -237,6 +243,7 @@ class GPTModel(LanguageModule):
         tokens: Tokens,
         attention_mask: Tensor | None,
         context: InferenceContext | None,
+        micro_batch: MicroBatch,
     ) -> tuple[Tensor, LayerInputs]:
         """The hidden states that enter the stack, and what goes through it beside them."""
         source = given if given is not None else input_ids
@@ -252,8 +259,8 @@ class GPTModel(LanguageModule):
             dropout=dropout,
             hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
             inference_context=context,
-            auxiliary_scale=self.auxiliary_scale,
-            turn=self.turn,
+            auxiliary_scale=micro_batch.auxiliary_scale,
+            turn=micro_batch.turn,
         )
         if given is None:
             given = self._embedded(input_ids, positions, inputs)

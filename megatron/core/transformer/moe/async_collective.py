@@ -21,7 +21,7 @@ from megatron.core.collectives import (
     start_gather_rows,
     start_reduce_scatter_rows,
 )
-from megatron.core.transformer.layer_inputs import CooperativeTurn
+from megatron.core.micro_batch import CooperativeTurn
 
 Start = Callable[[Tensor], "Pending | PendingRowSum"]
 

@@ -9,8 +9,8 @@ experts are. A sum over experts is so rounded once on each rank and once more at
 import torch
 from torch import Tensor
 
+from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.transformer.layer_inputs import CooperativeTurn
 from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (

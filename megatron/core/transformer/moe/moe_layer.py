@@ -17,7 +17,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.dispatchers import DISPATCHERS
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.micro_batch import whole_rows
+from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import ExpertRows

@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.auxiliary_losses import (
     sequence_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.micro_batch import MicroBatchShare, share_of, share_of_rows
+from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare, share_of, share_of_rows
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.reported import Reported
 from megatron.core.transformer.transformer_config import TransformerConfig

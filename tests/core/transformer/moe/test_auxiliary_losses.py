@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.auxiliary_losses import (
     sequence_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.micro_batch import MicroBatchShare
+from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare
 
 S, B, EXPERTS, K = 6, 3, 4, 2
 

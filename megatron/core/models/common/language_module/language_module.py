@@ -12,7 +12,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
 from megatron.core.tokens import RngPosition, Tokens
-from megatron.core.transformer.layer_inputs import CooperativeTurn
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,21 +24,6 @@ class LanguageModule(MegatronModule):
         self.pg_collection = pg_collection or default_collection()
         self.backend = choose_backend(config)
         self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
-        self.random_place: RngPosition | None = None
-        self.auxiliary_scale: Tensor | None = None
-        self.turn: CooperativeTurn | None = None
-
-    def set_rng_position_of_batch(self, place: RngPosition | None) -> None:
-        """Where the next micro-batch stands in the run, for callers of `forward` who do not say it in `tokens`."""
-        self.random_place = place
-
-    def set_auxiliary_scale(self, scale: Tensor | None) -> None:
-        """What losses that layers add to the model's count by in gradients from here on; None: 1."""
-        self.auxiliary_scale = scale
-
-    def set_turn(self, turn: CooperativeTurn | None) -> None:
-        """Who shares this process's time with the forwards from here on, and their backwards."""
-        self.turn = turn
 
     def describe_tokens(
         self,
@@ -49,10 +33,14 @@ class LanguageModule(MegatronModule):
         position_ids: Tensor | None,
         packed: PackedSeqParams | None,
         max_positions: int | None,
+        rng_position: RngPosition | None = None,
     ) -> Tokens:
-        """The arguments of a forward, as one record; without `tokens` in it, from the shapes of `input_ids` [b, s] or
-        hidden states [s, b, h]. Raises UserError for tokens that sequence parallel ranks cannot share, and for
-        positions beyond `max_positions`, as far as the host knows the positions."""
+        """Returns one record made of a forward's arguments; if `tokens` is None, from the shapes of `input_ids` [b, s]
+        or hidden states [s, b, h]. `rng_position` fills in `Tokens.random` where that is None.
+
+        Raises UserError for a number of tokens that the sequence parallel ranks cannot share evenly, and for positions
+        beyond `max_positions` as far as the host knows the positions.
+        """
         if tokens is None:
             tokens = self._tokens_of(input_ids, hidden)
         if packed is not None:
@@ -60,7 +48,7 @@ class LanguageModule(MegatronModule):
         if position_ids is not None:
             tokens = dataclasses.replace(tokens, positions=position_ids)
         if tokens.random is None:
-            tokens = dataclasses.replace(tokens, random=self.random_place)
+            tokens = dataclasses.replace(tokens, random=rng_position)
         length = tokens.first_position + tokens.row_length if tokens.cu_seqlens is None else tokens.max_seqlen
         if max_positions is not None and tokens.positions is None and length is not None and length > max_positions:
             raise UserError(
