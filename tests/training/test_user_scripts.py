@@ -1,8 +1,10 @@
 """Scripts of users, written as published ones are: providers, forward steps, loops of their own."""
 
+import sys
 from argparse import ArgumentParser
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -283,3 +285,44 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
     save_checkpoint(args.iteration, model, optimizer, scheduler, 0.0)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     global_vars.forget()
+
+
+def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
+    """What `train_step` returns in steps of which one has a loss of NaN, and the weights after each step."""
+
+    def step(data_iterator: Any, model: nn.Module) -> tuple[Tensor, Any]:
+        losses, function = forward_step(data_iterator, model)
+        if get_args().iteration != bad_step:
+            return losses, function
+
+        def reports_nan(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, count, report = function(output)
+            return total, count, {name: value * torch.nan for name, value in report.items()}
+
+        return losses, reports_nan
+
+    with mock.patch.object(sys, "argv", ["script.py", *f"{TINY} {flags}".split()]):
+        initialize_megatron()
+    model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
+    data, _, _ = build_train_valid_test_data_iterators(datasets_provider)
+    returned, weights = [], []
+    for _ in range(3):
+        returned.append(
+            train_step(step, data, model, optimizer, scheduler, model[0].config, get_forward_backward_func())[1:5]
+        )
+        weights.append(torch.cat([parameter.detach().float().flatten() for parameter in model[0].parameters()]))
+    assert get_args().iteration == 3
+    global_vars.forget()
+    return returned, weights
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+@pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 1024", "--bf16"])
+def test_a_loop_of_ones_own_skips_a_step_whose_loss_is_not_finite(corpus, precision, action):
+    """As our own loop: finite gradients do not help, no weight changes, and the script is told whether to exit."""
+    flags = f"{precision} --data-path {corpus} --train-iters 3 --eval-iters 0 --nonfinite-action {action} {EXACT}"
+    returned, weights = loop_with_a_bad_loss(flags, bad_step=1)
+    skipped = (1, False, action == "stop", int(action == "stop"))
+    assert returned == [(0, False, False, 0), skipped, skipped if action == "stop" else (0, False, False, 0)]
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[1], weights[2]) == (action == "stop")
