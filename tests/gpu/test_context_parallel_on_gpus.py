@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import cut_rows, sequence_part
-from megatron.core.context_parallel.kv_exchange import Arriving, ring_steps
-from megatron.core.context_parallel.ring import Job, ring_attention
+from megatron.core.context_parallel.kv_exchange import PendingRows, ring_steps
+from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.ops.attention.blocks import BlockCall, merge_block
@@ -122,7 +122,7 @@ class Nearby:
         return _There(lambda: self.totals[self._source(step)][self.ring_steps[step].fetched].add_(gradient))
 
 
-class _There(Arriving):
+class _There(PendingRows):
     def __init__(self, wait: Callable[[], Tensor]) -> None:
         self.wait = wait  # type: ignore[method-assign]
 
@@ -140,7 +140,7 @@ def on_one_gpu(feature: dict[str, Any], kernel: BlockKernel, dtype: torch.dtype)
         part = SequencePart(rank, RANKS)
         edges = edges_of(feature)
         exchange = Nearby(rank, whole, totals, edges is None, variant_of(feature).reach)
-        job = Job(exchange, kernel, merge_block, variant_of(feature), BlockCall(edges, ROW))  # type: ignore[arg-type]
+        job = RingCall(exchange, kernel, merge_block, variant_of(feature), BlockCall(edges, ROW))  # type: ignore[arg-type]
         mine = [cut_rows(tensor.detach(), part, 0).requires_grad_() for tensor in (query, key, value)]
         used = [*mine, sink] if "sink" in feature else mine
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Whole rows from all ranks' parts, as an operation with a gradient."""
+"""Gathers whole rows from all ranks' parts, with a gradient."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from megatron.core.context_parallel.splitting import in_natural_order, in_rank_o
 
 
 def gather_whole_rows(part: Tensor, group: Group, ranks: int) -> Tensor:
-    """[s, ...] of each rank -> [ranks * s, ...] in the order of the row. Gradients of all ranks are summed in float32
-    at least."""
+    """Gathers the parts [s, ...] of all ranks into whole rows [ranks * s, ...], in the order of the row. Backward sums
+    the gradients of all ranks in float32 at least."""
     return _GatherWholeRows.apply(part, group, ranks)
 
 

@@ -1,4 +1,4 @@
-"""Attention of rows that are split over context parallel ranks, in the way that a layer's `cp_comm_type` names."""
+"""Attention of rows that are split over context parallel ranks, with the communication that `cp_comm_type` names."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron.core.collectives import Group, group_size
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.comm_types import CommType
 from megatron.core.context_parallel.kv_exchange import Gather, Ring
-from megatron.core.context_parallel.ring import Job, ring_attention
+from megatron.core.context_parallel.ring import RingCall, ring_attention
 from megatron.core.context_parallel.splitting import chunk_length, cut_rows
 from megatron.core.context_parallel.ulysses import (
     from_pieces,
@@ -32,27 +32,28 @@ from megatron.core.tokens import SequencePart, Tokens, row_index
 
 @dataclass(frozen=True)
 class SplitRows:
-    """How the rows lie that a stage of the computation sees, and what there is for each of them."""
+    """The rows that one stage of the computation sees, and what belongs to each row."""
 
     part: SequencePart
-    """What this rank holds; all of it where size is 1."""
+    """The part of each row that this rank holds; with size 1 the whole row."""
     length: int
-    """Tokens of a whole row."""
+    """Number of tokens of a whole row."""
     starts: Tensor | None
     """With dropout: global index of the first token of each row, int64 [b]."""
     mask: Tensor | None
     """bool [b or 1, heads or 1, tokens held here or 1, length or 1]; True hides the key."""
 
-    def places(self, device: torch.device) -> Tensor:
-        """Where in its row each token stands that is held here, int64 [s]."""
+    def positions(self, device: torch.device) -> Tensor:
+        """Returns the position in its row of each token that this rank holds, int64 [s]."""
         return row_index(Tokens(self.length // self.part.size, 1, self.part), device)
 
 
 class ContextAttention:
     """Attention of a layer whose rows are split in zig-zag over the ranks of `groups.cp`.
 
-    In two stages, either of which may be idle: `neighbours` ranks exchange tokens for heads, so that each has a longer
-    part of the rows and fewer heads; then keys of the other ranks come to the queries.
+    It has two stages, and `cp_comm_type` decides which of them communicate. In the first, `a2a_size` ranks exchange
+    tokens for heads, so each gets a longer part of the rows and fewer heads. In the second, the queries meet the keys
+    of the other ranks.
     """
 
     def __init__(
@@ -68,36 +69,39 @@ class ContextAttention:
         self.comm_type, self.groups, self.variant = comm_type, groups, variant
         self.plan, self.blocks, self.merge = plan, blocks, merge
         self.part = SequencePart(groups.rank("cp"), groups.size("cp"))
-        self.neighbours = _neighbours(comm_type, groups)
-        if heads % self.neighbours:
+        self.a2a_size = _a2a_size(comm_type, groups)
+        if heads % self.a2a_size:
             raise UserError(
                 f"cp_comm_type {comm_type.value} shares the {heads} heads of a tensor parallel rank among "
-                f"{self.neighbours} context parallel ranks, which do not divide them; p2p and all_gather work"
+                f"{self.a2a_size} context parallel ranks, which do not divide them; p2p and all_gather work"
             )
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, situation: Situation) -> Tensor:
-        """This rank's query [s, b, a, d], key [s, b, g, d] and value [s, b, g, dv] -> [s, b, a, dv].
+        """Computes attention: query [s, b, a, d], key [s, b, g, d] and value [s, b, g, dv] of this rank -> [s, b, a,
+        dv].
 
-        `call.dropout` has the places of this rank's tokens, `call.mask` has whole rows of queries or those of this
-        rank's; with a mask keys are gathered, whatever the way.
+        `call.dropout` describes this rank's tokens. `call.mask` has the queries of whole rows or of this rank only.
+        With a mask the keys of all ranks are gathered, whatever `cp_comm_type` says. Raises UserError for a cache of
+        keys and for masks of another shape.
         """
         if call.query_positions is not None or len(query) != len(key):
             raise UserError(f"decoding with a cache: not yet with context_parallel_size {self.part.size}; use 1")
         rows = self._rows(query, call)
-        if self.neighbours == 1:
-            return self._among_parts(query, key, value, rows, call, situation)
-        return self._among_neighbours(query, key, value, rows, call, situation)
+        if self.a2a_size == 1:
+            return self._with_kv_exchange(query, key, value, rows, call, situation)
+        return self._with_a2a(query, key, value, rows, call, situation)
 
     def describe(self, device_type: str, packed: bool) -> str:
-        """How keys and queries meet, and by which kernels."""
+        """Says how keys and queries meet, and which kernels compute them."""
         text = f"{self.comm_type.value} over {self.part.size} ranks"
-        if self.neighbours == self.part.size:
+        if self.a2a_size == self.part.size:
             return f"{text}, {self.plan.describe(device_type, packed)}"
         return (
             f"{text} (all keys gathered where there is an attention mask), {self.blocks.describe(device_type, packed)}"
         )
 
-    # Rows of all heads -----------------------------------------------------------------------------------------------
+    # Rows and masks of this rank
+    # -----------------------------------------------------------------------------------------------
 
     def _rows(self, query: Tensor, call: AttentionCall) -> SplitRows:
         s, b = query.shape[:2]
@@ -120,14 +124,15 @@ class ContextAttention:
             )
         return cut_rows(mask, self.part, 2) if queries == length else mask
 
-    # Heads of longer parts -------------------------------------------------------------------------------------------
+    # First stage: tokens for heads
+    # -------------------------------------------------------------------------------------------
 
-    def _head_group(self) -> Group:
+    def _a2a_group(self) -> Group:
         return self.groups.cp if self.comm_type is CommType.a2a else self.groups.hcp[0]
 
-    def _rows_of_neighbours(self, rows: SplitRows, group: Group) -> SplitRows:
-        """Neighbours together hold what one of fewer ranks would: chunks that are `neighbours` times as long."""
-        count, mask = self.neighbours, rows.mask
+    def _rows_after_a2a(self, rows: SplitRows, group: Group) -> SplitRows:
+        """Returns the rows after the first stage: their parts are `a2a_size` times as long."""
+        count, mask = self.a2a_size, rows.mask
         if mask is not None and mask.shape[2] > 1:
             mask = whole_rows_of(mask, group, count)
         if mask is not None and mask.shape[1] > 1:
@@ -136,56 +141,59 @@ class ContextAttention:
         part = SequencePart(rows.part.rank // count, rows.part.size // count)
         return dataclasses.replace(rows, part=part, mask=mask)
 
-    def _among_neighbours(
+    def _with_a2a(
         self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
     ) -> Tensor:
-        """In two pieces where a rank's heads allow it: while one is computed the other travels."""
-        group, count = self._head_group(), self.neighbours
-        rows = self._rows_of_neighbours(rows, group)
+        """Splits the heads into two pieces if possible, so one piece is sent while the other is computed."""
+        group, count = self._a2a_group(), self.a2a_size
+        rows = self._rows_after_a2a(rows, group)
         key, value = (share_keys(tensor, query.shape[2], count) for tensor in (key, value))
         pieces = 2 if key.shape[2] // count % 2 == 0 and (rows.mask is None or rows.mask.shape[1] == 1) else 1
         tensors = [in_pieces(tensor, count, pieces) for tensor in (query, key, value)]
-        arriving = [start_to_heads(piece, group, count) for piece in zip(*tensors, strict=True)]
+        pending = [start_to_heads(piece, group, count) for piece in zip(*tensors, strict=True)]
         heads = query.shape[2] // count // pieces
         first = self.part.rank % count * pieces * heads
         leaving = []
-        for number, piece in enumerate(arriving):
+        for number, piece in enumerate(pending):
             its_call = _call_of_heads(call, first + number * heads, heads)
             query, key, value = piece.wait()
-            context = self._among_parts(query, key, value, rows, its_call, situation)
+            context = self._with_kv_exchange(query, key, value, rows, its_call, situation)
             leaving.append(start_to_rows(context, group, count))
         return from_pieces([piece.wait() for piece in leaving], count)
 
-    # Keys of other ranks ---------------------------------------------------------------------------------------------
+    # Second stage: keys of other ranks
+    # ---------------------------------------------------------------------------------------------
 
-    def _among_parts(
+    def _with_kv_exchange(
         self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
     ) -> Tensor:
         if rows.part.size == 1 or rows.mask is not None:
             return self._with_all_keys(query, key, value, rows, call, situation)
         split = Gather if self.comm_type is CommType.all_gather else Ring
         join = call.cu_seqlens is None and call.dropout is None
-        exchange = split(rows.part, self._row_group(), len(query) // 2, self.variant.reach, join)
+        exchange = split(rows.part, self._kv_group(), len(query) // 2, self.variant.reach, join)
         kernel = self.blocks.choices[situation].kernel
-        places = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
-        return ring_attention(query, key, value, call.sink, Job(exchange, kernel, self.merge, self.variant, places))
+        positions = BlockCall(call.cu_seqlens, call.max_seqlen, call.dropout, rows.starts, call.first_head)
+        return ring_attention(
+            query, key, value, call.sink, RingCall(exchange, kernel, self.merge, self.variant, positions)
+        )
 
-    def _row_group(self) -> Group:
+    def _kv_group(self) -> Group:
         return self.groups.hcp[1] if self.comm_type is CommType.a2a_p2p else self.groups.cp
 
     def _with_all_keys(
         self, query: Tensor, key: Tensor, value: Tensor, rows: SplitRows, call: AttentionCall, situation: Situation
     ) -> Tensor:
-        """By the kernels of whole rows, which know masks."""
-        places = rows.places(query.device)
+        """Gathers all keys and uses the kernels of whole rows, which support masks."""
+        of_tokens = rows.positions(query.device)
         dropout, positions = call.dropout, None
         if dropout is not None:
             assert rows.starts is not None
-            index = (rows.starts + places[:, None]).view(-1)  # [t]
+            index = (rows.starts + of_tokens[:, None]).view(-1)  # [t]
             dropout = dataclasses.replace(dropout, tokens=dataclasses.replace(dropout.tokens, index=index))
         if rows.part.size > 1:
-            key, value = (gather_whole_rows(tensor, self._row_group(), rows.part.size) for tensor in (key, value))
-            positions = places.expand(query.shape[1], -1)  # [b, s]
+            key, value = (gather_whole_rows(tensor, self._kv_group(), rows.part.size) for tensor in (key, value))
+            positions = of_tokens.expand(query.shape[1], -1)  # [b, s]
         call = dataclasses.replace(call, query_positions=positions, mask=rows.mask, dropout=dropout)
         compute = self.plan.kernel_of(situation, call).compute
         return compute(query, key, value, self.variant, call)
@@ -196,8 +204,8 @@ def _call_of_heads(call: AttentionCall, first: int, heads: int) -> AttentionCall
     return dataclasses.replace(call, sink=sink, first_head=call.first_head + first)
 
 
-def _neighbours(comm_type: CommType, groups: ProcessGroupCollection) -> int:
-    """Ranks that exchange tokens for heads."""
+def _a2a_size(comm_type: CommType, groups: ProcessGroupCollection) -> int:
+    """Returns how many ranks exchange tokens for heads; 1 if none do."""
     if comm_type is CommType.a2a:
         return groups.size("cp")
     if comm_type is not CommType.a2a_p2p:

@@ -1,5 +1,5 @@
-"""The ways in which context parallel ranks exchange keys and values: `cp_comm_type` of a config, a word for all layers
-or one for each."""
+"""The ways in which context parallel ranks exchange keys and values: a config's `cp_comm_type`, one word for all layers
+or one per layer."""
 
 import enum
 import math
@@ -11,23 +11,23 @@ from megatron.core.rank_grid import divisors
 
 
 class CommType(enum.Enum):
-    """How attention's queries meet the keys of other ranks."""
+    """How queries get the keys of other ranks."""
 
     p2p = "p2p"
-    """Keys and values go from rank to rank, a step ahead of what is computed with them (ring attention)."""
+    """Ring attention: keys and values go from rank to rank, one step ahead of the computation."""
     all_gather = "all_gather"
-    """They are gathered from all ranks, while each rank computes with its own."""
+    """Keys and values of all ranks are gathered while each rank computes with its own."""
     a2a = "a2a"
-    """Each rank gets some heads of whole rows."""
+    """Each rank gets some heads of whole rows (all-to-all)."""
     a2a_p2p = "a2a+p2p"
-    """a2a among neighbours, p2p among the groups of neighbours: `hierarchical_context_parallel_sizes` has both."""
+    """a2a inside groups of ranks and p2p between them; `hierarchical_context_parallel_sizes` gives both sizes."""
 
 
 _WORDS = {comm_type.value: comm_type for comm_type in CommType} | {"allgather": CommType.all_gather}
 
 
 def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> CommType:
-    """The way of a layer (counted from 1 over the whole model): `word`, or what the config says; p2p where it does not.
+    """Returns the way of a layer (counted from 1 over the whole model): `word`, else the config's, else p2p.
 
     Raises UserError for what `comm_type_problems` finds.
     """
@@ -42,8 +42,7 @@ def comm_type_of(config: Any, layer_number: int, word: str | None = None) -> Com
 
 
 def comm_type_problems(config: Any) -> Iterator[str]:
-    """A problem for each value with which no layer can exchange anything; `config` has the fields of
-    TransformerConfig."""
+    """Yields a sentence for each invalid value; `config` has the fields of TransformerConfig."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     words = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type or "p2p"]
     unknown = [word for word in words if word not in _WORDS]
@@ -68,7 +67,7 @@ def comm_type_problems(config: Any) -> Iterator[str]:
 
 
 def _head_problems(config: Any, kinds: set[CommType]) -> Iterator[str]:
-    """Heads of a tensor parallel rank are shared out by a2a."""
+    """Yields a sentence for each number of heads that a2a cannot split over its ranks."""
     size, sizes = config.context_parallel_size, config.hierarchical_context_parallel_sizes
     if not config.num_attention_heads or config.tensor_model_parallel_size < 1:
         return

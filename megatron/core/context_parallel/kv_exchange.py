@@ -1,7 +1,8 @@
-"""How keys and values reach the queries of other ranks, and how their gradients come back: step by step, so that what
-one step computes with is under way while the one before computes.
+"""How keys and values reach the queries of other ranks, and how their gradients come back, step by step: the keys of
+one step are sent while the step before it computes.
 
-Keys and values go as one tensor of rows [rows, width]. Gradients go in their type and are summed in float32 at least.
+Keys and values travel as one tensor of rows [rows, width]. Gradients travel in their own type and are summed in float32
+at least.
 """
 
 import functools
@@ -29,30 +30,30 @@ from megatron.core.ops.precision import at_least_float32
 from megatron.core.tokens import SequencePart
 
 
-class Arriving:
-    """Something under way; `wait` gives it."""
+class PendingRows:
+    """Rows that are being sent. `wait` returns them."""
 
     def __init__(self, pending: Pending, finish: Callable[[Tensor], Tensor]) -> None:
         self._pending, self._finish = pending, finish
 
     def wait(self) -> Tensor:
-        """The result; on CUDA, ready for kernels of the current stream."""
+        """Returns the result. On CUDA it is ready for kernels of the current stream."""
         return self._finish(self._pending.wait())
 
 
 class KeyValueExchange(Protocol):
-    """Steps of one kind of exchange, as one rank takes them. In step 0 it computes with its own keys."""
+    """One rank's steps of an exchange of keys. In step 0 the rank computes with its own keys."""
 
     @property
     def steps(self) -> tuple[tuple[Tile, ...], ...]:
-        """What this rank computes in each step, with the keys that were fetched for it."""
+        """The tiles that this rank computes in each step, with the keys that were fetched for it."""
 
-    def start_fetch(self, step: int, own: Tensor) -> Arriving:
-        """Begin to fetch the keys of a step from 1; `own` are this rank's, [s, width]."""
+    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+        """Starts to fetch the keys of step 1 or later; `own` [s, width] are this rank's keys."""
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> Arriving:
-        """Begin to give back the gradient of a step's keys; what comes for this rank's own is added to `total`
-        [s, width] by `wait`."""
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+        """Starts to return the gradient of a step's keys to their rank. `wait` adds what other ranks return for this
+        rank's keys to `total` [s, width]."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,19 +62,22 @@ class KeyValueExchange(Protocol):
 
 @dataclass(frozen=True)
 class RingStep:
-    """A step of the ring, in which every rank computes with the keys of the one that stands `distance` before it."""
+    """A step of the ring: every rank computes with the keys of the rank `distance` before it."""
 
     distance: int
     tiles: tuple[Tile, ...]
     fetched: slice
-    """Rows of that rank's keys that this one needs."""
+    """Rows of the other rank's keys that this rank needs."""
     given: slice
-    """Rows of this rank's keys that the one `distance` behind it needs."""
+    """Rows of this rank's keys that the rank `distance` behind it needs."""
 
 
 class Ring:
-    """Each step brings the keys of one other rank, nearer ones first: only those of its rows that are needed, straight
-    from where they are. Steps in which no rank needs any, as under a short window, are left out."""
+    """Ring attention's exchange: each step fetches keys from one other rank, nearest first.
+
+    Only the rows that are needed are sent, directly from their rank. Steps in which no rank needs any keys, as with a
+    short window, are left out.
+    """
 
     def __init__(self, part: SequencePart, group: Group, chunk: int, reach: Reach, join: bool) -> None:
         self.part, self.group = part, group
@@ -83,19 +87,19 @@ class Ring:
     def steps(self) -> tuple[tuple[Tile, ...], ...]:
         return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
-    def start_fetch(self, step: int, own: Tensor) -> Arriving:
+    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
         ring_step = self.ring_steps[step]
         arriving = own.new_empty(ring_step.fetched.stop - ring_step.fetched.start, own.shape[1])
         pending = start_exchange(
             own[ring_step.given], self._after(ring_step), arriving, self._before(ring_step), self.group
         )
-        return Arriving(pending, lambda rows: rows)
+        return PendingRows(pending, lambda rows: rows)
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> Arriving:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
         ring_step = self.ring_steps[step]
         arriving = gradient.new_empty(ring_step.given.stop - ring_step.given.start, gradient.shape[1])
         pending = start_exchange(gradient, self._before(ring_step), arriving, self._after(ring_step), self.group)
-        return Arriving(pending, lambda rows: total[ring_step.given].add_(rows))
+        return PendingRows(pending, lambda rows: total[ring_step.given].add_(rows))
 
     def _before(self, ring_step: RingStep) -> int:
         return (self.part.rank - ring_step.distance) % self.part.size
@@ -106,7 +110,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=256)
 def ring_steps(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tuple[RingStep, ...]:
-    """The ring_steps that a rank takes; all ranks take those of the same distances, and at the same time."""
+    """Returns the steps of a rank. All ranks take steps of the same distances, in the same order."""
     size, here = part.size, part.rank
     nothing = slice(0, 0)
     ring_steps = [RingStep(0, own_tiles(part, chunk, reach, join), nothing, nothing)]
@@ -124,34 +128,35 @@ def ring_steps(part: SequencePart, chunk: int, reach: Reach, join: bool) -> tupl
 
 
 class Gather:
-    """Two steps: each chunk of queries with its own keys while those of all ranks are gathered, then with the rest."""
+    """All-gather's exchange in two steps: each chunk of queries meets its own keys while the keys of all ranks are
+    gathered, then the rest."""
 
     def __init__(self, part: SequencePart, group: Group, chunk: int, reach: Reach, join: bool) -> None:
         self.part, self.group = part, group
         self.steps = gather_steps(part, chunk, reach)
 
-    def start_fetch(self, step: int, own: Tensor) -> Arriving:
+    def start_fetch(self, step: int, own: Tensor) -> PendingRows:
         size = self.part.size
-        return Arriving(start_gather_rows(own, self.group), lambda rows: in_natural_order(rows, size))
+        return PendingRows(start_gather_rows(own, self.group), lambda rows: in_natural_order(rows, size))
 
-    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> Arriving:
+    def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
         size = self.part.size
         pending = start_all_to_all_rows(in_rank_order(gradient, size), self.group)
-        return Arriving(pending, lambda rows: total.add_(sum_of_parts(rows, size)))
+        return PendingRows(pending, lambda rows: total.add_(sum_of_parts(rows, size)))
 
 
 @functools.lru_cache(maxsize=256)
 def gather_steps(part: SequencePart, chunk: int, reach: Reach) -> tuple[tuple[Tile, ...], ...]:
-    """Tiles with a rank's own keys as they lie, and with those of the whole row in its order."""
+    """Returns the tiles of the two steps: with the rank's own keys, and with the keys of the whole row."""
     own, rest = [], []
     for span in spans_of(part, chunk):
-        end = span.place + chunk
-        others = [Span(0, 0, span.place), Span(end, end, 2 * part.size * chunk - end)]
+        end = span.position + chunk
+        others = [Span(0, 0, span.position), Span(end, end, 2 * part.size * chunk - end)]
         own += tiles_of([span], [span], reach)
         rest += tiles_of([span], others, reach)
     return tuple(own), tuple(rest)
 
 
 def sum_of_parts(rows: Tensor, ranks: int) -> Tensor:
-    """[ranks * n, width], n rows from each rank -> their sum [n, width], in float32 at least."""
+    """Returns the sum [n, width] of n rows from each rank [ranks * n, width], in float32 at least."""
     return torch.sum(rows.unflatten(0, (ranks, -1)), 0, dtype=at_least_float32(rows.dtype))

@@ -1,4 +1,4 @@
-"""What stands behind each token in its row: for layers that predict tokens further ahead than the next."""
+"""Shifts rows of tokens to the left, for layers that predict tokens further ahead (multi-token prediction)."""
 
 from collections.abc import Sequence
 
@@ -10,17 +10,17 @@ from megatron.core.context_parallel.splitting import in_natural_order
 from megatron.core.tokens import Tokens, row_index
 
 
-def rows_ahead(rows: Sequence[Tensor], depths: int, tokens: Tokens, group: Group = None) -> list[list[Tensor]]:
-    """Rows of numbers [b, s], one for each token: for each depth d from 1 to `depths` the same rows with the numbers
-    of the tokens d places on, and 0 where the row or the packed document ends before.
+def shifted_rows(rows: Sequence[Tensor], depths: int, tokens: Tokens, group: Group = None) -> list[list[Tensor]]:
+    """Returns, for each depth d from 1 to `depths`, the rows [b, s] shifted by d tokens.
 
-    Integers up to 64 bits, or floats up to 64. Under context parallelism a row goes on with other ranks: each shows
-    the others the first numbers of its chunks, of all rows in one exchange over `group`.
+    Entries beyond the end of the row, or of the packed document, are 0. Rows hold integers or floats of up to 64 bits.
+    Under context parallelism a row continues on other ranks: the ranks gather the first entries of all chunks of all
+    rows in one collective over `group`.
     """
     chunks = 1 if tokens.part is None else 2
     packed = torch.stack([_as_words(row) for row in rows]).unflatten(-1, (chunks, -1))  # [rows, b, chunks, c]
-    longer = torch.cat([packed, _what_follows(packed, depths, tokens, group)], -1)  # [rows, b, chunks, c + depths]
-    length, last = packed.shape[-1], _places_left(tokens, packed.device)
+    longer = torch.cat([packed, _following_entries(packed, depths, tokens, group)], -1)  # [rows, b, chunks, c + depths]
+    length, last = packed.shape[-1], _tokens_left(tokens, packed.device)
     ahead = []
     for depth in range(1, depths + 1):
         shifted = longer[..., depth : depth + length].flatten(-2)  # [rows, b, s]
@@ -29,8 +29,8 @@ def rows_ahead(rows: Sequence[Tensor], depths: int, tokens: Tokens, group: Group
     return ahead
 
 
-def _what_follows(packed: Tensor, count: int, tokens: Tokens, group: Group) -> Tensor:
-    """The first `count` numbers behind each chunk of this rank, [rows, b, chunks, count]; 0 behind the last."""
+def _following_entries(packed: Tensor, count: int, tokens: Tokens, group: Group) -> Tensor:
+    """Returns the `count` entries that follow each chunk of this rank, [rows, b, chunks, count]; 0 after the last."""
     if tokens.part is None:
         return packed.new_zeros(*packed.shape[:-1], count)
     shown = min(count, packed.shape[-1])
@@ -45,8 +45,8 @@ def _what_follows(packed: Tensor, count: int, tokens: Tokens, group: Group) -> T
     return torch.stack(following, 2)
 
 
-def _places_left(tokens: Tokens, device: torch.device) -> Tensor:
-    """How many tokens stand behind each in its row or packed document: int64 [s]."""
+def _tokens_left(tokens: Tokens, device: torch.device) -> Tensor:
+    """Returns how many tokens follow each token in its row or packed document: int64 [s]."""
     index = row_index(tokens, device)
     if tokens.cu_seqlens is None:
         return tokens.row_length - 1 - index
@@ -55,7 +55,7 @@ def _places_left(tokens: Tokens, device: torch.device) -> Tensor:
 
 
 def _as_words(row: Tensor) -> Tensor:
-    """Numbers as int64, from which they can be had back as they were."""
+    """Returns the numbers as int64 words, without loss."""
     return row.double().view(torch.int64) if row.is_floating_point() else row.to(torch.int64)
 
 

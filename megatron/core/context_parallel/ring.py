@@ -1,4 +1,4 @@
-"""Attention of this rank's queries to the keys of all ranks, which an exchange brings."""
+"""Attention of this rank's queries to the keys of all ranks, which a key-value exchange fetches step by step."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.context_parallel.kv_exchange import Arriving, KeyValueExchange
+from megatron.core.context_parallel.kv_exchange import KeyValueExchange, PendingRows
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.ops.attention.blocks import BlockCall
 from megatron.core.ops.attention.kernels import BlockKernel
@@ -17,8 +17,8 @@ from megatron.core.ops.precision import at_least_float32, widened
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is computed, and how, beside the tensors."""
+class RingCall:
+    """The arguments of `ring_attention` that are not tensors."""
 
     exchange: KeyValueExchange
     kernel: BlockKernel
@@ -28,102 +28,102 @@ class Job:
     call: BlockCall
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, job: Job) -> Tensor:
-    """This rank's query [s, b, a, d], key [s, b, g, d] and value [s, b, g, dv] -> [s, b, a, dv].
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ring: RingCall) -> Tensor:
+    """Returns attention [s, b, a, dv] of this rank's query [s, b, a, d], with key [s, b, g, d] and value [s, b, g, dv].
 
-    `sink` [a] is the logit that stands in the softmax's denominator beside the keys. Partial results are merged in
-    float32 at least. Backward exchanges keys again instead of keeping them, and gives their gradients back as it goes.
+    `sink` [a] is an extra logit of each head in the softmax's denominator. Partial results are merged in float32 at
+    least. Backward fetches the keys again instead of keeping them, and returns their gradients step by step.
     """
-    return _RingAttention.apply(query, key, value, sink, job)
+    return _RingAttention.apply(query, key, value, sink, ring)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, job: Job) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, ring: RingCall) -> Tensor:
         s, b, a, _ = query.shape
         wide = at_least_float32(query.dtype)
         total = query.new_zeros(s, b, a, value.shape[3], dtype=wide)
         total_lse = query.new_full((b, a, s), -torch.inf, dtype=wide)
         packing = _Packing(key, value)
-        for tiles, key_rows, value_rows in packing.steps(job.exchange):
+        for tiles, key_rows, value_rows in packing.steps(ring.exchange):
             for tile in tiles:
                 rows = tile.queries
-                output, lse = job.kernel.forward(
-                    query[rows], key_rows[tile.keys], value_rows[tile.keys], tile.place, job.variant, job.call
+                output, lse = ring.kernel.forward(
+                    query[rows], key_rows[tile.keys], value_rows[tile.keys], tile.offsets, ring.variant, ring.call
                 )
-                job.merge(total[rows], total_lse[..., rows], output, lse)
+                ring.merge(total[rows], total_lse[..., rows], output, lse)
         if sink is not None:
             with_sink = torch.logaddexp(total_lse, sink.to(wide)[None, :, None])
             total *= _by_query(torch.exp(total_lse - with_sink))
             total_lse = with_sink
         output = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, sink, output, total_lse)
-        ctx.job = job
+        ctx.ring = ring
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         query, key, value, sink, output, lse = ctx.saved_tensors
-        job: Job = ctx.job
-        gradient = gradient.contiguous()  # kernels of a GPU read it along the channels
+        ring: RingCall = ctx.ring
+        gradient = gradient.contiguous()  # GPU kernels need contiguous channels
         wide = at_least_float32(query.dtype)
         query_gradient = torch.zeros_like(query, dtype=wide, memory_format=torch.contiguous_format)
         packing = _Packing(key, value)
         own = key.new_zeros(key.shape[0], packing.width, dtype=wide)
-        returning: Arriving | None = None
-        for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(job.exchange)):
-            alone = step > 0 and [tile.keys for tile in tiles] == [slice(0, key_rows.shape[0])]  # all that came
+        returning: PendingRows | None = None
+        for step, (tiles, key_rows, value_rows) in enumerate(packing.steps(ring.exchange)):
+            alone = step > 0 and [tile.keys for tile in tiles] == [slice(0, key_rows.shape[0])]  # all fetched keys
             part = own if step == 0 or alone else own.new_zeros(key_rows.shape[0], packing.width)
             for tile in tiles:
                 rows, keys = tile.queries, tile.keys
                 tensors = query[rows], key_rows[keys], value_rows[keys], output[rows], lse[..., rows]
-                query_part, *key_parts = job.kernel.backward(
-                    gradient[rows], *tensors, tile.place, job.variant, job.call
+                query_part, *key_parts = ring.kernel.backward(
+                    gradient[rows], *tensors, tile.offsets, ring.variant, ring.call
                 )
                 query_gradient[rows] += query_part
                 if alone:
-                    part = packing.together(*key_parts)
+                    part = packing.pack(*key_parts)
                 else:
-                    for total, addend in zip(packing.apart(part[keys]), key_parts, strict=True):
+                    for total, addend in zip(packing.unpack(part[keys]), key_parts, strict=True):
                         total.add_(addend)
             if returning is not None:
                 returning.wait()
             if step:
-                returning = job.exchange.start_return(step, part.to(key.dtype), own)
+                returning = ring.exchange.start_return(step, part.to(key.dtype), own)
         if returning is not None:
             returning.wait()
         sink_gradient = _sink_gradient(gradient, output, lse, sink) if ctx.needs_input_grad[3] else None
-        key_gradient, value_gradient = (total.to(key.dtype) for total in packing.apart(own))
+        key_gradient, value_gradient = (total.to(key.dtype) for total in packing.unpack(own))
         return query_gradient.to(query.dtype), key_gradient, value_gradient, sink_gradient, None
 
 
 class _Packing:
-    """Keys [s, b, g, d] and values [s, b, g, dv] as one tensor of rows [s, width], which travels as one message."""
+    """Packs keys [s, b, g, d] and values [s, b, g, dv] into one tensor of rows [s, width], sent as one message."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value
         self.shapes = key.shape[1:], value.shape[1:]
         self.width = self.shapes[0].numel() + self.shapes[1].numel()
 
-    def apart(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value, views of the rows."""
+    def unpack(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns key and value as views of the rows."""
         for_keys = self.shapes[0].numel()
         return rows[:, :for_keys].unflatten(1, self.shapes[0]), rows[:, for_keys:].unflatten(1, self.shapes[1])
 
     def steps(self, exchange: KeyValueExchange) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
-        """Tiles, keys and values of each step; those of the next are on their way while one is computed."""
+        """Yields the tiles, keys and values of each step. The next step's keys are sent while a step is computed."""
         own: Tensor | None = None
-        arriving: Arriving | None = None
+        pending: PendingRows | None = None
         for step, tiles in enumerate(exchange.steps):
-            rows = None if arriving is None else arriving.wait()
+            rows = None if pending is None else pending.wait()
             if step + 1 < len(exchange.steps):
-                own = own if own is not None else self.together(self.key, self.value)
-                arriving = exchange.start_fetch(step + 1, own)
-            yield (tiles, self.key, self.value) if rows is None else (tiles, *self.apart(rows))
+                own = own if own is not None else self.pack(self.key, self.value)
+                pending = exchange.start_fetch(step + 1, own)
+            yield (tiles, self.key, self.value) if rows is None else (tiles, *self.unpack(rows))
 
-    def together(self, key: Tensor, value: Tensor) -> Tensor:
-        """The rows of a key and a value."""
+    def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        """Returns the rows of a key and a value."""
         return torch.cat([key.flatten(1), value.flatten(1)], 1)
 
 
@@ -133,7 +133,7 @@ def _by_query(numbers: Tensor) -> Tensor:
 
 
 def _sink_gradient(gradient: Tensor, output: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The sink has a probability and no value."""
+    """Returns the sink's gradient. The sink has a probability but no value."""
     delta = (widened(gradient) * widened(output)).sum(-1).permute(1, 2, 0)  # [b, a, s]
     probability = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
     return -(probability * delta).sum((0, 2)).to(sink.dtype)

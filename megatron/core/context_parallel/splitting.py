@@ -1,4 +1,4 @@
-"""How a row of tokens is split over context parallel ranks: in zig-zag, as `megatron.core.tokens.SequencePart` says."""
+"""The zig-zag split of rows over context parallel ranks (see `megatron.core.tokens.SequencePart`)."""
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from megatron.core.tokens import SequencePart
 
 
 def sequence_part(groups: ProcessGroupCollection) -> SequencePart | None:
-    """What this rank holds of every row; None where there is no context parallelism. Does not communicate."""
+    """Returns the part of every row that this rank holds; None without context parallelism. Does not communicate."""
     size = groups.size("cp")
     return None if size == 1 else SequencePart(groups.rank("cp"), size)
 
 
 def cut_rows(tensor: Tensor, part: SequencePart, dim: int) -> Tensor:
-    """A rank's part of a dimension over which whole rows extend: a copy of its two chunks, one after the other.
+    """Returns a rank's part of a tensor whose dimension `dim` holds whole rows: a copy of the rank's two chunks.
 
-    Raises UserError where the rows do not divide into 2 * ranks chunks.
+    Raises UserError if the rows do not divide into 2 * ranks chunks.
     """
     length = tensor.shape[dim]
     chunk = chunk_length(length, part.size)
@@ -25,7 +25,7 @@ def cut_rows(tensor: Tensor, part: SequencePart, dim: int) -> Tensor:
 
 
 def chunk_length(row_length: int, ranks: int) -> int:
-    """Tokens of each of the 2 * `ranks` chunks of a row. Raises UserError where they would not be equal."""
+    """Returns the number of tokens of each of a row's 2 * `ranks` chunks. Raises UserError if they are not equal."""
     chunks = 2 * ranks
     if row_length % chunks:
         below = row_length - row_length % chunks
@@ -38,12 +38,13 @@ def chunk_length(row_length: int, ranks: int) -> int:
 
 
 def in_natural_order(gathered: Tensor, ranks: int) -> Tensor:
-    """The parts of all ranks laid end to end in rank order, [row_length, ...], as the row is: a copy."""
+    """Reorders the parts of all ranks, which lie in rank order [row_length, ...], into the order of the row: a copy."""
     pieces = gathered.unflatten(0, (ranks, 2, -1))  # [ranks, 2, chunk, ...]
     return torch.cat([pieces[:, 0].flatten(0, 1), pieces[:, 1].flip(0).flatten(0, 1)])
 
 
 def in_rank_order(row: Tensor, ranks: int) -> Tensor:
-    """The inverse of `in_natural_order`: a row [row_length, ...] as the parts of all ranks, end to end."""
+    """Reorders a row [row_length, ...] into the parts of all ranks, in rank order: the inverse of
+    `in_natural_order`."""
     first, second = row.unflatten(0, (2, ranks, -1))  # [ranks, chunk, ...] each
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)

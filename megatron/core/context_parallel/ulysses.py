@@ -1,8 +1,8 @@
-"""Some heads of whole rows in place of all heads of a part of each row, and back (all-to-all; Jacobs et al. 2023,
-"DeepSpeed Ulysses").
+"""All-to-all between all heads of a part of each row and some heads of whole rows (Jacobs et al. 2023, "DeepSpeed
+Ulysses").
 
-Exchanges begin with one operation of autograd and are waited for with another, so that what stands between them in the
-order of the operations overlaps with them: in forward, and in backward, which runs the operations in reverse.
+One autograd operation starts an exchange and another one waits for it. Operations between the two overlap with the
+exchange, in forward and also in backward, which runs the operations in reverse order.
 """
 
 import math
@@ -19,15 +19,15 @@ from megatron.core.context_parallel.splitting import in_natural_order, in_rank_o
 
 
 def share_keys(key: Tensor, heads: int, ranks: int) -> Tensor:
-    """Keys [s, b, g, d] with their heads repeated as often as needed, so that an equal share of them is what an equal
-    share of the `heads` query heads uses: not at all where the ranks divide the groups of keys."""
-    together = heads // key.shape[2]  # query heads that share a key head
-    kept_together = math.gcd(heads // ranks, together)
-    return key if kept_together == together else key.repeat_interleave(together // kept_together, dim=2)
+    """Returns keys [s, b, g, d] with heads repeated as often as needed, so that each rank's equal share of key heads is
+    what its equal share of the `heads` query heads uses. Nothing is repeated if the ranks divide the key heads."""
+    pack = heads // key.shape[2]  # query heads that share a key head
+    kept_together = math.gcd(heads // ranks, pack)
+    return key if kept_together == pack else key.repeat_interleave(pack // kept_together, dim=2)
 
 
 def in_pieces(heads: Tensor, ranks: int, count: int) -> list[Tensor]:
-    """[s, b, n, d] -> `count` tensors [s, b, n / count, d], each with an equal share of what each rank is to get."""
+    """Splits heads [s, b, n, d] into `count` tensors [s, b, n / count, d], each with an equal share for each rank."""
     pieces = heads.unflatten(2, (ranks, count, -1)).unbind(3)  # [s, b, ranks, n / (ranks * count), d] each
     return [piece.flatten(2, 3) for piece in pieces]
 
@@ -38,54 +38,54 @@ def from_pieces(pieces: Sequence[Tensor], ranks: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HeadsArriving:
-    """Heads of whole rows that are on their way to this rank."""
+class PendingHeads:
+    """Heads of whole rows that are being sent to this rank."""
 
     rows: "_AllToAll"
     shapes: list[tuple[int, int, int]]
-    """Row count aside, of each tensor: [b, n, d]."""
+    """Shape of each tensor without its rows: [b, n, d]."""
     ranks: int
 
     def wait(self) -> list[Tensor]:
-        """Each [ranks * s, b, n, d], rows in their natural order."""
+        """Returns each tensor [ranks * s, b, n, d], rows in the order of the row."""
         widths = [math.prod(shape) for shape in self.shapes]
         parts = in_natural_order(self.rows.wait(), self.ranks).split(widths, 1)
         return [part.unflatten(1, shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> HeadsArriving:
-    """Begin to exchange each [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
+def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> PendingHeads:
+    """Starts to exchange each tensor [s, b, ranks * n, d] for [ranks * s, b, n, d], all as one message."""
     pieces = [tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).flatten(2) for tensor in tensors]
     shapes = [(tensor.shape[1], tensor.shape[2] // ranks, tensor.shape[3]) for tensor in tensors]
-    return HeadsArriving(_AllToAll(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
+    return PendingHeads(_AllToAll(torch.cat(pieces, 2).flatten(0, 1), group), shapes, ranks)
 
 
 @dataclass(frozen=True)
-class RowsArriving:
-    """All heads of this rank's part of the rows, on their way."""
+class PendingRows:
+    """All heads of this rank's part of the rows, being sent back."""
 
     rows: "_AllToAll"
     ranks: int
 
     def wait(self) -> Tensor:
-        """[s, b, ranks * n, d]."""
+        """Returns [s, b, ranks * n, d]."""
         received = self.rows.wait().unflatten(0, (self.ranks, -1))  # [ranks, s, b, n, d]
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def start_to_rows(heads: Tensor, group: Group, ranks: int) -> RowsArriving:
-    """Begin the way back of heads [ranks * s, b, n, d]."""
-    return RowsArriving(_AllToAll(in_rank_order(heads, ranks), group), ranks)
+def start_to_rows(heads: Tensor, group: Group, ranks: int) -> PendingRows:
+    """Starts to send heads [ranks * s, b, n, d] back to the ranks of their rows."""
+    return PendingRows(_AllToAll(in_rank_order(heads, ranks), group), ranks)
 
 
 def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:
-    """A mask [.., .., s, keys] for the queries of this rank, made one for those of the group, in their order."""
+    """Gathers a mask [.., .., s, keys] of this rank's queries into one for the queries of the group, in row order."""
     rows = mask.permute(2, 0, 1, 3).contiguous()
     return in_natural_order(gather_rows(rows.to(torch.uint8), group), ranks).permute(1, 2, 0, 3).bool()
 
 
 class _AllToAll:
-    """An all-to-all of rows that is under way, with its gradient's."""
+    """An all-to-all of rows in flight, and that of its gradient."""
 
     def __init__(self, rows: Tensor, group: Group) -> None:
         self.group = group
@@ -94,8 +94,8 @@ class _AllToAll:
         self._rows: Tensor | None = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """Part i from rank i, end to end. Once."""
-        rows, self._rows = self._rows, None  # whose graph knows this exchange: no circle stays
+        """Returns the parts of all ranks in rank order. Call it once."""
+        rows, self._rows = self._rows, None  # the graph refers to this object: avoids a reference cycle
         return _Wait.apply(rows, self)
 
 
@@ -109,7 +109,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # What comes is still under way; nobody but `_Wait` can have handed it over.
+        # The gradient is still being received. Only `_Wait` can have passed it on.
         pending, ctx.exchange.backward = ctx.exchange.backward, None
         assert pending is not None and pending.tensor.data_ptr() == gradient.data_ptr()
         return pending.wait(), None

@@ -1,6 +1,6 @@
-"""Activations of an MLP: of one product, or of a gate that multiplies a second product.
+"""Activations of an MLP, plain or gated.
 
-Each takes the product without its bias and the bias apart, so that one kernel may add it.
+Each takes the product and its bias separately, so that one kernel can add the bias and apply the activation.
 """
 
 import math
@@ -15,38 +15,38 @@ Pointwise = Callable[[Tensor], Tensor]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    """Returns x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
 def gelu_erf(x: Tensor) -> Tensor:
-    """x Phi(x), exactly."""
+    """Returns x Phi(x), the exact form of GELU."""
     return F.gelu(x)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x)."""
+    """Returns x sigmoid(1.702 x)."""
     return x * torch.sigmoid(1.702 * x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """relu(x)^2 (So et al. 2021)."""
+    """Returns relu(x)^2 (So et al. 2021)."""
     return torch.square(F.relu(x))
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What stands between the two products of an MLP: [t, f * ffn] -> [t, ffn], with f = 2 where it is gated.
+    """The activation between the two products of an MLP: [t, f * ffn] -> [t, ffn], f = 2 if gated, otherwise 1.
 
-    Gated: function(gate) * up, the gate being the first half (Shazeer 2020).
+    Gated: function(gate) * up; the gate is the first half of the product (Shazeer 2020).
     """
 
     function: Pointwise
     gated: bool = False
     clamp: float | None = None
-    """Gated only: gate <= clamp, |up| <= clamp."""
+    """Gated only: clamps the gate to at most this, and the up half to its range [-clamp, clamp]."""
     up_offset: float = 0.0
-    """Gated only: added to the up half."""
+    """Gated only: is added to the up half."""
 
     def __call__(self, product: Tensor, bias: Tensor | None = None) -> Tensor:
         x = product if bias is None else product + bias
@@ -66,10 +66,9 @@ def choose_activation(
     clamp: float | None = None,
     up_offset: float = 0.0,
 ) -> Activation:
-    """The activation that a config names.
+    """Returns the activation that a config names.
 
-    As published, `F.gelu` is the tanh form where the bias is fused into it (`bias_fused`, with or without a gate), and
-    the exact one otherwise.
+    As in Megatron-LM, `F.gelu` means the tanh form with `bias_fused` (gated or not), and the exact form without.
     """
     if function is F.gelu and bias_fused:
         function = gelu_tanh

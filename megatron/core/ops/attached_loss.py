@@ -1,8 +1,7 @@
-"""A loss that is not the model's output, tied to a tensor it was computed beside.
+"""Auxiliary losses that are attached to a tensor instead of being an output of the model.
 
-Whoever runs backward starts from the output alone; the attached loss gets its gradient when backward comes by the
-tensor it is tied to. So it may be born anywhere: in a layer that is computed again in backward, on a pipeline stage
-that has no loss, in a user's own loop.
+Backward starts from the model's output alone. When it reaches the tensor, the attached loss gets its gradient. So an
+auxiliary loss can be computed anywhere: in a recomputed layer, on a pipeline stage without a loss, in a user's loop.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 
 def attach_loss(carrier: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`carrier`, unchanged; in backward the scalar `loss` gets the gradient `scale` (None: 1)."""
+    """Returns `carrier` unchanged. In backward the scalar `loss` gets the gradient `scale` (None: 1)."""
     return _AttachedLoss.apply(carrier, loss, scale)
 
 

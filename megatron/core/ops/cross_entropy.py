@@ -1,8 +1,8 @@
 """Cross entropy of each token from its logits, without a float32 copy of the logits.
 
-Statistics are computed in the wider of float32 and the logits' type, a bounded number of rows at a time; what is kept
-for backward is the logits themselves and one number a token. Where the vocabulary is cut over a group of ranks, they
-tell each other two or three numbers a token, in forward only.
+Statistics are computed in the wider of float32 and the logits' type, a bounded number of rows at a time. Backward keeps
+the logits and one number per token. If the vocabulary is split over a group of ranks, forward gathers two or three
+numbers per token over the group; backward communicates nothing.
 """
 
 from dataclasses import dataclass
@@ -16,31 +16,34 @@ from megatron.core.collectives import Group, gather_rows, group_rank, group_size
 from megatron.core.ops.precision import at_least_float32
 
 _LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Logits that are widened at once: few on a CPU, for its caches; many on a GPU, for the sake of few launches."""
+"""Number of logits converted to the wider type at once: few on a CPU, to stay in its caches; many on a GPU, to launch
+few kernels."""
 
 SPENT = "backward ran before and left its gradient where the logits were; run forward again"
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """Which columns of the whole vocabulary a rank's logits are."""
+    """The columns of the whole vocabulary that a rank's logits cover."""
 
     first: int
-    """Number of its first column in the whole vocabulary."""
+    """Index of the first column in the whole vocabulary."""
     count: int
-    """Its columns that are no padding; they come first."""
+    """Number of columns that are not padding; these come first."""
     vocab_size: int
-    """Columns of all ranks that are no padding."""
+    """Number of columns of all ranks that are not padding."""
 
     def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels as columns of this part, int64 [t], 0 where they are not in it; and whether they are, bool [t]."""
+        """Returns the labels as columns of this part (int64 [t], 0 if outside), and whether they are inside (bool
+        [t])."""
         column = labels - self.first
         here = (column >= 0) & (column < self.count)
         return torch.where(here, column, 0), here
 
 
 def vocabulary_part(columns: int, vocab_size: int | None, group: Group) -> VocabularyPart:
-    """The part of a vocabulary that is cut evenly over a group, `columns` to a rank, and padded beyond `vocab_size`."""
+    """Returns this rank's part of a vocabulary that is split evenly over a group, `columns` per rank, and padded beyond
+    `vocab_size`."""
     first = columns * group_rank(group)
     vocab_size = vocab_size or columns * group_size(group)
     return VocabularyPart(first, min(max(vocab_size - first, 0), columns), vocab_size)
@@ -55,15 +58,16 @@ def cross_entropy(
     overwrite_logits: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """-log softmax(logits)[label]: [t, columns] and int64 [t] -> [t], in the wider of float32 and the logits' type.
+    """Returns -log softmax(logits)[label]: [t, columns] and int64 [t] -> [t], in the wider of float32 and the logits'
+    type.
 
-    Columns from `vocab_size` on are padding: they take no part and get no gradient. A negative label marks a token
-    without a loss: zero, and no gradient. The loss of a label beyond the vocabulary is NaN. With smoothing e: (1 - e)
-    of the label's term plus e times the mean over the vocabulary. `overwrite_logits` lets backward put the gradient
-    where the logits were; the caller may then not use them again, and backward runs once.
+    Columns from `vocab_size` on are padding: they do not count and get no gradient. A token with a negative label has
+    loss zero and no gradient. A label beyond the vocabulary has loss NaN. With label smoothing e the loss is (1 - e)
+    times the label's term plus e times the mean over the vocabulary. `overwrite_logits` lets backward write the
+    gradient into the logits' memory: the caller must not use the logits again, and backward can run only once.
 
-    Over a group the vocabulary is cut evenly: each rank has `columns` of it, in group order, and all have the same
-    labels, losses, and gradients of losses.
+    With a group the vocabulary is split evenly: each rank has `columns` of it, in group order. All ranks have the same
+    labels, the same losses and the same gradients of losses.
     """
     part = vocabulary_part(logits.shape[-1], vocab_size, group)
     return _CrossEntropy.apply(logits, labels, part, label_smoothing, overwrite_logits, group)
@@ -78,8 +82,11 @@ def combine(
     smoothing: float,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and whole log-sums [t] from each rank's: log-sum of its columns, logit of the label if it has it (else
-    0), and mean over the vocabulary of the logits that it has."""
+    """Returns losses [t] and log-sums over the whole vocabulary [t].
+
+    Each rank gives the log-sum of its columns, the label's logit (0 if the label is not in its part), and the sum of
+    its logits divided by the vocabulary size.
+    """
     if group_size(group) > 1:
         own = torch.stack([log_sum, chosen] if mean is None else [log_sum, chosen, mean])
         log_sums, *sums = gather_rows(own[None], group).unbind(1)  # [ranks, t] each

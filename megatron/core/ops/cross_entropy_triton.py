@@ -1,4 +1,4 @@
-"""Cross entropy on a GPU: one pass over the logits for the loss, one that leaves the gradient in their place."""
+"""Cross entropy on a GPU: one kernel reads the logits for the loss, one writes the gradient over them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron.core.collectives import Group
 from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cross_entropy, vocabulary_part
 
 _COLUMNS = 4096
-"""Logits that a program reads at once."""
+"""Logits of one row that a program reads at once."""
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def cross_entropy_triton(
     overwrite_logits: bool = False,
     group: Group = None,
 ) -> Tensor:
-    """As `cross_entropy.cross_entropy`, which it leaves to it in float64 and with label smoothing."""
+    """Computes `cross_entropy.cross_entropy` with Triton kernels. Float64 and label smoothing use the reference."""
     if label_smoothing or logits.dtype is torch.float64:
         return cross_entropy(
             logits,

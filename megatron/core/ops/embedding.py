@@ -1,4 +1,4 @@
-"""Rows of a table by index, whose gradient goes to the table's main_grad row by row, never as a dense table."""
+"""Embedding lookup. The gradient is accumulated row by row into the table's main gradient, never as a dense table."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from megatron.core.parameters import main_grad_accumulator
 
 
 def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
-    """int64 [...] and [rows, h] -> [..., h].
+    """Returns the rows of `table` [rows, h] that `index` (int64 [...]) names: [..., h].
 
-    Over a group the ranks hold a larger table, cut evenly by rows in group order: each gives zeros for the rows of
-    others, so that the sum over the group is the result. An index outside of the whole table is an error of the caller
-    (an index error on a CPU, a device assert on a GPU), which one rank sees.
+    With a group the whole table is split evenly by rows in group order. Each rank returns zeros for rows of other
+    ranks, so the sum over the group is the result. An index outside the whole table raises an IndexError on a CPU and a
+    device assert on a GPU, on one rank.
     """
     size = group_size(group)
     if size == 1:
@@ -28,8 +28,8 @@ def embedding(index: Tensor, table: Tensor, group: Group = None) -> Tensor:
         elsewhere |= local < 0
     if rank < size - 1:
         elsewhere |= local >= rows
-    # What stands elsewhere reads, and later adds zeros to, some row that is here: not always the same, which all the
-    # threads that accumulate would wait for.
+    # Indices of other ranks read some local row, and backward adds zeros to it. Different rows, because threads that
+    # accumulate into the same row would wait for each other.
     return _Embedding.apply(torch.where(elsewhere, index % rows, local), table, elsewhere)
 
 

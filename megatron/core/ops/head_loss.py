@@ -1,4 +1,4 @@
-"""The head and its loss as one operation, so that a backend may run them in chunks of tokens."""
+"""The output layer and its loss as one operation, so that a backend can compute them in chunks of tokens."""
 
 from collections.abc import Callable
 
@@ -22,12 +22,15 @@ def head_loss(
     cap: float | None = None,
     loss: Callable[..., Tensor] = cross_entropy,
 ) -> Tensor:
-    """Loss of each token: [t, h], head [columns, h] (+ [columns]) and int64 [t] -> [t], in the wider of float32 and
-    the type of `hidden`. Columns from `vocab_size` on are padding. The gradient takes the place of the logits. `cap`
-    bounds the logits: see `soft_cap`.
+    """Returns the loss of each token: hidden [t, h], weight [columns, h], bias [columns] and labels (int64 [t]) -> [t].
 
-    Over a group the vocabulary is cut evenly; with `gathers` each rank has its part of `hidden` ([t / ranks, h]), and
-    all have the labels and losses of all tokens. `loss` is `cross_entropy` or a faster implementation of it."""
+    The loss is in the wider of float32 and the type of `hidden`. Columns from `vocab_size` on are padding. Backward
+    writes the gradient over the logits. `cap` bounds the logits (see `soft_cap`). `loss` is `cross_entropy` or a faster
+    implementation of it.
+
+    With a group the vocabulary is split evenly. With `gathers` each rank has its part of `hidden` ([t / ranks, h]),
+    while all ranks have the labels and losses of all tokens.
+    """
     logits = linear(hidden, weight, bias, group, gathers=gathers)
     if cap is None:
         return loss(logits, labels, vocab_size, overwrite_logits=True, group=group)

@@ -1,12 +1,12 @@
-"""y = x W^T + b, whose weight gradient goes where the weight says, and whose exchange hides behind its products.
+"""The linear layer y = x W^T + b, with tensor parallel communication that overlaps with its products.
 
-The product dW = dy^T x is apart from dX: it is handed, as its two factors, to the weight's main gradient, which may
-accumulate it at once inside the product or keep the factors for later (zero-bubble pipelines). A weight without a main
+Backward computes dX and hands the two factors of dW = dy^T x to the weight's main gradient. The main gradient
+accumulates the product at once, or keeps the factors for later (zero-bubble pipelines). A weight without a main
 gradient gets an ordinary `.grad`.
 
-Over a group, each rank has some rows of one weight, and backward sums the inputs' gradient over the ranks while dW is
-computed. Under sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs: they are
-gathered for the product and again, while dX is computed, for dW; only the part is kept in between.
+With a group, each rank has some rows of the weight, and backward sums dX over the ranks while it computes dW. Under
+sequence parallelism (Korthikanti et al. 2022) each rank also has only its part of the inputs. They are gathered in
+forward, and again in backward for dW while dX is computed; only the rank's own part is kept in between.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ from megatron.core.parameters import main_grad_accumulator
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """This rank's rows of the inputs of a product that is put off, which gathers them when it is run."""
+    """This rank's rows of the inputs of a deferred weight gradient product, which gathers all rows when it runs."""
 
     rows: Tensor
     """[t / ranks, in]"""
     group: Group
 
     def start_gather(self) -> Pending:
-        """[t, in]. All ranks of the group run their products in one order."""
+        """Start to gather all rows, [t, in]. All ranks of the group run their deferred products in the same order."""
         return start_gather_rows(self.rows, self.group)
 
 
@@ -55,11 +55,11 @@ def linear(
     gathers: bool = False,
     sum_rows: Callable[[Tensor], Tensor] = _sum_rows,
 ) -> Tensor:
-    """[..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
+    """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
 
-    `group`: ranks with the same inputs and other rows of the weight; the inputs' gradient is summed over them. With
-    `gathers` each rank has its part of the inputs' first dimension, in group order, and gets its part of the gradient;
-    the outputs have all of it. `sum_rows` computes the bias's gradient: [t, out] -> [out].
+    The ranks of `group` have the same inputs and different rows of the weight; backward sums the inputs' gradient over
+    them. With `gathers` each rank has its part of the inputs' first dimension, in group order, and gets that part of
+    the gradient; the outputs cover all parts. `sum_rows` computes the bias's gradient: [t, out] -> [out].
     """
     return _Linear.apply(inputs, weight, bias, group, gathers, sum_rows)
 
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         sum_rows: Callable[[Tensor], Tensor],
     ) -> Tensor:
         ctx.save_for_backward(inputs)
-        # The parameter, not a saved tensor: under full sharding its storage goes away and comes back before backward.
+        # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.group, ctx.gathers, ctx.sum_rows = weight, group, gathers, sum_rows
         return _affine(gather_rows(inputs, group) if gathers else inputs, weight, bias)
 
@@ -115,7 +115,8 @@ def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right. Half precision on a CPU multiplies in float32 and rounds: there is no fast half product there."""
+    """Returns left @ right. On a CPU half precision is multiplied in float32 and rounded, because CPUs have no fast
+    half product."""
     if _slow_here(left):
         return (left.float() @ right.float()).to(left.dtype)
     return left @ right

@@ -1,8 +1,7 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
-Statistics and the affine part are computed in the wider of float32 and the types given; the result has the weight's
-type, so that a float32 residual stream leaves the norm in the type that the products want; without a weight, the
-input's.
+Statistics and the affine part are computed in the wider of float32 and the types given. The result has the weight's
+type, so a float32 residual stream leaves the norm in the type of the next product; without a weight, the input's type.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ from megatron.core.ops.precision import at_least_float32, widened
 def layer_norm(
     inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
 ) -> Tensor:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias; with `zero_centered` the factor is 1 + weight."""
+    """Returns (x - mean) / sqrt(variance + epsilon) * weight + bias; with `zero_centered` the factor is 1 + weight."""
     if weight is None:
         return F.layer_norm(inputs, inputs.shape[-1:], None, None, epsilon)
     if zero_centered:
@@ -33,12 +32,12 @@ def layer_norm(
 
 
 def rms_norm(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight; with `zero_centered` the factor is 1 + weight."""
+    """Returns x / sqrt(mean(x^2) + epsilon) * weight; with `zero_centered` the factor is 1 + weight."""
     return _RMSNorm.apply(inputs, weight, epsilon, zero_centered)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps the input and one number a row; with r = 1/sqrt(mean(x^2) + eps), n = x r and g = dy w:
+    """Backward keeps the input and one number per row. With r = 1/sqrt(mean(x^2) + eps), n = x r and g = dy w:
     dx = r (g - n mean(g n)), dw = sum over rows of dy n."""
 
     @staticmethod

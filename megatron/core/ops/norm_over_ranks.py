@@ -1,4 +1,4 @@
-"""RMSNorm of a vector whose elements are shared out over a group of ranks."""
+"""RMSNorm of vectors whose elements are split over a group of ranks."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ from megatron.core.ops.precision import at_least_float32, widened
 def rms_norm_over_ranks(
     inputs: Tensor, weight: Tensor, epsilon: float, zero_centered: bool = False, group: Group = None, first: int = 0
 ) -> Tensor:
-    """`ops.norm.rms_norm` of the last dimension, of which every rank has equally many elements; its weights are those
-    from number `first` on.
+    """Returns `ops.norm.rms_norm` over the last dimension, of which each rank has an equal part.
 
-    Ranks may have copies of the same elements, all equally many: each then gives its part of their gradient.
+    The rank's elements use the weights from index `first` on. Ranks may hold copies of the same elements, each element
+    the same number of times; each rank then computes its part of their gradient.
     """
     return _NormOverRanks.apply(inputs, weight, epsilon, zero_centered, group, first)
 
 
 class _NormOverRanks(torch.autograd.Function):
-    """As `ops.norm`, with two sums over the group: of squares in forward, of g n in backward. Where c ranks have copies
-    of an element, both sums and their number of addends have it c times."""
+    """Computes what `ops.norm` does, with two sums over the group: of squares in forward, of g n in backward. If c
+    ranks have copies of an element, both the sums and their number of addends count it c times."""
 
     @staticmethod
     def forward(

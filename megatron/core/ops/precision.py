@@ -1,14 +1,14 @@
-""" "float32" means at least float32: which type to compute in."""
+"""The type to compute in where the code says float32: float32, or the model's type if that is wider."""
 
 import torch
 from torch import Tensor
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The wider of float32 and `dtype`: norms, softmax and losses compute in it."""
+    """Returns the wider of float32 and `dtype`. Norms, softmax and losses compute in it."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor in the wider of float32 and its own type; itself where that is no change."""
+    """Returns the tensor in the wider of float32 and its own type; the same tensor if that is its type."""
     return tensor.to(at_least_float32(tensor.dtype))

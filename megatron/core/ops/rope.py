@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): pairs of channels turned by an angle that grows with the position."""
+"""Rotary position embedding (Su et al. 2021): rotates pairs of channels by an angle proportional to the position."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +10,22 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosine and sine of every token's angles: [s, b or 1, 1, r / 2] for r turned channels of a head."""
+    """Cosines and sines of the angles of every token: [s, b or 1, 1, r / 2] for r rotated channels per head."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool = False
-    """Pairs are (2i, 2i + 1); otherwise (i, i + r/2)."""
+    """True: channels 2i and 2i + 1 form a pair. False: channels i and i + r/2."""
     first: int = 0
-    """Channels of a head that stand before those that turn."""
+    """Number of channels of a head before the rotated ones."""
 
 
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Turn r channels of [s, b, heads, d] or [s, b, groups, heads, d], the first ones after `rotation.first`; the rest
-    pass through. The result is contiguous. The angles' functions are rounded to the type of the heads first, as
-    published."""
+    """Rotates r channels of each head, starting at channel `rotation.first`, and copies the others.
+
+    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. Cosines and sines are first rounded
+    to the type of the heads, as in Megatron-LM.
+    """
     ones = (1,) * (heads.dim() - 3)
     cos, sin = (angles.to(heads.dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))
     return _Rope.apply(heads, cos, sin, rotation.interleaved, rotation.first)

@@ -1,7 +1,7 @@
-"""Frequencies of rotary positions, and the ways of changing them for rows longer than those of a first training.
+"""Frequencies of rotary positions, and how they are scaled for rows longer than those of the original training.
 
-Pure functions of numbers; everything is float32, in the order of operations of the models that were published, because
-an angle is a frequency times a position and so shows a frequency's last bit.
+All functions are pure. They compute in float32, in the order of operations of the published models: an angle is a
+frequency times a position, so it shows the frequency's last bit.
 """
 
 import math
@@ -14,13 +14,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies are changed. Which of the numbers count depends on the kind."""
+    """A scaling of the frequencies. Which of the numbers it uses depends on its kind."""
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
-    """How many times longer the rows become; for dynamic, how fast the base grows with them."""
+    """How many times longer rows become; with kind dynamic, how fast the base grows with their length."""
     original_length: int = 8192
-    """The longest row of the first training."""
+    """Length of the longest row of the original training."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     """llama3: see `llama3_frequencies`."""
@@ -30,18 +30,18 @@ class RopeScaling:
     """yarn: see `yarn_frequencies`."""
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    """longrope: divisors of each frequency in rows up to `original_length`, and in longer ones."""
+    """longrope: a divisor for each frequency, for rows up to `original_length` and for longer rows."""
     attention_factor: float | None = None
-    """Factor of cosines and sines; None: the kind's own."""
+    """Factor of cosines and sines; None: the default of the kind."""
 
     @property
     def depends_on_length(self) -> bool:
-        """Frequencies of a row depend on how long it is."""
+        """Whether the frequencies of a row depend on its length."""
         return self.kind in ("dynamic", "longrope")
 
     @property
     def amplitude(self) -> float:
-        """Factor of cosines and sines; twice so of a score between turned channels."""
+        """Factor of cosines and sines. A score of rotated channels gets it squared."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind == "yarn":
@@ -52,12 +52,12 @@ class RopeScaling:
 
 
 def plain_frequencies(turned: int, base: float) -> Tensor:
-    """base^(-2i/turned) radians a position for i < turned/2, [turned/2] (Su et al. 2021)."""
+    """Returns base^(-2i/turned) radians per position for i < turned/2, [turned/2] (Su et al. 2021)."""
     return 1.0 / (float(base) ** _exponents(turned))
 
 
 def scaled_frequencies(turned: int, base: float, scaling: RopeScaling | None) -> Tensor:
-    """Frequencies [turned/2] of rows up to `original_length`."""
+    """Returns the frequencies [turned/2] of rows up to `original_length`."""
     frequencies = plain_frequencies(turned, base)
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
@@ -73,7 +73,8 @@ def scaled_frequencies(turned: int, base: float, scaling: RopeScaling | None) ->
 
 
 def frequencies_of_length(turned: int, base: float, scaling: RopeScaling, length: Tensor) -> Tensor:
-    """Frequencies of rows of various lengths, for a scaling that depends on them: int64 [..., 1] -> [..., turned/2]."""
+    """Returns the frequencies of rows of given lengths, for a scaling that depends on the length: int64 [..., 1] ->
+    [..., turned/2]."""
     if scaling.kind == "dynamic":
         return dynamic_frequencies(turned, base, scaling.factor, scaling.original_length, length)
     divisors = torch.tensor([scaling.short_factor, scaling.long_factor], dtype=torch.float32, device=length.device)
@@ -82,8 +83,10 @@ def frequencies_of_length(turned: int, base: float, scaling: RopeScaling, length
 
 
 def dynamic_frequencies(turned: int, base: float, factor: float, original_length: int, length: Tensor) -> Tensor:
-    """A base that grows with the length n of the row, beyond the original n0, by (f n/n0 - (f - 1))^(r/(r - 2)): the
-    lowest frequency then fits the row, the highest stays. int64 [..., 1] -> [..., turned/2]."""
+    """Returns frequencies whose base grows with the row's length n beyond the original n0.
+
+    The base is multiplied by (f n/n0 - (f - 1))^(r/(r - 2)): the lowest frequency then fits the row, and the highest
+    does not change. int64 [..., 1] -> [..., turned/2]."""
     longer = length.clamp(min=original_length)
     growth = (factor * longer / original_length) - (factor - 1)
     bases = base * growth ** (turned / (turned - 2))
@@ -93,11 +96,14 @@ def dynamic_frequencies(turned: int, base: float, factor: float, original_length
 def llama3_frequencies(
     frequencies: Tensor, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
 ) -> Tensor:
-    """Divided by `factor` where the original length has fewer than `low_freq_factor` wavelengths, left where it has
-    more than `high_freq_factor`, and between them a mixture (Grattafiori et al. 2024)."""
+    """Returns frequencies scaled as in Llama 3 (Grattafiori et al. 2024).
+
+    A frequency is divided by `factor` if the original length has fewer than `low_freq_factor` of its wavelengths, kept
+    if it has more than `high_freq_factor`, and interpolated in between.
+    """
     wavelength = 2.0 * math.pi / frequencies
     kept = (original_length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
-    kept = kept.nan_to_num(1.0).clamp(0.0, 1.0)  # where there is nothing in between, 0 / 0 is possible
+    kept = kept.nan_to_num(1.0).clamp(0.0, 1.0)  # equal factors give 0 / 0
     return (1.0 - kept) * frequencies / factor + kept * frequencies
 
 
@@ -110,9 +116,12 @@ def yarn_frequencies(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Tensor:
-    """Left where the original length has more than `beta_fast` wavelengths, divided by `factor` where it has fewer than
-    `beta_slow`, and between them a mixture that changes evenly with the channel; the channels at both ends are
-    rounded outwards if `truncate` (Peng et al. 2023, arXiv:2309.00071). [turned/2]."""
+    """Returns YaRN frequencies [turned/2] (Peng et al. 2023, arXiv:2309.00071).
+
+    A frequency is kept if the original length has more than `beta_fast` of its wavelengths, divided by `factor` if it
+    has fewer than `beta_slow`, and interpolated linearly in the channel's index in between. With `truncate` the first
+    and last interpolated channels are rounded outwards.
+    """
     low, high = (
         turned * math.log(original_length / (beta * 2.0 * math.pi)) / (2.0 * math.log(base))
         for beta in (beta_fast, beta_slow)
@@ -129,19 +138,19 @@ def yarn_frequencies(
 
 
 def yarn_concentration(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
-    """Factor of cosines and sines that goes with `yarn_frequencies`: m(mscale) / m(mscale_all_dim) with
+    """Returns the factor of cosines and sines for `yarn_frequencies`: m(mscale) / m(mscale_all_dim) with
     m(x) = 0.1 x ln(factor) + 1."""
     return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing becomes longer."""
+    """Returns m(mscale) = 0.1 mscale ln(factor) + 1, or 1 if rows do not become longer."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def longrope_frequencies(turned: int, base: float, divisors: Tensor) -> Tensor:
-    """Each frequency divided by a number of its own, which was searched for (Ding et al. 2024, arXiv:2402.13753).
-    [..., turned/2]."""
+    """Returns each frequency divided by its own divisor, which was found by a search (Ding et al. 2024,
+    arXiv:2402.13753). [..., turned/2]."""
     return 1.0 / (divisors * float(base) ** _exponents(turned, divisors.device))
 
 

@@ -7,7 +7,7 @@ import torch
 from support.pool import Pool
 from torch import Tensor
 
-from megatron.core.context_parallel.mtp_shift import rows_ahead
+from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.context_parallel.splitting import cut_rows, sequence_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -55,7 +55,7 @@ def on_a_rank(size: int, depths: int, packed: bool) -> None:
     )
     whole = numbers(rows)
     held = whole if part is None else [cut_rows(row, part, 1) for row in whole]
-    found = rows_ahead(held, depths, tokens, groups.cp)
+    found = shifted_rows(held, depths, tokens, groups.cp)
     assert len(found) == depths
     for depth, ahead in enumerate(found, 1):
         for row, values in zip(whole, ahead, strict=True):

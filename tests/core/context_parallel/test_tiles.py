@@ -17,7 +17,7 @@ def pairs(tile: Tile, queries: list[int], keys: list[int]) -> list[tuple[int, in
     found = []
     for i, query in enumerate(queries[tile.queries]):
         for j, key in enumerate(keys[tile.keys]):
-            left, right = tile.place.left, tile.place.right
+            left, right = tile.offsets.left, tile.offsets.right
             if (left is None or j >= i - left) and (right is None or j <= i + right):
                 found.append((query, key))
     assert len(found) == tile.pairs
@@ -85,7 +85,7 @@ def test_ranks_have_equal_work(size: int) -> None:
 
 
 def test_steps_without_work_are_left_out() -> None:
-    """Under a window shorter than a chunk neighbours alone exchange, and only what the window reaches."""
+    """Under a window shorter than a chunk a2a_size alone exchange, and only what the window reaches."""
     turns = ring_steps(SequencePart(2, 8), 100, (10, 0), True)
     assert [turn.distance for turn in turns] == [0, 1, 7]
     assert [turn.fetched for turn in turns] == [slice(0, 0), slice(90, 100), slice(190, 200)]

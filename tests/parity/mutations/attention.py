@@ -46,7 +46,7 @@ MODEL_OPTIONS = [
         "distances-in-the-block",
         "there ALiBi counts distances from the first key at hand",
         _BLOCKS,
-        "distance = (j + place.key_place) - (i + place.query_place)[:, None]",
+        "distance = (j + offsets.key_start) - (i + offsets.query_start)[:, None]",
         "distance = j - i[:, None]",
         "falcon/cp2-p2p/default",
     ),

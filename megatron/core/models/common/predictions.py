@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
-from megatron.core.context_parallel.mtp_shift import rows_ahead
+from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.precision import widened
@@ -37,7 +37,7 @@ def tokens_ahead(depths: int, tokens: Tokens, cp_group: Group, **rows: Tensor) -
     among context parallel ranks."""
     if not rows:
         return []
-    found = rows_ahead(list(rows.values()), depths, tokens, cp_group)
+    found = shifted_rows(list(rows.values()), depths, tokens, cp_group)
     return [TokensAhead(**dict(zip(rows, ahead, strict=True))) for ahead in found]
 
 

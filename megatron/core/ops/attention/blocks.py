@@ -1,9 +1,9 @@
-"""Attention a block of queries and keys at a time, for rows of tokens that no rank holds whole.
+"""Attention of one block of queries to one block of keys, for rows that are split over ranks.
 
-Attention to some of the keys is an output and, for each query, the log-sum-exp (lse) of its scores: with it the outputs
-for other keys merge exactly. In backward each block needs only the final output and lse of its queries (Dao et al.
-2022; Liu et al. 2023, "Ring attention with blockwise transformers"). Here is the definition, for any device, type and
-feature, and the merging; `attention_blocks_cuda` has the fast ones.
+A block's result is its output and the log-sum-exp (lse) of each query's scores; with the lse, results for different
+keys merge exactly. The backward of a block needs only the final output and lse of its queries (Dao et al. 2022; Liu et
+al. 2023, "Ring attention with blockwise transformers"). This file has the reference, for any device, type and feature,
+and the merging; `blocks_cuda` has the fast kernels.
 """
 
 from dataclasses import dataclass
@@ -18,45 +18,45 @@ from megatron.core.ops.precision import widened
 
 @dataclass(frozen=True)
 class BlockOffsets:
-    """Where a block of consecutive queries and consecutive keys stands in a row, and which of its pairs meet."""
+    """Position of a block of consecutive queries and consecutive keys in a row, and which queries see which keys."""
 
-    query_place: int
-    """Place in the row of the first query."""
-    key_place: int
-    """Place in the row of the first key."""
+    query_start: int
+    """Position of the first query in the row."""
+    key_start: int
+    """Position of the first key in the row."""
     left: int | None
     """Query i sees key j, both counted within the block, if j >= i - left; None: no limit. May be negative."""
     right: int | None
-    """... and if j <= i + right; None: no limit."""
+    """Query i sees key j only if also j <= i + right; None: no limit."""
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What is the same for all blocks of one call, beside the layer's variant."""
+    """What all blocks of one call share, besides the layer's variant."""
 
     cu_seqlens: Tensor | None = None
     """Boundaries of the packed documents of the whole row (b = 1): queries see keys of their own document only."""
     max_seqlen: int | None = None
-    """Longest packed document."""
+    """Length of the longest packed document."""
     dropout: DropoutRngPosition | None = None
     """None: nothing is dropped."""
     row_start: Tensor | None = None
     """With `dropout`: global index of the first token of each whole row, int64 [b]."""
     first_head: int = 0
-    """Number of the first head held here, counted over the whole model."""
+    """Index of this rank's first head, counted over the whole model."""
 
 
 def block_attention(
-    query: Tensor, key: Tensor, value: Tensor, place: BlockOffsets, variant: AttentionVariant, call: BlockCall
+    query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block's queries to its keys alone, without the variant's sink.
+    """Computes attention of a block's queries to the block's keys, without the variant's sink.
 
     query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv] -> output [sq, b, a, dv] in the type given and
-    lse [b, a, sq] in the wider of that and float32; -inf for a query that sees none of the keys, whose output is 0.
+    lse [b, a, sq] in the wider of that and float32; a query that sees no key has lse -inf and output 0.
     """
     outputs, sums = [], []
     for rows in _rows_at_once(query, key):
-        scores, _, keep = _scores(query, key, rows, place, variant, call)
+        scores, _, keep = _scores(query, key, rows, offsets, variant, call)
         top = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
         weights = torch.exp(scores - top)
         total = weights.sum(-1, keepdim=True)
@@ -75,20 +75,20 @@ def block_attention_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    place: BlockOffsets,
+    offsets: BlockOffsets,
     variant: AttentionVariant,
     call: BlockCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of query, key and value, each in the type of its tensor or wider.
+    """Returns a block's contributions to the gradients of query, key and value, each in its tensor's type or wider.
 
-    `gradient` and `output` [sq, b, a, dv] and `lse` [b, a, sq] are those of the block's queries over all their keys
-    (and the sink, if there is one).
+    `gradient` and `output` [sq, b, a, dv] and `lse` [b, a, sq] belong to the block's queries over all their keys (and
+    the sink, if there is one).
     """
     delta = (widened(gradient) * widened(output)).sum(-1).permute(1, 2, 0)  # [b, a, sq]
     query_gradients = []
     key_gradient = value_gradient = None
     for rows in _rows_at_once(query, key):
-        scores, slope, keep = _scores(query, key, rows, place, variant, call)
+        scores, slope, keep = _scores(query, key, rows, offsets, variant, call)
         weights = torch.exp(scores - lse[..., rows, None])  # [b, a, rows, sk]
         weight_gradient = _by_group(gradient[rows], value) @ _keys_last(value)  # [b, g, a/g * rows, sk]
         weight_gradient = widened(weight_gradient).view_as(weights)
@@ -108,9 +108,9 @@ def block_attention_backward(
 
 
 def merge_block(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:
-    """Add attention to more keys to `total` [s, b, a, dv] and `total_lse` [b, a, s], in place."""
+    """Merges the result for further keys into `total` [s, b, a, dv] and `total_lse` [b, a, s], in offsets."""
     merged = torch.logaddexp(total_lse, lse)
-    known = merged.clamp(min=torch.finfo(merged.dtype).min)  # where both are -inf their weights are 0, not NaN
+    known = merged.clamp(min=torch.finfo(merged.dtype).min)  # if both are -inf, the weights are 0, not NaN
     for_old, for_new = (torch.exp(part - known).permute(2, 0, 1)[..., None] for part in (total_lse, lse))
     total.mul_(for_old).addcmul_(output.to(total.dtype), for_new)
     total_lse.copy_(merged)
@@ -127,11 +127,14 @@ def _rows_at_once(query: Tensor, key: Tensor) -> list[slice]:
 
 
 def _scores(
-    query: Tensor, key: Tensor, rows: slice, place: BlockOffsets, variant: AttentionVariant, call: BlockCall
+    query: Tensor, key: Tensor, rows: slice, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Scores of some queries, [b, a, rows, sk] in float32 at least, -inf where query and key do not meet; where they
-    are bounded, how much they grow with the unbounded ones; and, with dropout, which of their probabilities are
-    kept."""
+    """Returns the scores of some queries and what backward needs of them.
+
+    Scores [b, a, rows, sk] are float32 at least, and -inf for keys that a query does not see. The second tensor is the
+    derivative of capped scores by uncapped ones (None without a cap), the third the dropout mask (None without
+    dropout).
+    """
     b, a, sk = query.shape[1], query.shape[2], key.shape[0]
     scores = widened(_by_group(query[rows] * variant.scale, key) @ _keys_last(key)).view(b, a, -1, sk)
     i = torch.arange(rows.start, rows.stop, device=query.device)
@@ -140,22 +143,22 @@ def _scores(
     if variant.cap is not None:
         share = torch.tanh(scores / variant.cap)
         scores, slope = variant.cap * share, 1.0 - share.square()
-    distance = (j + place.key_place) - (i + place.query_place)[:, None]
+    distance = (j + offsets.key_start) - (i + offsets.query_start)[:, None]
     bias = variant.bias(distance, call.first_head, a)
     if bias is not None:
         scores = scores + bias.to(scores.dtype)
     hidden = torch.zeros((), dtype=torch.bool, device=query.device)
-    if place.right is not None:
-        hidden = hidden | (j - i[:, None] > place.right)
-    if place.left is not None:
-        hidden = hidden | (i[:, None] - j > place.left)
+    if offsets.right is not None:
+        hidden = hidden | (j - i[:, None] > offsets.right)
+    if offsets.left is not None:
+        hidden = hidden | (i[:, None] - j > offsets.left)
     if call.cu_seqlens is not None:
-        documents = [document_of(index, call.cu_seqlens) for index in (i + place.query_place, j + place.key_place)]
+        documents = [document_of(index, call.cu_seqlens) for index in (i + offsets.query_start, j + offsets.key_start)]
         hidden = hidden | (documents[0][:, None] != documents[1])
     keep = None
     if call.dropout is not None and variant.dropout:
         assert call.row_start is not None
-        queries, keys = (call.row_start[:, None] + index for index in (i + place.query_place, j + place.key_place))
+        queries, keys = (call.row_start[:, None] + index for index in (i + offsets.query_start, j + offsets.key_start))
         heads = torch.arange(call.first_head, call.first_head + a, device=query.device)
         keep = keep_attention(call.dropout, queries, keys, heads, variant.dropout)
     return scores.masked_fill(hidden, -torch.inf), slope, keep

@@ -1,8 +1,8 @@
-"""Blocks of attention by the fused kernels of a GPU, in half precision: cuDNN's for blocks without limits and for those
-that are causal by themselves, flash (Dao 2023) for windows and packed documents.
+"""Attention blocks by fused GPU kernels in half precision: cuDNN's for full and causal blocks, flash (Dao 2023) for
+windows and packed documents.
 
-Both give the log-sum-exp, and both compute the gradients of a block from the final output and log-sum-exp of its
-queries, which need not be those of the block alone: so they serve rows that are split, and sinks.
+Both kernels return the log-sum-exp. Both compute a block's gradients from the final output and log-sum-exp of its
+queries, which may cover more keys than the block's, so they work for split rows and for sinks.
 """
 
 import functools
@@ -16,49 +16,50 @@ from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
 from megatron.core.ops.attention.unfused import AttentionVariant
 
 Window = tuple[int, int]
-"""As flash counts: query i of sq sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no limit."""
+"""The flash kernel's window: query i of sq sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no
+limit."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences that lie end to end in a call of a kernel."""
+    """Sequences that are packed end to end in one kernel call."""
 
     queries: Tensor
-    """Boundaries of their queries, int32 [sequences + 1]."""
+    """Boundaries of the sequences' queries, int32 [sequences + 1]."""
     keys: Tensor
-    """Boundaries of their keys; before the first and after the last may be keys that nobody sees."""
+    """Boundaries of the sequences' keys. Keys before the first and after the last boundary are seen by no query."""
     longest: tuple[int, int]
-    """At least the queries and the keys of the longest."""
+    """Upper bounds of the queries and keys of one sequence."""
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Packed documents, as far as a block is concerned."""
+    """The packed documents of a row, cut to one block."""
 
     lengths: Lengths
     query_sees: Tensor | None
-    """bool [sq]: which queries see a key; None: all."""
+    """bool [sq]: queries that see at least one key; None: all."""
     key_is_seen: Tensor | None
-    """bool [sk]; None: all."""
+    """bool [sk]: keys that at least one query sees; None: all."""
 
 
 def fused_block_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    place: BlockOffsets,
+    offsets: BlockOffsets,
     variant: AttentionVariant,
     call: BlockCall,
     with_cudnn: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention_blocks.block_attention`, without dropout; packed documents with causal attention only. Every query
-    of the block sees a key, unless documents part them."""
+    """Computes `blocks.block_attention` without dropout; packed documents need causal attention. Each query of the
+    block must see at least one key, except for packed documents."""
     if call.cu_seqlens is None:
-        if with_cudnn and _for_cudnn(query, key, value, place):
-            return cudnn_forward(query, key, value, variant.scale, place.right == 0)
-        return flash_forward(query, key, value, variant.scale, _window(query, key, place), None)
-    documents = _documents_of(query, key, place, call)
-    output, lse = flash_forward(query, key, value, variant.scale, _window(query, key, place), documents.lengths)
+        if with_cudnn and _for_cudnn(query, key, value, offsets):
+            return cudnn_forward(query, key, value, variant.scale, offsets.right == 0)
+        return flash_forward(query, key, value, variant.scale, _window(query, key, offsets), None)
+    documents = _documents_of(query, key, offsets, call)
+    output, lse = flash_forward(query, key, value, variant.scale, _window(query, key, offsets), documents.lengths)
     if documents.query_sees is not None:
         lse = lse.masked_fill(~documents.query_sees, -torch.inf)
     return output, lse
@@ -71,53 +72,57 @@ def fused_block_attention_backward(
     value: Tensor,
     output: Tensor,
     lse: Tensor,
-    place: BlockOffsets,
+    offsets: BlockOffsets,
     variant: AttentionVariant,
     call: BlockCall,
     with_cudnn: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `attention_blocks.block_attention_backward`."""
+    """Computes `blocks.block_attention_backward`."""
     tensors = (gradient, query, key, value, output)
     if call.cu_seqlens is None:
-        if with_cudnn and _for_cudnn(query, key, value, place):
-            return cudnn_backward(*tensors, lse, variant.scale, place.right == 0)
-        return flash_backward(*tensors, lse, variant.scale, _window(query, key, place), None)
-    documents = _documents_of(query, key, place, call)
+        if with_cudnn and _for_cudnn(query, key, value, offsets):
+            return cudnn_backward(*tensors, lse, variant.scale, offsets.right == 0)
+        return flash_backward(*tensors, lse, variant.scale, _window(query, key, offsets), None)
+    documents = _documents_of(query, key, offsets, call)
     if documents.query_sees is not None:
-        lse = lse.masked_fill(~documents.query_sees, torch.inf)  # of probability 0
-    query_part, *key_parts = flash_backward(*tensors, lse, variant.scale, _window(query, key, place), documents.lengths)
-    if documents.key_is_seen is not None:  # what the kernel did not write is not even a number
+        lse = lse.masked_fill(~documents.query_sees, torch.inf)  # makes their probabilities 0
+    query_part, *key_parts = flash_backward(
+        *tensors, lse, variant.scale, _window(query, key, offsets), documents.lengths
+    )
+    if documents.key_is_seen is not None:  # the kernel leaves these unwritten, so they may be NaN
         unseen = ~documents.key_is_seen[:, None, None, None]
         key_parts = [part.masked_fill(unseen, 0.0) for part in key_parts]
     return query_part, key_parts[0], key_parts[1]
 
 
-def _window(query: Tensor, key: Tensor, place: BlockOffsets) -> Window:
-    """Flash lets the last query stand at the last key; a block that is no larger than it must be has no negative
-    limits then."""
+def _window(query: Tensor, key: Tensor, offsets: BlockOffsets) -> Window:
+    """Returns the block's limits as the flash kernel counts them, which aligns the last query with the last key. Blocks
+    are as small as possible, so no limit is negative then."""
     longer = key.shape[0] - query.shape[0]
-    left = -1 if place.left is None else place.left + longer
-    right = -1 if place.right is None else place.right - longer
-    assert left >= 0 or place.left is None
-    assert right >= 0 or place.right is None
+    left = -1 if offsets.left is None else offsets.left + longer
+    right = -1 if offsets.right is None else offsets.right - longer
+    assert left >= 0 or offsets.left is None
+    assert right >= 0 or offsets.right is None
     return left, right
 
 
-def _documents_of(query: Tensor, key: Tensor, place: BlockOffsets, call: BlockCall) -> Documents:
-    """Documents of the row as they are cut by a block. Nothing waits for the device that has their boundaries."""
+def _documents_of(query: Tensor, key: Tensor, offsets: BlockOffsets, call: BlockCall) -> Documents:
+    """Returns the row's documents cut to a block. The boundaries stay on the device; nothing waits for them."""
     assert call.cu_seqlens is not None and call.max_seqlen is not None
     sq, sk, edges = query.shape[0], key.shape[0], call.cu_seqlens
-    if place.query_place == place.key_place and sq == sk:
-        within = (edges - place.query_place).clamp(0, sq)
+    if offsets.query_start == offsets.key_start and sq == sk:
+        within = (edges - offsets.query_start).clamp(0, sq)
         longest = min(sq, call.max_seqlen)
         return Documents(Lengths(within, within, (longest, longest)), None, None)
-    # Two stretches of the row have at most one document in common: the one that the first query is in.
-    assert place.key_place + sk <= place.query_place, "causal attention to packed documents"
-    first = edges.new_full((1,), place.query_place)
+    # Two disjoint stretches of a row share at most one document: the one that contains the first query.
+    assert offsets.key_start + sk <= offsets.query_start, "causal attention to packed documents"
+    first = edges.new_full((1,), offsets.query_start)
     document = torch.bucketize(first, edges[1:], right=True)  # [1]
-    start = (edges.gather(0, document) - place.key_place).clamp(0, sk)
-    end = (edges.gather(0, document + 1) - place.query_place).clamp(0, sq)
-    queries = torch.arange(0, 2 * sq, sq, dtype=torch.int32, device=edges.device)  # all, so that windows stay aligned
+    start = (edges.gather(0, document) - offsets.key_start).clamp(0, sk)
+    end = (edges.gather(0, document + 1) - offsets.query_start).clamp(0, sq)
+    queries = torch.arange(
+        0, 2 * sq, sq, dtype=torch.int32, device=edges.device
+    )  # all queries, so that windows stay aligned
     lengths = Lengths(queries, torch.cat([start, start.new_full((1,), sk)]), (sq, sk))
     query_sees = (torch.arange(sq, device=edges.device) < end) & (start < sk)
     return Documents(lengths, query_sees, torch.arange(sk, device=edges.device) >= start)
@@ -130,7 +135,7 @@ def _documents_of(query: Tensor, key: Tensor, place: BlockOffsets, call: BlockCa
 def flash_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: Window, lengths: Lengths | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse. With `lengths` (b = 1) queries see keys of their own sequence only."""
+    """Returns output and lse. With `lengths` (b = 1) queries see keys of their own sequence only."""
     tensors = [_flash_layout(tensor, lengths, _flash_width(query, value)) for tensor in (query, key, value)]
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         *tensors,
@@ -200,8 +205,8 @@ def _flash_width(query: Tensor, value: Tensor) -> int:
 
 
 def _flash_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
-    """[s, b, a, d] -> [b, s, a, width], or [s, a, width] with `lengths`: more channels, which are zero, change neither
-    scores nor the channels that were there."""
+    """[s, b, a, d] -> [b, s, a, width], or [s, a, width] with `lengths`. The added channels are zero, so they change
+    neither the scores nor the other channels."""
     heads = F.pad(heads, (0, width - heads.shape[3]))
     return heads.squeeze(1) if lengths is not None else heads.transpose(0, 1)
 
@@ -251,10 +256,10 @@ def cudnn_backward(
     return query_part, key_part, value_part
 
 
-def _for_cudnn(query: Tensor, key: Tensor, value: Tensor, place: BlockOffsets) -> bool:
-    """It is a block of all pairs, or causal by itself, that this GPU's cuDNN takes."""
+def _for_cudnn(query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets) -> bool:
+    """Whether this GPU's cuDNN can compute the block: a full or a causal one."""
     square = query.shape[0] == key.shape[0]
-    if place.left is not None or not (place.right is None or (place.right == 0 and square)):
+    if offsets.left is not None or not (offsets.right is None or (offsets.right == 0 and square)):
         return False
     heads = query.shape[2], key.shape[2], query.shape[3], value.shape[3]
     return cudnn_takes(*heads, query.dtype, query.device, torch.are_deterministic_algorithms_enabled())
@@ -264,7 +269,7 @@ def _for_cudnn(query: Tensor, key: Tensor, value: Tensor, place: BlockOffsets) -
 def cudnn_takes(
     heads: int, groups: int, width: int, value_width: int, dtype: torch.dtype, device: torch.device, deterministic: bool
 ) -> bool:
-    """Whether cuDNN computes such heads on a device, forward and backward."""
+    """Whether cuDNN can compute such heads on a device, forward and backward."""
     shapes = [(1, heads, 128, width), (1, groups, 128, width), (1, groups, 128, value_width)]
     query, key, value = (torch.empty(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, heads != groups)

@@ -1,4 +1,4 @@
-"""The implementations of attention, and what each declares that it can do."""
+"""The implementations of attention, and what each can compute."""
 
 import functools
 from collections.abc import Callable
@@ -32,14 +32,14 @@ from megatron.core.transformer.enums import AttnBackend
 
 @dataclass(frozen=True)
 class Situation:
-    """Under what circumstances an attention layer is called."""
+    """The circumstances in which an attention layer is called."""
 
     device_type: str
     dtype: torch.dtype
     training: bool
-    """Dropout applies."""
+    """Whether dropout applies."""
     packed: bool
-    """Several documents lie end to end."""
+    """Whether the rows hold several packed documents."""
 
 
 Refusal = str | None
@@ -55,9 +55,9 @@ class AttentionKernel:
     name: str
     compute: Compute
     serves: Callable[[Situation], bool]
-    """Whether it is meant for such a device and batch."""
+    """Whether the kernel is meant for this device and kind of batch."""
     refusal: Callable[[AttentionVariant, Situation], Refusal]
-    """Why it cannot compute a variant in a situation that it serves; None: it can."""
+    """Says why the kernel cannot compute a variant in a situation that it serves; None: it can."""
     fills: Fills = "never"
     width_multiple: int = 1
     """The width of a head is padded with zeros to a multiple of this."""
@@ -74,9 +74,9 @@ class BlockKernel:
 
     name: str
     forward: BlockForward
-    """As `block_attention`."""
+    """Has the signature of `block_attention`."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """As `block_attention_backward`."""
+    """Has the signature of `block_attention_backward`."""
     serves: Callable[[Situation], bool]
     refusal: Callable[[AttentionVariant, Situation], Refusal]
     fills: Fills = "never"
@@ -93,13 +93,13 @@ def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
 
 def _score_refusal(variant: AttentionVariant) -> Refusal:
     if variant.cap is not None:
-        return f"it has no bound of scores ({variant.cap})"
-    return "it has no scores that fall with distance (ALiBi)" if variant.slopes is not None else None
+        return f"it cannot cap scores (at {variant.cap})"
+    return "it has no ALiBi" if variant.slopes is not None else None
 
 
 def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.training and variant.dropout:
-        return f"it has no dropout masks of ours (attention dropout {variant.dropout})"
+        return f"it cannot draw our dropout masks (attention dropout {variant.dropout})"
     return None
 
 
@@ -115,9 +115,9 @@ def _type_refusal(situation: Situation) -> Refusal:
 
 def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     if situation.packed and not variant.causal:
-        return "it computes packed documents with causal attention only"
+        return "it computes packed documents only with causal attention"
     if variant.chunk is not None:
-        return "it has no chunks of attention"
+        return "it has no chunked attention"
     return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
 
 
@@ -188,7 +188,7 @@ CANDIDATES = {
     AttnBackend.unfused: (UNFUSED,),
     AttnBackend.local: (UNFUSED,),
 }
-"""For what a config asks, in order of preference; the last takes everything."""
+"""Kernels for each value of `attention_backend`, in order of preference. The last one can compute everything."""
 
 BLOCK_CANDIDATES = {
     AttnBackend.auto: (FUSED_BLOCKS, UNFUSED_BLOCKS),
@@ -197,4 +197,4 @@ BLOCK_CANDIDATES = {
     AttnBackend.unfused: (UNFUSED_BLOCKS,),
     AttnBackend.local: (UNFUSED_BLOCKS,),
 }
-"""The same for a row that is split over ranks."""
+"""Block kernels for rows that are split over ranks, in order of preference."""

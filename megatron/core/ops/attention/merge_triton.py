@@ -1,4 +1,4 @@
-"""Merging of attention to blocks of keys in one pass over the outputs, on a GPU."""
+"""Merging of the results of attention blocks on a GPU, in one pass over the outputs."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron.core.ops.attention.blocks import merge_block
 
 _ROWS = 16
-"""Queries of one head that a program merges."""
+"""Queries of one head that one program merges."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
     old_at = total_lse + batch * total_lse_batch + head * total_lse_head + row
     old = tl.load(old_at, mask=there, other=0.0)
     new = tl.load(lse + batch * lse_batch + head * lse_head + row * lse_row, mask=there, other=0.0)
-    top = tl.maximum(tl.maximum(old, new), -3.0e38)  # where both are -inf their weights are 0, not NaN
+    top = tl.maximum(tl.maximum(old, new), -3.0e38)  # if both are -inf, the weights are 0, not NaN
     old_weight, new_weight = tl.exp(old - top), tl.exp(new - top)
     weight = old_weight + new_weight
     share = tl.where(weight > 0.0, 1.0 / tl.maximum(weight, 1.0e-38), 0.0)
@@ -39,7 +39,7 @@ def _merge_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate anno
 
 
 def merge_block_triton(total: Tensor, total_lse: Tensor, output: Tensor, lse: Tensor) -> None:
-    """As `attention_blocks.merge_block`, which it leaves to it in float64."""
+    """Computes `blocks.merge_block` with a Triton kernel. Float64 uses the reference."""
     if total.dtype is not torch.float32:
         merge_block(total, total_lse, output, lse)
         return

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention by torch's fused kernels, on a GPU cuDNN's first."""
+"""Scaled dot-product attention by torch's fused kernels. On a GPU cuDNN's kernel comes first."""
 
 import dataclasses
 import functools
@@ -21,11 +21,11 @@ _ANY_ORDER = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""The order in which torch is to try its kernels on a GPU."""
+"""The order in which torch tries its kernels on a GPU."""
 
 
 def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
-    """As `attention.attention`, on a CPU, without dropout and sink. Packed documents are computed one by one."""
+    """Computes `unfused.attention` on a CPU, without dropout and sink. Packed documents are computed one by one."""
     if query.dtype is torch.float16:  # see ops/linear.py
         return sdpa_attention(query.float(), key.float(), value.float(), variant, call).half()
     if call.cu_seqlens is not None:
@@ -36,7 +36,7 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor, variant: Attention
 def sdpa_attention_cuda(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
-    """As `attention.attention`, on a GPU, without dropout, sink and packed documents."""
+    """Computes `unfused.attention` on a GPU, without dropout, sink and packed documents."""
     with sdpa_kernel(_ANY_ORDER, set_priority=True):
         return _whole(query, key, value, variant, call, fills=not _cudnn_takes(query, key, value))
 
@@ -44,7 +44,7 @@ def sdpa_attention_cuda(
 def sdpa_attention_cudnn(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
-    """The same by cuDNN's kernel alone; torch's RuntimeError says why, where it cannot."""
+    """Computes what `sdpa_attention_cuda` does by cuDNN's kernel only; raises torch's RuntimeError if that cannot."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _whole(query, key, value, variant, call, fills=not _cudnn_takes(query, key, value))
 
@@ -52,7 +52,7 @@ def sdpa_attention_cudnn(
 def sdpa_attention_flash(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
-    """The same by the flash kernel alone; torch's RuntimeError says why, where it cannot."""
+    """Computes what `sdpa_attention_cuda` does by the flash kernel only; raises torch's RuntimeError if that cannot."""
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return _whole(query, key, value, variant, call, fills=True)
 
@@ -60,7 +60,7 @@ def sdpa_attention_flash(
 def first_usable_kernel(
     head_size: int, heads: int, groups: int, dtype: torch.dtype, value_size: int | None = None
 ) -> str:
-    """Name of the kernel that `sdpa_attention_cuda` comes to for causal training on this GPU."""
+    """Returns the name of the kernel that `sdpa_attention_cuda` uses for causal training on this GPU."""
     widths = head_size, value_size or head_size
     device, strict = torch.device("cuda", torch.cuda.current_device()), torch.are_deterministic_algorithms_enabled()
     if widths[0] != widths[1] and not cudnn_takes(heads, groups, *widths, dtype, device, strict):
@@ -78,8 +78,8 @@ def first_usable_kernel(
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
-    """As `attention.attention`, on a GPU in half precision, for packed documents without dropout, sink and mask: the
-    flash kernel for sequences of various lengths (Dao 2023)."""
+    """Computes `unfused.attention` of packed documents on a GPU in half precision, without dropout, sink and mask, by
+    the flash kernel for sequences of different lengths (Dao 2023)."""
     assert call.cu_seqlens is not None and call.max_seqlen is not None and call.mask is None
     if query.shape[1] > 1:
         return _rows_end_to_end(query, key, value, variant, call)
@@ -111,7 +111,7 @@ def varlen_attention(
 def _rows_end_to_end(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
 ) -> Tensor:
-    """Several rows with the same boundaries, as attention in chunks has them, as one."""
+    """Computes several rows that share their boundaries (chunked attention) as one packed row."""
     assert call.cu_seqlens is not None
     s, b = query.shape[:2]
     row = torch.arange(b, device=query.device)[:, None] * s
@@ -123,9 +123,9 @@ def _rows_end_to_end(
 
 @functools.cache
 def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
-    """torch's kernel, and whether it shares key heads among query heads by itself, which older releases do not.
+    """Returns torch's kernel, and whether it supports grouped query attention itself (older releases do not).
 
-    The module brings torch's compiler along, and that Triton: only a GPU that computes packed documents loads it.
+    Imported here because the module imports torch's compiler and Triton, which only packed documents on a GPU need.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -143,7 +143,7 @@ def of_one_width(query: Tensor, key: Tensor, value: Tensor, multiple: int = 1) -
 
 
 def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether heads of two widths may stay as they are; of one width they may."""
+    """Whether the heads need no padding: keys and values have one width, or cuDNN takes both widths."""
     widths = query.shape[3], value.shape[3]
     heads, strict = (query.shape[2], key.shape[2]), torch.are_deterministic_algorithms_enabled()
     return widths[0] == widths[1] or cudnn_takes(*heads, *widths, query.dtype, query.device, strict)
@@ -152,7 +152,7 @@ def _cudnn_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _whole(
     query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall, fills: bool
 ) -> Tensor:
-    """`fills`: the kernel takes no heads but those of one width."""
+    """Calls torch's SDPA. `fills` pads keys and values to one width."""
     width = value.shape[3]
     if fills:
         query, key, value = of_one_width(query, key, value)
@@ -173,7 +173,7 @@ def _whole(
 
 
 def _documents(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, cu_seqlens: Tensor) -> Tensor:
-    """Each document by itself: on a CPU the boundaries are at hand, and no score between documents is computed."""
+    """Computes each document by itself. A CPU can read the boundaries, and no score between documents is computed."""
     alone = AttentionCall()
     edges = cu_seqlens.tolist()
     documents = [slice(first, end) for first, end in itertools.pairwise(edges) if end > first]

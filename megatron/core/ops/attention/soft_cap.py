@@ -1,4 +1,4 @@
-"""A smooth bound: c tanh(x / c)."""
+"""The soft cap c tanh(x / c)."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ _NUMBERS_AT_ONCE = 1 << 25
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap) (Bello et al. 2016), computed in float32 at least and rounded once. Keeps its result for
-    backward, and nothing else."""
+    """Returns cap * tanh(x / cap) (Bello et al. 2016), computed in float32 at least and rounded once. Backward keeps
+    only the result."""
     return _SoftCap.apply(x, cap)
 
 

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention, unfused: every feature, any device, any type. The reference of the faster ones.
+"""Unfused scaled dot-product attention, for every feature, device and type: the reference of the fused kernels.
 
-Queries are taken a block at a time, so that no [b, heads, s, s] tensor is kept whole; where there is more than one
-block, its probabilities are computed again in backward.
+Queries are processed in blocks, so no [b, heads, s, s] tensor is ever kept. With more than one block, backward computes
+the probabilities again.
 """
 
 from dataclasses import dataclass
@@ -14,44 +14,46 @@ from megatron.core.ops.dropout.dropout import DropoutRngPosition, keep_attention
 from megatron.core.ops.precision import widened
 
 SCORES_AT_ONCE = 1 << 25
-"""Attention scores that one block of queries may have."""
+"""Largest number of attention scores of one block of queries."""
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """What an attention layer computes: what does not change from call to call."""
+    """What an attention layer computes; the same for all calls of the layer."""
 
     scale: float
     """Factor of the scores."""
     causal: bool
-    """Query i sees keys up to i + (sk - sq)."""
+    """If true, query i sees keys up to i + (sk - sq)."""
     window: tuple[int, int] | None = None
     """Query i sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no limit."""
     dropout: float = 0.0
-    """Probability that a softmax probability is dropped while training."""
+    """Probability of dropping a softmax probability in training."""
     sink: bool = False
-    """One more logit a head stands in the softmax's denominator."""
+    """If true, the softmax's denominator has one more logit per head."""
     widths: tuple[int, int] | None = None
-    """Channels of a query or key head, and of a value head; None: not known, and taken to be what a kernel wants."""
+    """Channels of a query or key head, and of a value head; None: unknown, so nothing is said about padding."""
     cap: float | None = None
-    """Bound c of the scores: c tanh(score / c), after they are scaled."""
+    """Soft cap c of the scaled scores: c tanh(score / c)."""
     slopes: tuple[float, ...] | None = None
-    """Of each head of the whole model: what a score loses for each token between query and key (ALiBi)."""
+    """ALiBi slope of each head of the whole model: the score falls by it per token of distance."""
     chunk: int | None = None
-    """Queries see keys of their own chunk of so many tokens only. A call says where chunks begin: as documents do, by
-    `cu_seqlens`."""
+    """Tokens of a chunk; queries see only keys of their own chunk. The call's `cu_seqlens` gives the chunks'
+    boundaries, like those of documents."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How many keys a query sees to its left and right, causality included; None: all."""
+        """Number of keys a query sees to its left and to its right, with causality; None: all."""
         left, right = (None if edge < 0 else edge for edge in self.window or (-1, -1))
         if self.chunk is not None:
             left, right = (self.chunk - 1 if edge is None else min(edge, self.chunk - 1) for edge in (left, right))
         return left, 0 if self.causal else right
 
     def bias(self, distance: Tensor, first_head: int, heads: int) -> Tensor | None:
-        """What ALiBi adds to the scores of some heads (Press et al. 2022): distances (key minus query) that broadcast
-        to [b, heads, rows, sk] -> float64 of that shape; None: nothing."""
+        """Returns what ALiBi adds to the scores of some heads (Press et al. 2022), or None without ALiBi.
+
+        Distances (key minus query) that broadcast to [b, heads, rows, sk] -> float64 of that shape.
+        """
         if self.slopes is None:
             return None
         slopes = torch.tensor(self.slopes[first_head : first_head + heads], dtype=torch.float64, device=distance.device)
@@ -60,29 +62,29 @@ class AttentionVariant:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What changes from call to call."""
+    """The arguments that differ between calls of a layer."""
 
     query_positions: Tensor | None = None
-    """int64 [b, sq]: which key each query stands at; None: the queries are the last sq keys."""
+    """int64 [b, sq]: position of each query among the keys; None: the queries are the last sq keys."""
     mask: Tensor | None = None
     """bool, broadcasts to [b, heads, sq, sk]; True hides the key, in addition to what the variant hides."""
     cu_seqlens: Tensor | None = None
     """Boundaries of packed documents (b = 1): queries see keys of their own document only."""
     max_seqlen: int | None = None
-    """Longest packed document."""
+    """Length of the longest packed document."""
     sink: Tensor | None = None
     """The sink's logit of each head."""
     dropout: DropoutRngPosition | None = None
     """None: nothing is dropped."""
     first_head: int = 0
-    """Number of the first head held here, counted over the whole model: a dropout mask depends on it."""
+    """Index of this rank's first head, counted over the whole model; dropout masks depend on it."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
-    """softmax(scale q k^T) v. query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv] -> [sq, b, a, dv].
+    """Returns softmax(scale q k^T) v: query [sq, b, a, d], key [sk, b, g, d], value [sk, b, g, dv] -> [sq, b, a, dv].
 
     Each of the g key heads serves a/g consecutive query heads. The softmax is computed in the wider of float32 and the
-    type given. A query that sees no key averages over all of them.
+    inputs' type. A query that sees no key averages over all of them.
     """
     sq, b, a, _ = query.shape
     rows = max(1, SCORES_AT_ONCE // (b * a * key.shape[0]))
@@ -99,7 +101,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVaria
             first,
             sq,
             use_reentrant=False,
-            preserve_rng_state=False,  # the masks are functions of their place
+            preserve_rng_state=False,  # masks are functions of a token's position
         )
         for first in range(0, sq, rows)
     ]
@@ -115,7 +117,7 @@ def _block(
     first: int,
     sq: int,
 ) -> Tensor:
-    """Attention of a block of queries, the first of which is number `first`."""
+    """Computes attention of a block of queries; the first one has index `first`."""
     rows, b, a, d = query.shape
     sk, _, g, dv = value.shape
     query = (query * variant.scale).permute(1, 2, 0, 3).reshape(b, g, -1, d)  # [b, g, a/g * rows, d]
@@ -149,8 +151,8 @@ def _softmax(scores: Tensor, hidden: Tensor | None, sink: Tensor | None) -> Tens
 def hidden_keys(
     variant: AttentionVariant, call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device
 ) -> Tensor | None:
-    """Which keys the queries `first` .. `first + rows` do not see: bool that broadcasts to [b, a, rows, sk]; None: all
-    are seen."""
+    """Returns which keys the queries `first` .. `first + rows` do not see: bool that broadcasts to [b, a, rows, sk];
+    None if they see all."""
     query, key = _places(call, first, rows, sq, sk, device)
     distance = key - query  # [rows, sk] or [b, 1, rows, sk]
     hidden = None
@@ -167,7 +169,7 @@ def hidden_keys(
 
 
 def distances(call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device) -> Tensor:
-    """Place of each key minus that of each of some queries: int64 [rows, sk] or [b, 1, rows, sk]."""
+    """Returns the position of each key minus that of each query: int64 [rows, sk] or [b, 1, rows, sk]."""
     query, key = _places(call, first, rows, sq, sk, device)
     return key - query
 
@@ -175,7 +177,7 @@ def distances(call: AttentionCall, first: int, rows: int, sq: int, sk: int, devi
 def _places(
     call: AttentionCall, first: int, rows: int, sq: int, sk: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where queries and keys stand, as they broadcast to [rows, sk] or [b, 1, rows, sk]."""
+    """Returns the positions of queries and of keys, which broadcast to [rows, sk] or [b, 1, rows, sk]."""
     key = torch.arange(sk, device=device)  # [sk]
     if call.query_positions is None:
         return torch.arange(first, first + rows, device=device)[:, None] + (sk - sq), key  # [rows, 1]
@@ -183,7 +185,7 @@ def _places(
 
 
 def document_of(index: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Number of the packed document that a token is in."""
+    """Returns the index of the packed document that contains each token."""
     return torch.bucketize(index, cu_seqlens[1:], right=True)
 
 

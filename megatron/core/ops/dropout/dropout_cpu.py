@@ -1,4 +1,4 @@
-"""Dropout masks on a CPU: `dropout.keep_rows` in machine code, one Philox block at a time."""
+"""Dropout masks on a CPU: `dropout.keep_rows`, compiled by numba."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from megatron.core.utils.compiled import compiled
 
 
 def keep_rows_compiled(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
-    """As `dropout.keep_rows`, for tensors on a CPU."""
+    """Computes `dropout.keep_rows` for tensors on a CPU."""
     kept = torch.empty((row.shape[0], count), dtype=torch.bool)
     iteration, key_0, key_1, threshold = (
         np.uint64(word) for word in (int(draw.iteration) & 0xFFFFFFFF, *draw.key, draw.threshold)
@@ -35,7 +35,7 @@ def _fill(
 ) -> None:
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     count = kept.shape[1]
-    blocks = count // 4 + 2  # all that a row may touch
+    blocks = count // 4 + 2  # all blocks that a row may need
     whole = np.empty(4 * blocks, dtype=np.bool_)
     for i in range(kept.shape[0]):
         start = first[i] >> np.uint64(2)

@@ -1,6 +1,6 @@
-"""Dropout on a GPU: masks, and bias + dropout + residual in one pass that draws its mask again in backward.
+"""Dropout on a GPU: masks, and bias + dropout + residual in one kernel. Backward draws the mask again.
 
-The kernels draw the bits of `dropout.keep_rows`: Triton's Philox is the same function as `counter_rng.philox`.
+The kernels draw the same bits as `dropout.keep_rows`: Triton's Philox is the same function as `counter_rng.philox`.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ _BLOCKS = 256
 
 @triton.jit
 def _words(seed, row, block, iteration, extra):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    """Words of Philox blocks, in order: block 0's four, block 1's four, ..."""
+    """Returns the words of Philox blocks, in order: block 0's four, block 1's four, ..."""
     zero = tl.zeros_like(block)
     w0, w1, w2, w3 = tl.philox(
         seed,
@@ -47,7 +47,7 @@ def _keep_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def keep_rows_triton(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
-    """As `dropout.keep_rows`, for tensors on a GPU."""
+    """Computes `dropout.keep_rows` for tensors on a GPU."""
     kept = torch.empty((row.shape[0], count), dtype=torch.bool, device=row.device)
     grid = (row.shape[0], triton.cdiv(count + 3, 4 * _BLOCKS))
     _keep_rows_kernel[grid](
@@ -63,9 +63,9 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
-    place = tl.load(token + i)
+    position = tl.load(token + i)
     number = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    words = _words(seed, place, number, tl.load(iteration), place >> 32)
+    words = _words(seed, position, number, tl.load(iteration), position >> 32)
     channel = tl.program_id(1) * BLOCKS * 4 + tl.arange(0, BLOCKS * 4)
     inside = channel < width
     value = tl.load(inputs + i * width + channel, mask=inside).to(tl.float32)
@@ -78,15 +78,20 @@ def _apply_kernel(  # type: ignore[no-untyped-def]
 
 
 def bias_dropout_add_triton(
-    inputs: Tensor, bias: Tensor | None, residual: Tensor | None, probability: float, place: DropoutRngPosition | None
+    inputs: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    probability: float,
+    position: DropoutRngPosition | None,
 ) -> Tensor:
-    """As `dropout.bias_dropout_add`, which computes float64 and sums without a bias where nothing is dropped."""
-    drops = place is not None and probability > 0.0
+    """Computes `dropout.bias_dropout_add` in one kernel. Float64, and sums without a bias that drop nothing, use the
+    reference."""
+    drops = position is not None and probability > 0.0
     if bias is not None and not drops and torch.float64 not in (inputs.dtype, getattr(residual, "dtype", None)):
         return bias_add_triton(inputs, bias, residual)
-    if place is None or not drops or inputs.dtype is torch.float64:
-        return bias_dropout_add(inputs, bias, residual, probability, place)
-    return _BiasDropoutAdd.apply(inputs, bias, residual, probability, place)
+    if position is None or not drops or inputs.dtype is torch.float64:
+        return bias_dropout_add(inputs, bias, residual, probability, position)
+    return _BiasDropoutAdd.apply(inputs, bias, residual, probability, position)
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -97,16 +102,16 @@ class _BiasDropoutAdd(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         probability: float,
-        place: DropoutRngPosition,
+        position: DropoutRngPosition,
     ) -> Tensor:
-        ctx.place, ctx.probability, ctx.input_type = place, probability, inputs.dtype
+        ctx.position, ctx.probability, ctx.input_type = position, probability, inputs.dtype
         output_type = inputs.dtype if residual is None else torch.promote_types(inputs.dtype, residual.dtype)
-        return _apply(inputs, bias, residual, place, probability, output_type)
+        return _apply(inputs, bias, residual, position, probability, output_type)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Any, ...]:
-        inputs_gradient = _apply(output_gradient, None, None, ctx.place, ctx.probability, ctx.input_type)
+        inputs_gradient = _apply(output_gradient, None, None, ctx.position, ctx.probability, ctx.input_type)
         bias_gradient = sum_rows_triton(inputs_gradient) if ctx.needs_input_grad[1] else None
         residual_gradient = output_gradient if ctx.needs_input_grad[2] else None
         return inputs_gradient, bias_gradient, residual_gradient, None, None
@@ -116,16 +121,16 @@ def _apply(
     inputs: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    place: DropoutRngPosition,
+    position: DropoutRngPosition,
     probability: float,
     output_type: torch.dtype,
 ) -> Tensor:
     rows, width = inputs.shape
     output = torch.empty((rows, width), dtype=output_type, device=inputs.device)
-    draw = place.draw(probability)
+    draw = position.draw(probability)
     blocks = min(_BLOCKS, triton.next_power_of_2(triton.cdiv(width, 4)))
     _apply_kernel[(rows, triton.cdiv(width, 4 * blocks))](
-        output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), place.tokens.index,
+        output, inputs.contiguous(), bias, None if residual is None else residual.contiguous(), position.tokens.index,
         draw.iteration, width, _seed(draw), draw.threshold, draw.scale,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCKS=blocks,
     )  # fmt: skip
@@ -133,6 +138,6 @@ def _apply(
 
 
 def _seed(draw: Draw) -> int:
-    """The key as Triton's Philox takes it: one signed 64-bit integer, low word first."""
+    """Returns the key in the form of Triton's Philox: one signed 64-bit integer, low word first."""
     seed = draw.key[0] | draw.key[1] << 32
     return seed - 2**64 if seed >= 2**63 else seed

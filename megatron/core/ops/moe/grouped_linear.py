@@ -1,7 +1,7 @@
-"""y = x W_e^T for rows that lie by group e, each group with a weight of its own: the products of experts.
+"""Grouped linear layer of experts: y = x W_e^T, where rows of group (expert) e use weight W_e.
 
-Rows of one group are neighbours, in the order of the groups; a group may have none. As of a plain linear
-(`ops.linear`), the weight's gradient goes to its main_grad if it has one, which may put it off.
+Rows are sorted by group; a group may be empty. As in `ops.linear`, the weight's gradient goes to its main gradient if
+it has one, which may defer the product.
 """
 
 import functools
@@ -19,42 +19,43 @@ from megatron.core.parameters import main_grad_accumulator
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How many rows each group has: first come the `counts[0]` rows of group 0, then those of group 1, and so on."""
+    """Number of rows of each group: the first `counts[0]` rows belong to group 0, the next `counts[1]` to group 1,
+    ..."""
 
     counts: Tensor
     """int64 [groups], on the rows' device."""
     sizes: Sequence[int] | None = None
-    """The same on the host; None: nobody has asked the device yet."""
+    """The counts on the host; None: not read from the device yet."""
 
     @functools.cached_property
     def host_sizes(self) -> Sequence[int]:
-        """`counts` on the host, which waits for the device unless they are there."""
+        """Returns `counts` on the host. Waits for the device if they are not there yet."""
         return self.counts.tolist() if self.sizes is None else self.sizes
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """Where each group's rows end, int32 [groups]. Does not wait for the device."""
+        """Returns the end of each group's rows, int32 [groups]. Does not wait for the device."""
         return self.counts.cumsum(0).to(torch.int32)
 
     def of_rows(self, rows: int) -> Tensor:
-        """The group of each of the `rows` rows there are, int64 [rows]. Does not wait for the device."""
+        """Returns the group of each row, int64 [rows]. Does not wait for the device."""
         numbers = torch.arange(self.counts.shape[0], device=self.counts.device)
         return torch.repeat_interleave(numbers, self.counts, output_size=rows)
 
     def split(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Number and rows of each group that has any."""
+        """Yields index and rows of each group that is not empty."""
         for number, part in enumerate(rows.split(list(self.host_sizes))):
             if part.shape[0]:
                 yield number, part
 
 
 _WIDTH_MULTIPLE = 8
-"""Elements of 16 bits in the 16 bytes that torch's grouped product wants rows to be multiples of."""
+"""torch's grouped product needs rows of a multiple of 16 bytes, which are this many 16-bit elements."""
 
 
 def is_one_product(dtype: torch.dtype, *widths: int) -> bool:
-    """Torch's grouped product takes rows of this type and of these widths; on a GPU nobody asks then how many rows a
-    group has."""
+    """Whether torch's grouped product can compute rows of this type and these widths. On a GPU it needs no counts on
+    the host."""
     return dtype is torch.bfloat16 and not any(width % _WIDTH_MULTIPLE for width in widths)
 
 
@@ -63,8 +64,8 @@ def is_one_product(dtype: torch.dtype, *widths: int) -> bool:
 
 
 def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
-    """Rows [n, in] of group e times W_e of `weight`: [groups, in, out], or with `transposed` [groups, out, in], of
-    which the transpose is taken. [n, out]."""
+    """Returns the rows [n, in] of each group e times W_e: [n, out]. `weight` is [groups, in, out], or [groups, out, in]
+    with `transposed`."""
     width = weight.shape[1 if transposed else 2]
     output = rows.new_empty(rows.shape[0], width)
     for (number, part), (_, target) in zip(groups.split(rows), groups.split(output), strict=True):
@@ -74,8 +75,8 @@ def grouped_product(rows: Tensor, weight: Tensor, groups: RowGroups, transposed:
 
 
 def accumulate_grouped_product(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
-    """total[e] += left_e^T @ right_e over the rows of each group, accumulated in the type of `total` ([n, out], [n, in]
-    into [groups, out, in])."""
+    """Computes total[e] += left_e^T @ right_e over the rows of each group, accumulated in the type of `total` ([n,
+    out], [n, in] into [groups, out, in])."""
     for (number, rows), (_, columns) in zip(groups.split(left), groups.split(right), strict=True):
         total[number].addmm_(rows.t().to(total.dtype), columns.to(total.dtype))
 
@@ -89,7 +90,7 @@ class GroupedProducts:
 
 
 PLAIN_PRODUCTS = GroupedProducts()
-"""A loop over groups, on any device and in any type."""
+"""A loop over the groups, for any device and type."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ PLAIN_PRODUCTS = GroupedProducts()
 def grouped_linear(
     inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts = PLAIN_PRODUCTS
 ) -> Tensor:
-    """[n, in] x [groups, out, in] -> [n, out], in the type of the inputs."""
+    """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out], in the type
+    of the inputs."""
     return _GroupedLinear.apply(inputs, weight, groups, products)
 
 
@@ -106,7 +108,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, products: GroupedProducts) -> Tensor:
         ctx.save_for_backward(inputs)
-        # The parameter, not a saved tensor: under full sharding its storage goes away and comes back before backward.
+        # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
         ctx.weight, ctx.groups, ctx.products = weight, groups, products
         return products.rows(inputs, weight, groups, True)
 
@@ -123,7 +125,7 @@ class _GroupedLinear(torch.autograd.Function):
             accumulate = functools.partial(ctx.products.weights, groups=ctx.groups)
             main_grad = main_grad_accumulator(weight)
             if main_grad is None:
-                # In float32 at least, and rounded once.
+                # Accumulated in float32 at least, and rounded once.
                 total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
                 accumulate(total, output_gradient, inputs.detach())
                 weight_gradient = total.to(weight.dtype)
@@ -133,8 +135,8 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def grouped_bias(bias: Tensor, groups: RowGroups, rows: int, products: GroupedProducts = PLAIN_PRODUCTS) -> Tensor:
-    """[groups, out] -> [rows, out]: each row's group's. The gradient is summed in a fixed order, in float32 at
-    least."""
+    """Returns the bias of each row's group: [groups, out] -> [rows, out]. The gradient is summed in a fixed order, in
+    float32 at least."""
     return _GroupedBias.apply(bias, groups, rows, products)
 
 
@@ -147,7 +149,7 @@ class _GroupedBias(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # A product with ones: torch would add rows up in whatever order they come.
+        # A product with ones, because torch's index_add sums rows in no fixed order on a GPU.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.new_zeros(ctx.number, gradient.shape[1], 1, dtype=wide)
         ctx.products.weights(total, gradient.contiguous(), gradient.new_ones(gradient.shape[0], 1), ctx.groups)

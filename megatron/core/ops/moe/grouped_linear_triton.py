@@ -1,6 +1,6 @@
-"""The products of experts on a GPU: torch's grouped product for outputs and input gradients, and one of our own for
-weight gradients, which accumulates in float32 where the gradients are. None of them asks the host how many rows a
-group has.
+"""Grouped products of experts on a GPU: torch's kernel for outputs and input gradients, our own for weight gradients.
+
+Our kernel accumulates into the float32 main gradient. None of the kernels needs the groups' sizes on the host.
 """
 
 import torch
@@ -23,7 +23,7 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
-    """As `grouped_linear.grouped_product`, which takes it in types other than bfloat16 and for odd widths."""
+    """Computes `grouped_linear.grouped_product`. Types other than bfloat16 and odd widths use the reference."""
     if not is_one_product(rows.dtype, *weight.shape[1:]) or not rows.is_cuda:
         return grouped_product(rows, weight, groups, transposed)
     if not rows.shape[0]:
@@ -40,7 +40,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
     if start < end:
-        # Tiles in bands of BAND rows of tiles, so that neighbours share what they read.
+        # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
         tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
         band = tl.program_id(0) // (BAND * tiles_in)
         height = tl.minimum(tiles_out - band * BAND, BAND)
@@ -61,7 +61,7 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
 
 
 def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
-    """As `grouped_linear.accumulate_grouped_product`, which takes it in types other than bfloat16 and float16."""
+    """Computes `grouped_linear.accumulate_grouped_product`. Types other than bfloat16 and float16 use the reference."""
     if left.dtype not in (torch.bfloat16, torch.float16) or total.dtype is not torch.float32:
         accumulate_grouped_product(total, left, right, groups)
         return
@@ -76,7 +76,7 @@ def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor
 
 
 def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
-    """Outputs, inputs and rows that a program takes at once."""
+    """Returns the outputs, inputs and rows of a program's tile."""
     return (
         min(128, max(16, triton.next_power_of_2(out_width))),
         min(256, max(16, triton.next_power_of_2(in_width))),
@@ -88,10 +88,10 @@ CUDA_PRODUCTS = GroupedProducts(grouped_product_cuda, accumulate_grouped_product
 
 
 def grouped_linear_cuda(inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-    """As `grouped_linear.grouped_linear`."""
+    """Computes `grouped_linear.grouped_linear`."""
     return grouped_linear(inputs, weight, groups, CUDA_PRODUCTS)
 
 
 def grouped_bias_cuda(bias: Tensor, groups: RowGroups, rows: int) -> Tensor:
-    """As `grouped_linear.grouped_bias`."""
+    """Computes `grouped_linear.grouped_bias`."""
     return grouped_bias(bias, groups, rows, CUDA_PRODUCTS)

@@ -1,7 +1,7 @@
-"""Copying tokens into rows, one for each expert they go to, and summing rows into tokens again.
+"""Permutation of tokens for experts: one row per (token, expert) pair, and the sum of a token's rows.
 
-The two are each other's gradient. Both read rows and write each output once, in a fixed order: no atomic additions, so
-the last bit is the same at every run.
+Each of the two is the gradient of the other. Both write every output once, in a fixed order and without atomic
+additions, so results are bit-equal in every run.
 """
 
 from collections.abc import Callable
@@ -15,22 +15,22 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Copies:
-    """Which row is a copy of which token."""
+    """Which rows are copies of which tokens."""
 
     source: Tensor
-    """int64 [n]: the token that each row is a copy of."""
+    """int64 [n]: the token of each row."""
     places: Tensor
-    """int64 [t, k]: the rows that are copies of each token; -1: fewer than k are."""
+    """int64 [t, k]: the rows of each token; -1 where a token has fewer than k."""
 
 
 def rows_of_tokens(tokens: Tensor, copies: Copies) -> Tensor:
-    """[t, h] -> [n, h]: the row of each copy."""
+    """Copies tokens [t, h] into rows [n, h]."""
     return tokens.index_select(0, copies.source)
 
 
 def tokens_of_rows(rows: Tensor, copies: Copies) -> Tensor:
-    """[n, h] -> [t, h]: the sum of each token's copies, in float32 at least, rounded once."""
-    if copies.places.shape[1] == 1 and copies.source.shape[0] == copies.places.shape[0]:  # every token has one
+    """Sums the rows [n, h] of each token: [t, h], in float32 at least, rounded once."""
+    if copies.places.shape[1] == 1 and copies.source.shape[0] == copies.places.shape[0]:  # every token has one row
         return rows.index_select(0, copies.places[:, 0])
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows.new_zeros(copies.places.shape[0], rows.shape[1], dtype=wide)
@@ -52,12 +52,12 @@ PLAIN_MOVES = Moves()
 
 
 def permute(tokens: Tensor, copies: Copies, moves: Moves = PLAIN_MOVES) -> Tensor:
-    """`rows_of_tokens`, differentiable: the gradient of a token is the sum of its copies'."""
+    """Computes `rows_of_tokens`, differentiable: a token's gradient is the sum of its rows' gradients."""
     return _Moved.apply(tokens, copies, moves.rows, moves.tokens)
 
 
 def unpermute(rows: Tensor, copies: Copies, moves: Moves = PLAIN_MOVES) -> Tensor:
-    """`tokens_of_rows`, differentiable: the gradient of a row is its token's."""
+    """Computes `tokens_of_rows`, differentiable: a row's gradient is its token's gradient."""
     return _Moved.apply(rows, copies, moves.tokens, moves.rows)
 
 
@@ -80,14 +80,14 @@ class _Moved(torch.autograd.Function):
 
 
 def copies_by_group(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
-    """Copies that lie by group, within a group by token, of tokens of which each goes to k different groups.
+    """Returns the copies of tokens that each go to k different groups, sorted by group and within a group by token.
 
-    `groups` int64 [t, k]; `kept` bool [t, k] or None: False leaves a copy out; `rows`: how many copies there are. Gives
-    the copies, and which of the t * k choices each row is (int64 [rows]). Does not wait for the device.
+    `groups` is int64 [t, k]. `kept` (bool [t, k]) leaves copies out where it is false; `rows` is the number of copies.
+    The second result says which of the t * k choices each row is (int64 [rows]). Does not wait for the device.
     """
     flat = groups.flatten()
     if kept is not None:
-        flat = torch.where(kept.flatten(), flat, num_groups)  # behind all others
+        flat = torch.where(kept.flatten(), flat, num_groups)  # sorted behind all others
     order = flat.to(torch.int32).argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.shape[0], device=order.device)

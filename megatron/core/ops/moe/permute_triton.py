@@ -1,4 +1,4 @@
-"""Copies of tokens and sums of copies on a GPU, each in one pass; and where copies lie, by counting."""
+"""Permutation of tokens on a GPU: copies and sums in one pass each, and the rows of copies by counting."""
 
 import torch
 import triton
@@ -8,9 +8,9 @@ from torch import Tensor
 from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
 
 _TILE = 2048
-"""Elements that a program moves."""
+"""Elements that one program moves."""
 _CHOICES = 256
-"""Choices whose places a program finds."""
+"""Choices whose rows one program finds."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
 
 
 def rows_of_tokens_triton(tokens: Tensor, copies: Copies) -> Tensor:
-    """As `permute.rows_of_tokens`."""
+    """Computes `permute.rows_of_tokens`."""
     tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, width)
     if count:
@@ -52,7 +52,7 @@ def rows_of_tokens_triton(tokens: Tensor, copies: Copies) -> Tensor:
 
 
 def tokens_of_rows_triton(rows: Tensor, copies: Copies) -> Tensor:
-    """As `permute.tokens_of_rows`."""
+    """Computes `permute.tokens_of_rows`."""
     rows, places = rows.contiguous(), copies.places.contiguous()
     (count, k), width = places.shape, rows.shape[1]
     tokens = rows.new_empty(count, width)
@@ -107,8 +107,8 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_groups: int) -> tuple[Copies, Tensor]:
-    """As `permute.copies_by_group`: within blocks of choices each finds how many before it go the same way, and a
-    running sum over groups and blocks says where each block's share of a group begins."""
+    """Computes `permute.copies_by_group` by counting: each choice counts earlier choices of its group within a block,
+    and a running sum over groups and blocks gives the first row of each block's part of a group."""
     groups, number = groups.contiguous(), groups.numel()
     blocks = triton.cdiv(number, _CHOICES)
     places = torch.empty_like(groups)
@@ -134,10 +134,10 @@ TRITON_MOVES = Moves(rows_of_tokens_triton, tokens_of_rows_triton)
 
 
 def permute_triton(tokens: Tensor, copies: Copies) -> Tensor:
-    """As `permute.permute`."""
+    """Computes `permute.permute`."""
     return permute(tokens, copies, TRITON_MOVES)
 
 
 def unpermute_triton(rows: Tensor, copies: Copies) -> Tensor:
-    """As `permute.unpermute`."""
+    """Computes `permute.unpermute`."""
     return unpermute(rows, copies, TRITON_MOVES)

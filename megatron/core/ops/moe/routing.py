@@ -1,8 +1,8 @@
-"""Choosing experts for tokens: scores, groups, the best few, balance by Sinkhorn, and who finds room.
+"""Routing of tokens to experts: scores, group-limited top-k, Sinkhorn balancing and expert capacity.
 
-Pure functions of one rank's logits [t, experts], or of those of a whole micro-batch. Nothing depends on the order of
-equal numbers in a sort or on how many tokens are looked at together: of equals the first wins, so that a token's
-experts are the same in every layout, also where half-precision logits are often equal.
+All are pure functions of the logits [t, experts] of one rank or of a whole micro-batch. Among equal scores the first
+expert wins, whatever the sort's order and the number of tokens. So a token's experts are the same in every layout, even
+in half precision, where logits are often equal.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,14 @@ from megatron.core.parameters import main_grad_accumulator
 ScoreFunction = Literal["softmax", "sigmoid"]
 
 _TINY = 1e-20
-"""Added to sums that are divided by."""
+"""Added to divisors, to avoid dividing by zero."""
 
 
 def router_logits(inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[t, h] x [experts, h] (+ [experts]) -> [t, experts], computed in `dtype`, which is not narrower than theirs.
+    """Returns the logits: [t, h] x [experts, h] (+ [experts]) -> [t, experts], computed in `dtype`, which must not be
+    narrower than the inputs' types.
 
-    Inputs are kept as they are given, not in the wider type, and the weight's gradient goes to its sink unrounded.
+    Backward keeps the inputs in their own type. The weight's gradient goes to its main gradient unrounded.
     """
     return _RouterLogits.apply(inputs, weight, bias, dtype)
 
@@ -60,7 +61,7 @@ class _RouterLogits(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Narrow:
-    """Inputs of a product that is put off, kept in their own type until it is run."""
+    """Inputs of a deferred product, kept in their own type until it runs."""
 
     rows: Tensor
     dtype: torch.dtype
@@ -70,33 +71,34 @@ class _Narrow:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The best few
+# Top-k
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How logits become experts and weights."""
+    """How a token's logits determine its experts and their weights."""
 
     topk: int
-    """Experts of a token."""
+    """Number of experts per token."""
     score_function: ScoreFunction = "softmax"
     scores_first: bool = False
-    """Softmax over all experts, of which the best are taken; else over the best. A sigmoid is always taken first."""
+    """True: softmax over all experts, then top-k. False: top-k, then softmax over those. A sigmoid always comes
+    first."""
     renormalises: bool = False
-    """The weights of the picked are divided by their sum."""
+    """If true, a token's weights are divided by their sum."""
     factor: float | None = None
-    """What weights are multiplied by in the end."""
+    """Final factor of the weights."""
     num_groups: int | None = None
-    """Groups of neighbouring experts, of equal size, of which a token chooses `groups_kept` first."""
+    """Number of equal groups of neighbouring experts; a token first chooses `groups_kept` of them."""
     groups_kept: int = 0
     group_score_of: int = 0
-    """How many of a group's best scores are added up to the group's own."""
+    """A group's score is the sum of this many of its best scores."""
 
 
 def choose_experts(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Experts int64 [t, k], the best first, and their weights [t, k], in float32 at least.
+    """Returns the experts of each token (int64 [t, k], best first) and their weights ([t, k], float32 at least).
 
-    `bias` [experts] is added to scores where they are compared, and not to weights (Wang et al. 2024,
+    `bias` [experts] is added to the scores for the choice only, not to the weights (Wang et al. 2024,
     arXiv:2408.15664). Gradients reach the logits through the weights.
     """
     scores = widened(logits)
@@ -118,13 +120,13 @@ def choose_experts(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Indices int64 [t, count] of the greatest along the last dimension, descending; of equals the first."""
+    """Returns the indices (int64 [t, count]) of the largest scores, in descending order; among equals the first."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def within_best_groups(scores: Tensor, num_groups: int, kept: int, score_of: int) -> Tensor:
-    """Scores [t, experts] with -inf outside of the `kept` best of `num_groups` groups of neighbours; a group's score is
-    the sum of its `score_of` best (DeepSeek-AI 2024, arXiv:2405.04434 and 2412.19437)."""
+    """Returns scores [t, experts] with -inf outside the `kept` best of `num_groups` groups of neighbouring experts. A
+    group's score is the sum of its `score_of` best scores (DeepSeek-AI 2024, arXiv:2405.04434 and 2412.19437)."""
     grouped = scores.unflatten(-1, (num_groups, -1))  # [t, groups, experts / groups]
     group_scores = grouped.topk(score_of, -1).values.sum(-1)
     chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, best(group_scores, kept), True)
@@ -132,7 +134,7 @@ def within_best_groups(scores: Tensor, num_groups: int, kept: int, score_of: int
 
 
 def balance_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """The scores [t, experts] by which balance is judged: each token's sum to 1."""
+    """Returns the scores [t, experts] that load-balancing losses use; each token's scores sum to 1."""
     scores = widened(logits)
     if score_function == "softmax":
         return torch.softmax(scores, -1)
@@ -141,56 +143,56 @@ def balance_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What couples the tokens of a micro-batch
+# Operations that couple the tokens of a micro-batch
 
 
 @torch.no_grad()
 def sinkhorn(cost: Tensor, tolerance: float = 1e-4, iterations: int = 64) -> Tensor:
-    """The positive matrix [t, experts] scaled by rows and columns so that all tokens and all experts have equal shares
-    (Sinkhorn and Knopp 1967), until the mean change of the columns' factors is at most `tolerance`.
+    """Scales rows and columns of a positive matrix [t, experts] so that all tokens and all experts have equal sums
+    (Sinkhorn and Knopp 1967).
 
-    As many `iterations` are done whatever comes, so that nobody asks the device whether it was enough, and the one
-    after which it was is taken, or else the last. Logits of standard deviation 1, 3 and 10 take about 5, 10 and 30 for
-    thousands of tokens; with few tokens and larger ones it may be a hundred, and the factors of a matrix of tiny
-    numbers are so great that their last digits never come to rest.
+    The result is that of the first iteration after which the columns' factors change by at most `tolerance` on average,
+    or of the last. All `iterations` are always computed, so the host never waits for the device. Logits with standard
+    deviations 1, 3 and 10 need about 5, 10 and 30 iterations for thousands of tokens. Few tokens with larger logits may
+    need a hundred, and the factors of a matrix of tiny numbers are so large that they never converge to `tolerance`.
     """
     tokens, experts = cost.shape
     if tokens == 0:
         return cost
-    columns = cost.new_ones(iterations + 1, experts)  # factors before the first iteration and after each
+    columns = cost.new_ones(iterations + 1, experts)  # factors before the first iteration, and after each
     transposed = cost.t()
     for number in range(iterations):
         columns[number + 1] = _equal_shares(transposed, _equal_shares(cost, columns[number]))
     change = (columns[1:] - columns[:-1]).abs().mean(1)
     ended = (change <= tolerance) | ~columns[1:].isfinite().all(1)
-    before = (ended[:-1].cumsum(0) == 0).sum().view(1)  # iterations before the one that is taken
+    before = (ended[:-1].cumsum(0) == 0).sum().view(1)  # iterations before the chosen one
     rows = _equal_shares(cost, columns.index_select(0, before)[0])
     return columns.index_select(0, before + 1) * cost * rows[:, None]
 
 
 def _equal_shares(matrix: Tensor, factors: Tensor) -> Tensor:
-    """Factors [n] of the rows of a matrix [n, m] that give each 1 / n, with `factors` [m] of its columns; 1e-8 keeps
-    them finite."""
+    """Returns the factors [n] of a matrix's rows [n, m] that give each row the sum 1 / n, given the factors [m] of its
+    columns. 1e-8 keeps them finite."""
     count = matrix.shape[0]
     return torch.addmv(factors.new_full((count,), count * 1e-8), matrix, factors, alpha=count).reciprocal_()
 
 
 @torch.no_grad()
 def within_capacity(experts: Tensor, capacity: int, wish: Tensor | None, order: Tensor | None = None) -> Tensor:
-    """Which of the pairs (token, its j-th expert) find room, bool [t, k], if each expert takes `capacity` tokens.
+    """Returns which pairs (token, its j-th expert) are kept, bool [t, k], if each expert takes `capacity` tokens.
 
-    An expert takes those with the greatest `wish` [t, k], of equals the first; without wishes, the first. Tokens are
-    counted as they lie, or by `order` (int64 [t], all different).
+    An expert takes the tokens with the largest `wish` [t, k], among equals the first; without `wish`, the first tokens.
+    "First" means by row, or by `order` (int64 [t], all different).
     """
     tokens, k = experts.shape
     pairs = torch.arange(tokens * k, device=experts.device)
-    if order is not None:  # pairs of one expert are of different tokens: ties within a token do not matter
+    if order is not None:  # a token has an expert only once, so ties within a token do not matter
         pairs = torch.argsort(order)[:, None].mul(k).add(pairs[:k]).flatten()
     if wish is not None:
         pairs = pairs[torch.sort(wish.flatten()[pairs], descending=True, stable=True).indices]
     chosen, by_expert = torch.sort(experts.flatten()[pairs], stable=True)
     pairs = pairs[by_expert]
-    first = torch.searchsorted(chosen, chosen)  # where the run of each pair's expert begins
+    first = torch.searchsorted(chosen, chosen)  # start of the range of each pair's expert
     found = torch.arange(tokens * k, device=experts.device) - first < capacity
     return torch.empty_like(found).scatter_(0, pairs, found).view(tokens, k)
 
@@ -199,7 +201,7 @@ def within_capacity(experts: Tensor, capacity: int, wish: Tensor | None, order: 
 
 
 def straight_through(tensor: Tensor, numbers: Tensor) -> Tensor:
-    """`numbers`; the gradient goes to `tensor`, of the same shape and type, as if they were its own."""
+    """Returns `numbers`; their gradient goes to `tensor`, of the same shape and type (straight-through estimator)."""
     return _StraightThrough.apply(tensor, numbers)
 
 

@@ -1,7 +1,7 @@
-"""Bias, activation, gate and, for an expert's rows, the router's weight in one pass on a GPU, and one in backward.
+"""Bias, activation, gate and router weight in one GPU kernel each for forward and backward.
 
-Backward keeps only the product, computes everything between it and the result again in float32, and sums the bias's
-gradient while it writes the product's.
+Backward keeps only the product, recomputes the intermediate results in float32, and sums the bias's gradient while it
+writes the product's.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_trit
 
 _KINDS = {F.silu: 0, gelu_tanh: 1, gelu_erf: 2, F.gelu: 2, quick_gelu: 3, squared_relu: 4, F.relu: 5}
 _BLOCK = 1024
-"""Channels that a program computes at once."""
+"""Channels that one program computes."""
 _ROWS, _COLUMNS = 8, 256
-"""Rows and channels that a program of backward takes at once where it sums a bias's gradient."""
+"""Rows and channels of one program of the backward that also sums a bias's gradient."""
 _NANS = tl.constexpr(tl.PropagateNan.ALL)
 """Propagates NaN like torch.maximum, so that a NaN reaches the loss and is noticed."""
 
 
 @triton.jit
 def _activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    """f(x) and f'(x)."""
+    """Returns f(x) and f'(x)."""
     if KIND == 0:  # x sigmoid(x)
         s = tl.sigmoid(x)
         value, slope = x * s, s * (1.0 + x * (1.0 - s))
@@ -159,7 +159,7 @@ def _biased_backward_kernel(  # type: ignore[no-untyped-def]
 def weighted_activation_triton(
     product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation
 ) -> Tensor:
-    """As `weighted_activation`, which computes float64 and other activations."""
+    """Computes `weighted_activation` in one kernel. Float64 and other activations use the reference."""
     exact = torch.float64 in (product.dtype, None if weights is None else weights.dtype)
     if exact or not isinstance(activation, Activation) or activation.function not in _KINDS:
         return weighted_activation(product, bias, weights, activation)

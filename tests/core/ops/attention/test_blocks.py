@@ -152,7 +152,7 @@ def smallest(query: Tensor, key: Tensor, place: BlockOffsets) -> tuple[slice | N
     rows, keys = slice(i, max(i for i, _ in met) + 1), slice(j, max(j for _, j in met) + 1)
     left = None if place.left is None else place.left + j - i
     right = None if place.right is None else place.right - j + i
-    return rows, keys, BlockOffsets(place.query_place + i, place.key_place + j, left, right)
+    return rows, keys, BlockOffsets(place.query_start + i, place.key_start + j, left, right)
 
 
 def test_half_types() -> None:
