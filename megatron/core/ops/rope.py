@@ -23,8 +23,8 @@ class Rotation:
 def apply_rope(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotates r channels of each head, starting at channel `rotation.first`, and copies the others.
 
-    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. Cosines and sines are first rounded
-    to the type of the heads, as in Megatron-LM.
+    Heads are [s, b, heads, d] or [s, b, groups, heads, d]; the result is contiguous. Cosines and sines are first
+    rounded to the type of the heads, as in Megatron-LM.
     """
     ones = (1,) * (heads.dim() - 3)
     cos, sin = (angles.to(heads.dtype).unflatten(2, ones) for angles in (rotation.cos, rotation.sin))

@@ -47,18 +47,18 @@ def test_a_ring_computes_every_pair_once(size: int, reach: Reach, join: bool) ->
     found, distances = [], set()
     for rank in range(size):
         ring = Ring(SequencePart(rank, size), None, CHUNK, reach, join)
-        distances.add(tuple(turn.distance for turn in ring.turns))
-        for turn in ring.turns:
-            source = (rank - turn.distance) % size
+        distances.add(tuple(step.distance for step in ring.ring_steps))
+        for step in ring.ring_steps:
+            source = (rank - step.distance) % size
             keys = held(size, source)
             found += [
                 pair
-                for tile in turn.tiles
-                for pair in pairs(tile, held(size, rank), keys[turn.fetched] if turn.distance else keys)
+                for tile in step.tiles
+                for pair in pairs(tile, held(size, rank), keys[step.fetched] if step.distance else keys)
             ]
-            if turn.distance:  # what one asks for is what the other gives
+            if step.distance:  # what one asks for is what the other gives
                 theirs = ring_steps(SequencePart(source, size), CHUNK, reach, join)
-                assert next(t.given for t in theirs if t.distance == turn.distance) == turn.fetched
+                assert next(t.given for t in theirs if t.distance == step.distance) == step.fetched
     assert sorted(found) == meeting(size, reach)
     assert len(distances) == 1
 
@@ -77,23 +77,23 @@ def test_a_gather_computes_every_pair_once(size: int, reach: Reach) -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_ranks_have_equal_work(size: int) -> None:
     """In every step of a ring under a causal mask, and all in all with a gather."""
-    for turns in zip(*(ring_steps(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
-        assert len({sum(tile.pairs for tile in turn.tiles) for turn in turns}) == 1
-        assert all(len(turn.tiles) == 1 for turn in turns)  # one launch
+    for steps in zip(*(ring_steps(SequencePart(r, size), CHUNK, (None, 0), True) for r in range(size)), strict=True):
+        assert len({sum(tile.pairs for tile in step.tiles) for step in steps}) == 1
+        assert all(len(step.tiles) == 1 for step in steps)  # one launch
     gathers = [Gather(SequencePart(r, size), None, CHUNK, (None, 0), True) for r in range(size)]
     assert len({sum(tile.pairs for step in gather.steps for tile in step) for gather in gathers}) == 1
 
 
 def test_steps_without_work_are_left_out() -> None:
     """Under a window shorter than a chunk a2a_size alone exchange, and only what the window reaches."""
-    turns = ring_steps(SequencePart(2, 8), 100, (10, 0), True)
-    assert [turn.distance for turn in turns] == [0, 1, 7]
-    assert [turn.fetched for turn in turns] == [slice(0, 0), slice(90, 100), slice(190, 200)]
+    steps = ring_steps(SequencePart(2, 8), 100, (10, 0), True)
+    assert [step.distance for step in steps] == [0, 1, 7]
+    assert [step.fetched for step in steps] == [slice(0, 0), slice(90, 100), slice(190, 200)]
     middle = ring_steps(SequencePart(7, 8), 100, (10, 0), True)
     assert middle[0].tiles == own_tiles(SequencePart(7, 8), 100, (10, 0), True) and len(middle[0].tiles) == 3
 
 
 def test_half_of_the_keys_of_earlier_ranks_are_not_needed() -> None:
-    turns = ring_steps(SequencePart(1, 4), CHUNK, (None, 0), True)
-    assert [turn.fetched.stop - turn.fetched.start for turn in turns[1:]] == [CHUNK, 2 * CHUNK, 2 * CHUNK]
+    steps = ring_steps(SequencePart(1, 4), CHUNK, (None, 0), True)
+    assert [step.fetched.stop - step.fetched.start for step in steps[1:]] == [CHUNK, 2 * CHUNK, 2 * CHUNK]
     assert tiles_between(SequencePart(1, 4), 1, 3, CHUNK, (None, 0), True)[0].queries == slice(CHUNK, 2 * CHUNK)

@@ -155,9 +155,9 @@ def test_choice_of_kernels() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"cap": 5.0}, "it has no bound of scores (5.0)"),
-        ({"slopes": (0.5,)}, "it has no scores that fall with distance (ALiBi)"),
-        ({"chunk": 4}, "it has no chunks of attention"),
+        ({"cap": 5.0}, "it cannot cap scores (at 5.0)"),
+        ({"slopes": (0.5,)}, "it has no ALiBi"),
+        ({"chunk": 4}, "it has no chunked attention"),
     ],
 )
 def test_fused_blocks_say_what_they_cannot(more: dict, reason: str) -> None:
@@ -173,7 +173,7 @@ def test_choice_and_fallback_can_be_printed() -> None:
         "unfused, since variable-length flash: it computes in half precision, not in torch.float32"
     )
     assert plan(AttentionVariant(1.0, True, dropout=0.1)).describe("cuda") == (
-        f"training: unfused, since {fused}: it has no dropout masks of ours (attention dropout 0.1); "
+        f"training: unfused, since {fused}: it cannot draw our dropout masks (attention dropout 0.1); "
         f"evaluation: {fused}"
     )
 
