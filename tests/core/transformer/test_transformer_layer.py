@@ -146,6 +146,6 @@ def test_kernels_in_use_are_told() -> None:
     )
     assert lines == [
         "backend local: plain torch but for keep_rows",
-        "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it cannot draw our dropout masks "
-        "(attention dropout 0.1); evaluation: SDPA (CPU flash)",
+        "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it cannot draw our dropout "
+        "masks (attention dropout 0.1); evaluation: SDPA (CPU flash)",
     ]
