@@ -58,17 +58,19 @@ def main(words: Sequence[str], launch_environment: LaunchEnvironment | None = No
         words = [*MADE_UP, "--num-workers", "0", "--log-interval", "1000", *words]
         config = configure(words, launch_environment=launch_environment)
         with SignalWatch([]) as signals, process_environment(config) as environment:
-            run = set_up(config, PROVIDERS, environment, signals, time.monotonic())
+            trainer = set_up(config, PROVIDERS, environment, signals, time.monotonic())
             kept: list[int] = []
-            run.forward_step = _measured(run.forward_step, kept)
-            run.log.start(0)
-            run.advance(train_step(run))
+            trainer.forward_step = _measured(trainer.forward_step, kept)
+            trainer.log.start(0)
+            trainer.record_step(train_step(trainer))
             kept.clear()
             with recorded() as traffic:
-                result = train_step(run)
-            run.advance(result)
-            everyone = Ranks().gather({"memory": memory_of(run, kept), "traffic": rows_of(traffic, environment.groups)})
-            run.close()
+                result = train_step(trainer)
+            trainer.record_step(result)
+            everyone = Ranks().gather(
+                {"memory": memory_of(trainer, kept), "traffic": rows_of(traffic, environment.groups)}
+            )
+            trainer.close()
             if environment.is_first:
                 print(*lines(everyone), sep="\n", flush=True)
     except UserError as error:
@@ -116,16 +118,16 @@ def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
     return forward_step
 
 
-def memory_of(run: Trainer, kept: Sequence[int]) -> dict[str, int]:
+def memory_of(trainer: Trainer, kept: Sequence[int]) -> dict[str, int]:
     """Bytes of this rank's buffers between steps, and of a micro-batch's activations."""
-    units = [unit for chunk in run.model for unit in chunk.units]
+    units = [unit for chunk in trainer.model for unit in chunk.units]
     weights = sum(unit.owned_weights.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
     storages = {unit.grad_buffer.untyped_storage().data_ptr(): unit.grad_buffer.untyped_storage() for unit in units}
     storages |= {u.owned_gradients.untyped_storage().data_ptr(): u.owned_gradients.untyped_storage() for u in units}
     return {
         "weights": weights,
         "gradients": sum(storage.nbytes() for storage in storages.values()),
-        "optimizer": sum(chunk.flat.nbytes for chunk in run.optimizer.state_chunks()),
+        "optimizer": sum(chunk.flat.nbytes for chunk in trainer.optimizer.state_chunks()),
         "activations": sum(kept),
     }
 

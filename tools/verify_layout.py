@@ -36,8 +36,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.layout_trace import Evidence, watch
-from megatron.training.layout_check.shrinking import shrink, words_that_matter
+from megatron.training.layout_check.layout_trace import LayoutTrace, record_layout_trace
+from megatron.training.layout_check.shrink_run import flags_that_matter, shrink_run
 from megatron.training.providers import Providers
 
 PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     options = _read(own)
     try:
         config = config_of(flags)
-        small = shrink(config, options.processes, options.steps)
+        small = shrink_run(config, options.processes, options.steps)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for note in small.notes:
@@ -85,7 +85,7 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
 
 def config_of(flags: Sequence[str]) -> PretrainConfig:
     """The run that the user means. Raises ConfigurationError with everything that is wrong with it."""
-    launch_environment, words = LaunchEnvironment.of_this_process(), words_that_matter(flags)
+    launch_environment, words = LaunchEnvironment.of_this_process(), flags_that_matter(flags)
     world_size = launch_environment.world_size
     if not launch_environment.world_size_is_given:
         values = read_command_line(words).values
@@ -98,7 +98,7 @@ def config_of(flags: Sequence[str]) -> PretrainConfig:
 # Processes
 
 
-def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[Evidence]:
+def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
     """What each rank of a run sees. Raises UserError with the end of a rank's output where one fails."""
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"words": list(words), "steps": steps}))
@@ -121,7 +121,7 @@ def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list
             for process in processes:
                 process.kill()
                 process.wait()
-    return [Evidence.load(folder / f"rank_{rank}.safetensors") for rank in range(world_size)]
+    return [LayoutTrace.load(folder / f"rank_{rank}.safetensors") for rank in range(world_size)]
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path) -> None:
@@ -140,10 +140,10 @@ def as_rank(folder: Path) -> None:
     told = json.loads((folder / "run.json").read_text())
     rank = int(os.environ["RANK"])
     try:
-        evidence = watch(configure(told["words"]), PROVIDERS, told["steps"])
+        trace = record_layout_trace(configure(told["words"]), PROVIDERS, told["steps"])
     except UserError as error:
         exit_with_problems(error)
-    evidence.save(folder / f"rank_{rank}.safetensors")
+    trace.save(folder / f"rank_{rank}.safetensors")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.global_vars import megatron_lm_run
+from megatron.training.global_vars import current_run
 from megatron.training.inspection.run_description import architecture_differences, check_architecture, describe_run
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.state import TrainState
@@ -239,7 +239,7 @@ def save_checkpoint(
     asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
     asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
     _refuse("save_checkpoint", asked)
-    run = megatron_lm_run()
+    run = current_run()
     if run.config.checkpoint.save is None:
         raise UserError("save_checkpoint() writes under --save, which is not given")
     flops = float(num_floating_point_operations_so_far)
@@ -264,7 +264,7 @@ def load_checkpoint(
     it holds no checkpoint. Without `strict`, keys may be missing or unused and are printed. Raises UserError as
     `Checkpoints.load`."""
     _refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
-    run = megatron_lm_run()
+    run = current_run()
     flags = run.config.checkpoint
     flags = dataclasses.replace(flags, load=getattr(flags, load_arg), pretrained_checkpoint=None)
     if not strict:

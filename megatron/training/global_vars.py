@@ -92,7 +92,7 @@ class LiveArguments:
         return f"LiveArguments({len(self.as_dict())} values)"
 
 
-class _Published:
+class _CurrentRun:
     """The run that was set up last, if any."""
 
     context: "Context | None" = None
@@ -101,52 +101,52 @@ class _Published:
     tensorboard_writer: Any = None
 
 
-_published = _Published()
+_current = _CurrentRun()
 
 
-def publish(context: "Context", timers: Timers | None = None, **facts: Any) -> None:
+def set_current_run(context: "Context", timers: Timers | None = None, **facts: Any) -> None:
     """Make a run the one that the functions below speak of. `facts` are further values of `get_args()`."""
-    _published.context = context
-    _published.arguments = LiveArguments(context.config, context.state, **facts)
-    _published.timers = timers
+    _current.context = context
+    _current.arguments = LiveArguments(context.config, context.state, **facts)
+    _current.timers = timers
 
 
-def forget() -> None:
+def clear_current_run() -> None:
     """There is no run any more."""
-    _published.context = _published.arguments = _published.timers = _published.tensorboard_writer = None
+    _current.context = _current.arguments = _current.timers = _current.tensorboard_writer = None
 
 
-def megatron_lm_run() -> "Context":
+def current_run() -> "Context":
     """The run that was set up last, for the published functions that take no config. Raises UserError before any."""
-    if _published.context is None:
+    if _current.context is None:
         raise UserError("there is no run yet: this works inside the functions that are handed to pretrain()")
-    return _published.context
+    return _current.context
 
 
 def get_args() -> LiveArguments:
     """Settings and state of the run. Raises UserError before there is one."""
-    if _published.arguments is None:
+    if _current.arguments is None:
         raise UserError("get_args() works once the run is set up: inside the functions that are handed to pretrain()")
-    return _published.arguments
+    return _current.arguments
 
 
 def get_tokenizer() -> "Tokenizer":
     """The run's tokenizer. Raises UserError before there is a run."""
-    if _published.context is None:
+    if _current.context is None:
         raise UserError("get_tokenizer() works once the run is set up")
-    return _published.context.tokenizer
+    return _current.context.tokenizer
 
 
 def get_timers() -> Timers:
     """The run's timers; silent ones if it keeps none."""
-    if _published.timers is None:
-        _published.timers = Timers(log_level=0, log_option="max")
-    return _published.timers
+    if _current.timers is None:
+        _current.timers = Timers(log_level=0, log_option="max")
+    return _current.timers
 
 
 def get_tensorboard_writer() -> Any:
     """None: TensorBoard's files are written by the app's log."""
-    return _published.tensorboard_writer
+    return _current.tensorboard_writer
 
 
 def get_wandb_writer() -> None:

@@ -41,15 +41,15 @@ def train(trainer: Trainer) -> ExitDecision | None:
     trainer.hooks.on_start(state.iteration)
     while decision is None and not trainer.is_done():
         trainer.hooks.before_step(state.iteration)
-        trainer.advance(train_step(trainer))
+        trainer.record_step(train_step(trainer))
         trainer.hooks.after_step(state.iteration)
         if trainer.evaluation_is_due():
             trainer.evaluate("valid")
-        decision = trainer.decide()
+        decision = trainer.check_exit()
         if trainer.save_is_due(decision):
             trainer.save()
     if decision is not None:
-        trainer.leave(decision)
+        trainer.report_exit(decision)
     return decision
 
 

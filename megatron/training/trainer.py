@@ -57,7 +57,7 @@ class Trainer:
         return self.environment.device
 
     @contextlib.contextmanager
-    def at(self, phase: str) -> Iterator[None]:
+    def in_phase(self, phase: str) -> Iterator[None]:
         """Within, the run is at something else than training. What fails there leaves it so."""
         self.phase, before = phase, self.phase
         yield
@@ -71,7 +71,7 @@ class Trainer:
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
 
-    def advance(self, result: Any) -> None:
+    def record_step(self, result: Any) -> None:
         """Count what a step consumed and tell the log."""
         samples = self.batches.global_batch_size
         self.state.iteration += 1
@@ -108,7 +108,7 @@ class Trainer:
             return
         training = self.config.training
         data.begin(self.state.iteration)
-        with self.log.paused(), self.at("evaluation"):
+        with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
             found = evaluate(
                 self.forward_backward,
@@ -144,7 +144,7 @@ class Trainer:
 
     # Saving and leaving ----------------------------------------------------------------------------------------------
 
-    def decide(self) -> ExitDecision | None:
+    def check_exit(self) -> ExitDecision | None:
         """Whether all ranks leave now. Before a save and at the end of training nothing is left open: a checkpoint of
         a step that was not finite would pass over its data without a word."""
         decision = self.exit.after_step(self.state.iteration)
@@ -168,12 +168,12 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this iteration, which is whole when this returns."""
-        with self.log.paused(), self.at("saving"):
+        with self.log.paused(), self.in_phase("saving"):
             self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
             self.log.event("save", self.state.iteration)
             self.hooks.after_save(self.state.iteration)
 
-    def leave(self, decision: ExitDecision) -> None:
+    def report_exit(self, decision: ExitDecision) -> None:
         """Say why the run ends before its last iteration."""
         if decision.reason is ExitReason.NON_FINITE:
             self.log.flush()
@@ -197,12 +197,12 @@ class Trainer:
         self.log.close()
         self.splits.close()
 
-    def abandon(self, error: BaseException) -> None:
+    def close_after_failure(self, error: BaseException) -> None:
         """End the run after a failure: no rank can be counted on. Says which rank failed and where."""
         if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
             rank, ranks = self.environment.rank, self.environment.world_size
             where = f"in {self.phase}, after iteration {self.state.iteration}"
             print(f"rank {rank} of {ranks} failed {where}: {error}", file=sys.stderr, flush=True)
-        for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.abandon, self.splits.close):
+        for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.close_writers, self.splits.close):
             with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                 step()

@@ -146,7 +146,7 @@ def set_up_and_train(
                 trainer.finish()
         trainer.close()
     except BaseException as error:
-        trainer.abandon(error)
+        trainer.close_after_failure(error)
         raise
     return decision
 
@@ -165,7 +165,7 @@ def get_model(
     """The chunks of the model on this rank, on its device, in the run's number format; wrapped in
     DistributedDataParallel unless told otherwise. `config` and groups are the run's own."""
     refuse("get_model", {"config": config is not None, "pg_collection": pg_collection is not None})
-    wrapped = build_model(global_vars.megatron_lm_run(), model_builder(model_provider_func))
+    wrapped = build_model(global_vars.current_run(), model_builder(model_provider_func))
     return [chunk if wrap_with_ddp else chunk.module for chunk in wrapped]
 
 
@@ -174,7 +174,7 @@ def setup_model_and_optimizer(
 ) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
     """Model chunks, optimizer and schedule, as --load's checkpoint has them if there is one. With --skip-train the last
     two are None."""
-    run = global_vars.megatron_lm_run()
+    run = global_vars.current_run()
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
     scheduler = build_scheduler(run.config, optimizer)
@@ -190,7 +190,7 @@ def build_train_valid_test_data_iterators(
 ) -> tuple[Any, Any, Any]:
     """This rank's micro-batches of each split from where the run stands; None where there is no such data. With virtual
     pipeline stages a list each, with an iterator for each model chunk."""
-    run = global_vars.megatron_lm_run()
+    run = global_vars.current_run()
     build_datasets = datasets_builder(build_train_valid_test_datasets_provider)
     splits = build_splits(run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config)))
     close_with_run(splits.close)
@@ -219,7 +219,7 @@ def train_step(
     gradient that is not finite skips the update on all ranks (`skipped_iter` 1); unless --nonfinite-action is skip,
     every later update is skipped too, and `should_exit` is True with exit code 1.
     """
-    run = global_vars.megatron_lm_run()
+    run = global_vars.current_run()
     update_num_microbatches(run.state.consumed_train_samples)
     samples = get_current_running_global_batch_size()
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
@@ -287,7 +287,7 @@ def evaluate(
     losses where they are not computed."""
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
-    run = global_vars.megatron_lm_run()
+    run = global_vars.current_run()
     groups, training = run.environment.groups, run.config.training
     data = step_data_of(data_iterator)
     if data is not None:

@@ -23,7 +23,7 @@ from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.hooks.hook import Hook, Hooks
-from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 from megatron.training.providers import Providers
 from megatron.training.trainer import Trainer
 
@@ -83,7 +83,7 @@ class Outcome:
         return {name: value for name, value in self.at_end.items() if name.startswith("weight ")}
 
 
-class _Recorder(Hook, LogSink):
+class _Recorder(Hook, LogWriter):
     """Writes a run's story into an outcome."""
 
     def __init__(self, run: Trainer, outcome: Outcome) -> None:
@@ -203,7 +203,7 @@ def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator
         run = set_up(*arguments)
         recorder = _Recorder(run, outcome)
         run.hooks = Hooks([*run.hooks.hooks, recorder])
-        run.log.sinks = (*run.log.sinks, recorder)
+        run.log.writers = (*run.log.writers, recorder)
         before(run)
         return run
 

@@ -163,12 +163,14 @@ def publish():
     def make(run: SmallRun) -> SmallRun:
         config, groups = run.checkpoints.config, run.checkpoints.groups
         environment = SimpleNamespace(groups=groups)
-        global_vars.publish(SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None))
+        global_vars.set_current_run(
+            SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None)
+        )
         return run
 
-    global_vars.forget()  # whatever an earlier test in this process has left
+    global_vars.clear_current_run()  # whatever an earlier test in this process has left
     yield make
-    global_vars.forget()
+    global_vars.clear_current_run()
 
 
 @pytest.fixture

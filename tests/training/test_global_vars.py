@@ -32,13 +32,13 @@ def run() -> Iterator[Any]:
 
     config = configure([*SMALL.split(), "--mine", "7"], provider, launch_environment=LaunchEnvironment(1, False))
     context = SimpleNamespace(config=config, state=State(), tokenizer="the tokenizer", environment=None)
-    global_vars.publish(context, padded_vocab_size=128)  # type: ignore[arg-type]
+    global_vars.set_current_run(context, padded_vocab_size=128)  # type: ignore[arg-type]
     yield context
-    global_vars.forget()
+    global_vars.clear_current_run()
 
 
 def test_before_a_run_the_way_is_named() -> None:
-    global_vars.forget()  # other tests of this process may have trained
+    global_vars.clear_current_run()  # other tests of this process may have trained
     with pytest.raises(UserError, match="once the run is set up"):
         global_vars.get_args()
     with pytest.raises(UserError, match="once the run is set up"):

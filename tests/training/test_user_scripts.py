@@ -284,7 +284,7 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
     assert float(found["lm loss"]) == pytest.approx(expected.validations[0].losses["lm loss"]) and not out_of_time
     save_checkpoint(args.iteration, model, optimizer, scheduler, 0.0)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
-    global_vars.forget()
+    global_vars.clear_current_run()
 
 
 def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...]], list[Tensor]]:
@@ -312,7 +312,7 @@ def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...
         )
         weights.append(torch.cat([parameter.detach().float().flatten() for parameter in model[0].parameters()]))
     assert get_args().iteration == 3
-    global_vars.forget()
+    global_vars.clear_current_run()
     return returned, weights
 
 

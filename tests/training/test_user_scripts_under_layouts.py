@@ -138,7 +138,7 @@ def loop_in_layouts(flags: list[str], words: list[str]) -> list[list[float]]:
             losses += [float(value) for value in loss.values()]
         losses += [float(v) for v in evaluate(step_of_stage, valid, model, None, config)[0].values()]
         found.append(losses)
-        global_vars.forget()
+        global_vars.clear_current_run()
     return found
 
 

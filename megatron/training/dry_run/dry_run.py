@@ -11,7 +11,7 @@ from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.gpt_data import blends
-from megatron.training.dry_run.rank_memory import MemoryOfRank, RankMemory, parameters_of_model, rank_memory
+from megatron.training.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.training.logging.flops import ModelShape, training_flops
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_vocabulary_and_stages
@@ -47,9 +47,9 @@ class DryRun:
     """What is settled only once the vocabulary is known, a line each."""
 
     @property
-    def memory(self) -> MemoryOfRank:
+    def memory(self) -> MemoryBytes:
         """Of the rank that needs most."""
-        return max((holding.memory for holding in self.ranks), key=lambda memory: memory.total)
+        return max((entry.memory for entry in self.ranks), key=lambda memory: memory.total)
 
 
 def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
@@ -60,7 +60,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     ranks = rank_memory(config, providers, tokenizer, padded)
     shape = ModelShape.from_config(config.transformer, padded_vocab_size=padded, seq_length=length)
     return DryRun(
-        parameters=parameters_of_model(holding.part for holding in ranks),
+        parameters=parameters_of_model(entry.shard for entry in ranks),
         vocab_size=config.tokenizer.model_vocab_size(tokenizer.vocab_size),
         padded_vocab_size=padded,
         ranks=tuple(ranks),

@@ -30,22 +30,22 @@ _DATA_AXES = ("dp", "cp", "edp")
 
 
 @dataclass(frozen=True)
-class MemoryOfRank:
+class MemoryBytes:
     """Bytes on a rank, activations aside."""
 
     weights: int
     gradients: int
     optimizer: int
-    passing: int = 0
+    transient: int = 0
     """What comes and goes within a step, at its most: whole weights and gradients of units that are shared out."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.passing
+        return self.weights + self.gradients + self.optimizer + self.transient
 
 
 @dataclass(frozen=True)
-class RankModel:
+class ModelShard:
     """A part of the model, as a rank builds it: its chunks, and the units of each."""
 
     stages: tuple[StagePart, ...]
@@ -70,8 +70,8 @@ class RankMemory:
     rank: int
     place: Mapping[str, int]
     """Its coordinates along every axis."""
-    part: RankModel
-    memory: MemoryOfRank
+    shard: ModelShard
+    memory: MemoryBytes
 
 
 def rank_memory(
@@ -79,22 +79,22 @@ def rank_memory(
 ) -> list[RankMemory]:
     """What every rank holds, in the order of ranks. Raises UserError where a part of the model cannot be built."""
     moments = len(build_update_rule(config.optimizer).moments)
-    built: dict[tuple[tuple[str, int], ...], tuple[RankModel, MemoryOfRank]] = {}
+    built: dict[tuple[tuple[str, int], ...], tuple[ModelShard, MemoryBytes]] = {}
     found = []
     for rank in range(config.world_size):
         place = config.grid.coordinates(rank)
         key = tuple(item for item in place.items() if item[0] not in _DATA_AXES)
         if key not in built:
-            part = build_part(config, providers, tokenizer, padded_vocab, rank)
-            built[key] = part, memory_of(part, moments, config)
+            shard = build_shard(config, providers, tokenizer, padded_vocab, rank)
+            built[key] = shard, memory_of_shard(shard, moments, config)
         found.append(RankMemory(rank, place, *built[key]))
-    check_complete(rank_memory_entry.part for rank_memory_entry in found)
+    check_complete(entry.shard for entry in found)
     return found
 
 
-def build_part(
+def build_shard(
     config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
-) -> RankModel:
+) -> ModelShard:
     """Build a rank's chunks on the meta device and plan their units."""
     groups = groups_of_rank(config, rank)
     pipeline = pipeline_of(config.transformer)
@@ -103,13 +103,13 @@ def build_part(
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
-    global_vars.publish(context, padded_vocab_size=padded_vocab)  # which published providers ask
+    global_vars.set_current_run(context, padded_vocab_size=padded_vocab)  # which published providers ask
     try:
         with torch.device("meta"), default_groups(groups, pipeline):
             chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
     finally:
-        global_vars.forget()
-    return RankModel(
+        global_vars.clear_current_run()
+    return ModelShard(
         tuple(stages.part(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards)) for chunk in chunks),
         shared,
@@ -120,67 +120,67 @@ def build_part(
 # Bytes
 
 
-def memory_of(part: RankModel, moments: int, config: PretrainConfig) -> MemoryOfRank:
+def memory_of_shard(shard: ModelShard, moments: int, config: PretrainConfig) -> MemoryBytes:
     """What flat buffers of a part's units take, with an optimizer that keeps so many moments."""
     weights = gradients = optimizer = 0
-    for plan in (plan for plans in part.plans for plan in plans):
-        sharding = part.shardings[plan.grid]
+    for plan in (plan for plans in shard.plans for plan in plans):
+        sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
         gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
         optimizer += plan.main_dtype.itemsize * owned * (moments + plan.needs_main_weights)
-    return MemoryOfRank(weights, gradients, optimizer, _passing(part, config))
+    return MemoryBytes(weights, gradients, optimizer, _transient(shard, config))
 
 
-def _passing(part: RankModel, config: PretrainConfig) -> int:
+def _transient(shard: ModelShard, config: PretrainConfig) -> int:
     """The most of what is shared out that is whole at once: weights and gradients."""
     late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
-    return _passing_weights(part, config.ddp.overlap_param_gather) + (
-        sum(sum(_opened(part, chunk)) for chunk in range(len(part.plans)))  # all, from first to last product
+    return _transient_weights(shard, config.ddp.overlap_param_gather) + (
+        sum(sum(_opened(shard, chunk)) for chunk in range(len(shard.plans)))  # all, from first to last product
         if late
-        else _passing_gradients(part, config.ddp.overlap_grad_reduce)
+        else _transient_gradients(shard, config.ddp.overlap_grad_reduce)
     )
 
 
-def _passing_weights(part: RankModel, overlap: bool) -> int:
+def _transient_weights(shard: ModelShard, overlap: bool) -> int:
     """One unit's weights are there at a time, those of a layer also while its experts' are; with overlap the next are
     gathered as well. Those of the last unit stay after forward, for the backward that often follows, until the chunk is
     used again."""
     chunks = [
-        [p.numel * p.dtype.itemsize * part.shardings[p.grid].strategy.shards_weights for p in plans]
-        for plans in part.plans
+        [p.numel * p.dtype.itemsize * shard.shardings[p.grid].strategy.shards_weights for p in plans]
+        for plans in shard.plans
     ]
     most = 0
     for chunk, sizes in enumerate(chunks):
-        again = sizes[:1] if _head_is_tied(part, chunk) else []  # the head uses the embedding's
+        again = sizes[:1] if _head_is_tied(shard, chunk) else []  # the head uses the embedding's
         others = sum(sum(other[-1:]) for other in chunks) - sum(sizes[-1:])
-        around = _around(part.plans[chunk], sizes)
+        around = _around(shard.plans[chunk], sizes)
         most = max(most, _largest_run(sizes + again, 2 if overlap else 1, around) + others)
     return most
 
 
-def _passing_gradients(part: RankModel, overlap: bool) -> int:
+def _transient_gradients(shard: ModelShard, overlap: bool) -> int:
     """One unit's gradients come at a time; with overlap the sum of the unit before is still under way, and the last of
     every other chunk. Those of an embedding that the head shares are open until backward is there."""
-    opened = [_opened(part, chunk) for chunk in range(len(part.plans))]
+    opened = [_opened(shard, chunk) for chunk in range(len(shard.plans))]
     most = 0
     for chunk, sizes in enumerate(opened):
-        tied = int(_head_is_tied(part, chunk))
+        tied = int(_head_is_tied(shard, chunk))
         others = sum(sum(other[:1]) for other in opened) - sum(sizes[:1]) if overlap else 0
-        around = _around(part.plans[chunk], sizes)[tied:]
+        around = _around(shard.plans[chunk], sizes)[tied:]
         most = max(most, sum(sizes[:tied]) + _largest_run(sizes[tied:], 2 if overlap else 1, around) + others)
     return most
 
 
-def _opened(part: RankModel, chunk: int) -> list[int]:
+def _opened(shard: ModelShard, chunk: int) -> list[int]:
     """Bytes of the whole gradients of a chunk's units, those that are kept anyway left out."""
-    plans = part.plans[chunk]
-    return [p.numel * p.main_dtype.itemsize * part.shardings[p.grid].strategy.shards_gradients for p in plans]
+    plans = shard.plans[chunk]
+    return [p.numel * p.main_dtype.itemsize * shard.shardings[p.grid].strategy.shards_gradients for p in plans]
 
 
-def _head_is_tied(part: RankModel, chunk: int) -> bool:
+def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
     """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
-    stage, names = part.stages[chunk], [plan.name for plan in part.plans[chunk]]
+    stage, names = shard.stages[chunk], [plan.name for plan in shard.plans[chunk]]
     return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
 
 
@@ -207,17 +207,18 @@ def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> in
 # The whole
 
 
-def parameters_of_model(parts: Iterable[RankModel]) -> int:
+def parameters_of_model(shards: Iterable[ModelShard]) -> int:
     """Elements of the whole model, without what pads the vocabulary: each tensor once, however many ranks hold it."""
-    return sum(math.prod(shape) for shape in {info.name: info.global_shape for p in parts for info in p.infos}.values())
+    shapes = {info.name: info.global_shape for shard in shards for info in shard.infos}
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
-def check_complete(parts: Iterable[RankModel]) -> None:
+def check_complete(shards: Iterable[ModelShard]) -> None:
     """Every element of every tensor is held by some rank. Raises UserError otherwise, which a model of the user's own
     can bring about."""
     boxes: dict[str, tuple[tuple[int, ...], set[Box]]] = {}
-    for part in {id(part): part for part in parts}.values():
-        for info in part.infos:
+    for shard in {id(shard): shard for shard in shards}.values():
+        for info in shard.infos:
             boxes.setdefault(info.name, (info.global_shape, set()))[1].add(info.box)
     for name, (shape, held) in boxes.items():
         count = sum(box.numel for box in held)

@@ -71,11 +71,11 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         epochs = "" if passes.epochs is None else f"{passes.epochs:.3g} epochs over "
         yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
     memory = run.memory
-    passing = f", {size_text(memory.passing)} of gathered units at most" if memory.passing else ""
-    where = "on each rank" if len({holding.memory for holding in run.ranks}) == 1 else "on the ranks that need most"
+    transient = f", {size_text(memory.transient)} of gathered units at most" if memory.transient else ""
+    where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
-        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{passing}; activations come on top"
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{transient}; activations come on top"
     )
 
 
@@ -101,21 +101,21 @@ def short_size(count: int) -> str:
 
 def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """A line for each rank."""
-    parts = len({id(holding.part) for holding in ranks})
+    parts = len({id(entry.shard) for entry in ranks})
     yield (
         f"what each rank holds, in bytes ({parts} parts of the model were built, on no device: ranks that differ in "
         "their data or context parallel place hold the same part)"
     )
-    passing = any(holding.memory.passing for holding in ranks)
+    transient = any(entry.memory.transient for entry in ranks)
     titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
-    titles += ["in passing"] * passing + ["total", "layers"]
+    titles += ["in transient"] * transient + ["total", "layers"]
     rows = []
-    for holding in ranks:
-        memory = holding.memory
-        numbers = [holding.rank, *(holding.place[axis] for axis in ("tp", "pp", "cp", "dp")), holding.part.parameters]
+    for entry in ranks:
+        memory = entry.memory
+        numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
         numbers += [memory.weights, memory.gradients, memory.optimizer]
-        numbers += [memory.passing] * passing + [memory.total]
-        rows.append([*(f"{number:,}" for number in numbers), part_text(holding.part.stages)])
+        numbers += [memory.transient] * transient + [memory.total]
+        rows.append([*(f"{number:,}" for number in numbers), part_text(entry.shard.stages)])
     yield from _table([titles, *rows], last_left=True)
 
 
@@ -214,14 +214,14 @@ def _copy_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """Weights of which two pipeline stages have a copy."""
     for name, info in _all_infos(ranks).items():
         if info.tied:
-            holders = sorted({h.place["pp"] for h in ranks if any(i.name == name for i in h.part.infos)})
+            holders = sorted({h.place["pp"] for h in ranks if any(i.name == name for i in h.shard.infos)})
             yield f"  copies of one weight, whose gradients are summed: {name} on pipeline ranks {ranks_text(holders)}"
 
 
 def _all_infos(ranks: Sequence[RankMemory]) -> Mapping[str, ParameterInfo]:
     """A descriptor of each tensor of the model, by canonical name."""
     found: dict[str, ParameterInfo] = {}
-    for part in {id(holding.part): holding.part for holding in ranks}.values():
+    for part in {id(entry.shard): entry.shard for entry in ranks}.values():
         for info in part.infos:
             found.setdefault(info.name, info)
     return found
@@ -236,7 +236,7 @@ _SHARED_OUT = {
 
 def _sharding_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
     """What data parallel ranks share out."""
-    sharding = ranks[0].part.shardings["dense"]
+    sharding = ranks[0].shard.shardings["dense"]
     if sharding.shards == 1:
         return
     group = ranks_text(grid.named_group(sharding.shard_group, 0))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
+from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, LayoutTrace
 
 _ORDER = (INITIAL, FORWARD, GRADIENT, NORM, WEIGHT)
 
@@ -28,7 +28,7 @@ class Difference:
     """The place of the largest difference."""
 
 
-def differences(reference: Evidence, ranks: Sequence[Evidence], tolerance: float) -> list[Difference]:
+def differences(reference: LayoutTrace, ranks: Sequence[LayoutTrace], tolerance: float) -> list[Difference]:
     """All that differs by more than `tolerance`, in the order in which a run makes it: initial weights, the forward
     pass from the embedding on, gradients from the loss back, their norm, weights at the end. Initial weights must be
     equal to the bit."""
@@ -50,7 +50,7 @@ def differences(reference: Evidence, ranks: Sequence[Evidence], tolerance: float
     return found
 
 
-def _in_order(reference: Evidence, ranks: Sequence[Evidence]) -> Iterator[tuple[str, str]]:
+def _in_order(reference: LayoutTrace, ranks: Sequence[LayoutTrace]) -> Iterator[tuple[str, str]]:
     keys = dict.fromkeys([*reference.found, *(key for seen in ranks for key in seen.found)])
     model = {
         name: place for place, (kind, name) in enumerate(keys) if kind == INITIAL

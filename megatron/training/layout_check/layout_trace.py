@@ -29,7 +29,7 @@ from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
 
 INITIAL, FORWARD, GRADIENT, NORM, WEIGHT = "initial weight", "forward", "gradient", "gradient norm", "weight"
-"""Kinds of evidence, in the order in which a run makes them."""
+"""Kinds of trace, in the order in which a run makes them."""
 
 LOSS = "loss of each token"
 
@@ -38,7 +38,7 @@ PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
 
 
 @dataclass
-class Evidence:
+class LayoutTrace:
     """What a rank saw: by kind and name, places (int64 [n]) and values ([n] or [n, width])."""
 
     found: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -61,16 +61,16 @@ class Evidence:
         save_file(tensors, path)
 
     @classmethod
-    def load(cls, path: Path) -> "Evidence":
-        evidence, tensors = cls(), load_file(path)
+    def load(cls, path: Path) -> "LayoutTrace":
+        trace, tensors = cls(), load_file(path)
         for key in sorted(tensors):
             number, kind, name, what = key.split("|")
             if what == "places":
-                evidence.found[kind, name] = tensors[key], tensors[f"{number}|{kind}|{name}|values"]
-        return evidence
+                trace.found[kind, name] = tensors[key], tensors[f"{number}|{kind}|{name}|values"]
+        return trace
 
 
-def watch(config: PretrainConfig, providers: Providers, steps: int) -> Evidence:
+def record_layout_trace(config: PretrainConfig, providers: Providers, steps: int) -> LayoutTrace:
     """Train this process's rank for a few steps; returns what it saw.
 
     Norms and biases, which begin as ones and zeros, are given values of their own: what is lost or added twice shows.
@@ -78,14 +78,14 @@ def watch(config: PretrainConfig, providers: Providers, steps: int) -> Evidence:
     build_model = providers.build_model
     providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
     with SignalWatch([]) as signals, process_environment(config) as environment:
-        run = set_up(config, providers, environment, signals, time.monotonic())
+        trainer = set_up(config, providers, environment, signals, time.monotonic())
         try:
-            evidence = _train(run, steps)
-            run.close()
+            trace = _train_and_record(trainer, steps)
+            trainer.close()
         except BaseException as error:
-            run.abandon(error)
+            trainer.close_after_failure(error)
             raise
-    return evidence
+    return trace
 
 
 @torch.no_grad()
@@ -98,49 +98,49 @@ def _perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _train(run: Trainer, steps: int) -> Evidence:
-    evidence = Evidence()
-    _add_weights(evidence, INITIAL, run)
-    watched = [_Watched(evidence, chunk.module, run) for chunk in run.model]
-    take_step = run.optimizer.step_on_device
+def _train_and_record(trainer: Trainer, steps: int) -> LayoutTrace:
+    trace = LayoutTrace()
+    _add_weights(trace, INITIAL, trainer)
+    watched = [_ModuleRecorder(trace, chunk.module, trainer) for chunk in trainer.model]
+    take_step = trainer.optimizer.step_on_device
 
     def after_backward(*arguments: Any) -> Any:
-        if run.state.iteration == 0:
-            _add_chunks(evidence, GRADIENT, (chunk for model in run.model for chunk in model.gradient_chunks()))
+        if trainer.state.iteration == 0:
+            _add_chunks(trace, GRADIENT, (chunk for model in trainer.model for chunk in model.gradient_chunks()))
             for watching in watched:
                 watching.stop()
         return take_step(*arguments)
 
-    run.optimizer.step_on_device = after_backward  # type: ignore[assignment, method-assign]
-    run.log.start(run.state.iteration)
+    trainer.optimizer.step_on_device = after_backward  # type: ignore[assignment, method-assign]
+    trainer.log.start(trainer.state.iteration)
     for step in range(steps):
-        result = train_step(run)
+        result = train_step(trainer)
         norm = result.update.grad_norm
         if norm is not None:
-            evidence.add(NORM, f"of step {step + 1}", torch.zeros(1, dtype=torch.int64), norm.reshape(1))
-        run.advance(result)
-    _add_weights(evidence, WEIGHT, run)
-    return evidence
+            trace.add(NORM, f"of step {step + 1}", torch.zeros(1, dtype=torch.int64), norm.reshape(1))
+        trainer.record_step(result)
+    _add_weights(trace, WEIGHT, trainer)
+    return trace
 
 
-def _add_weights(evidence: Evidence, kind: str, run: Trainer) -> None:
-    for model in run.model:
+def _add_weights(trace: LayoutTrace, kind: str, trainer: Trainer) -> None:
+    for model in trainer.model:
         model.start_param_sync(force_sync=True)
-        _add_chunks(evidence, kind, model.weight_chunks())
+        _add_chunks(trace, kind, model.weight_chunks())
 
 
-def _add_chunks(evidence: Evidence, kind: str, chunks: Iterable[Chunk]) -> None:
+def _add_chunks(trace: LayoutTrace, kind: str, chunks: Iterable[Chunk]) -> None:
     for chunk in chunks:
         begin, end = chunk.range
         info = ParameterInfo(chunk.global_shape, chunk.box, Constant(0.0))
-        evidence.add(kind, chunk.name, canonical_index(info, begin, end - begin), chunk.flat)
+        trace.add(kind, chunk.name, canonical_index(info, begin, end - begin), chunk.flat)
 
 
-class _Watched:
+class _ModuleRecorder:
     """The results of one model chunk's modules in the first step, by token."""
 
-    def __init__(self, evidence: Evidence, chunk: nn.Module, run: Trainer) -> None:
-        self.evidence, self.groups = evidence, run.environment.groups
+    def __init__(self, trace: LayoutTrace, chunk: nn.Module, trainer: Trainer) -> None:
+        self.trace, self.groups = trace, trainer.environment.groups
         self._places = torch.empty(0, dtype=torch.int64)
         """Of the tokens of the micro-batch under way, on this context parallel rank."""
         model: Any = chunk.module if hasattr(chunk, "module") else chunk
@@ -172,7 +172,7 @@ class _Watched:
             places = self._places
             if rows.shape[0] != places.numel():  # under sequence parallelism, this rank's slice of the tokens
                 places = places.chunk(self.groups.size("tp"))[self.groups.rank("tp")]
-            self.evidence.add(FORWARD, name, places, rows)
+            self.trace.add(FORWARD, name, places, rows)
 
         return take
 

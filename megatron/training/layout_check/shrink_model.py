@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.layout_check.small_layout import Sizes, comm_types
+from megatron.training.layout_check.shrink_layout import LayoutSizes, comm_types
 
 _SHORT = {"attention_chunk_size": 5, "rope_scaling_original_length": 8, "nope_temperature_floor": 3}
 """Flags that count tokens, and how many there are in a small run at most."""
@@ -16,10 +16,10 @@ _MOST_LAYERS = 16
 """A layout that is written stage by stage is run as it is up to so many layers."""
 
 
-class ShrunkModel:
+class ShrunkFlags:
     """The flags that are given other values than the user's."""
 
-    def __init__(self, config: PretrainConfig, sizes: Sizes, steps: int, notes: list[str]) -> None:
+    def __init__(self, config: PretrainConfig, sizes: LayoutSizes, steps: int, notes: list[str]) -> None:
         self.config, self.sizes, self.steps, self.notes = config, sizes, steps, notes
         self.left_out: set[str] = {"world_size", "data_parallel_size", "num_query_groups", "group_query_attention"}
         self.left_out |= {"num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"}

@@ -12,7 +12,7 @@ from megatron.training.logging.flops import ModelShape, peak_tflops, training_fl
 from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
-from megatron.training.logging.records import LogSink
+from megatron.training.logging.records import LogWriter
 from megatron.training.logging.tensorboard import TagChoices, tensorboard_log
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.state import TrainState
@@ -44,7 +44,7 @@ def build_log(
     shape = ModelShape.from_config(transformer, padded_vocab_size=padded_vocab_size, seq_length=length)
     return TrainingLog(
         metrics,
-        _sinks(config, environment, state) if environment.logs else (),
+        _writers(config, environment, state) if environment.logs else (),
         train_iters=config.training.train_iters,
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,
@@ -56,22 +56,22 @@ def build_log(
             model,
             groups,
             environment.device,
-            stages_tell=transformer.num_moe_experts is not None or bool(transformer.mtp_num_layers),
+            stages_report=transformer.num_moe_experts is not None or bool(transformer.mtp_num_layers),
         ),
         per_layer=transformer.moe_per_layer_logging,
     )
 
 
-def _sinks(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogSink]:
+def _writers(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogWriter]:
     logging = config.logging
-    sinks: list[LogSink] = []
+    writers: list[LogWriter] = []
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
-        sinks.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
+        writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
     if logging.tensorboard_dir is not None:
         # The choices are named as their flags, so they are read off by name.
         choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
-        sinks.append(
+        writers.append(
             tensorboard_log(
                 logging.tensorboard_dir,
                 choices,
@@ -82,5 +82,5 @@ def _sinks(config: PretrainConfig, environment: Environment, state: TrainState) 
         )
     assert config.training.train_iters is not None
     # Last, so that what a line says is in the files before it is shown.
-    sinks.append(make_display(config.training.train_iters, iteration=state.iteration))
-    return sinks
+    writers.append(make_display(config.training.train_iters, iteration=state.iteration))
+    return writers

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.training.logging.console_line import format_line, format_validation
-from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 
 
-class PlainDisplay(LogSink):
+class PlainDisplay(LogWriter):
     """Prints the published lines, whole and at once, for files and pipes."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -46,7 +46,7 @@ class _State:
     skipped: int = 0
 
 
-class LiveDisplay(LogSink):
+class LiveDisplay(LogWriter):
     """Prints the same lines above a panel that stays at the bottom of the terminal.
 
     The panel shows progress, the recent losses, learning rate, speed, time left, the last validation and the last
@@ -155,7 +155,7 @@ class LiveDisplay(LogSink):
         return facts
 
 
-def make_display(train_iters: int, *, iteration: int = 0, console: Console | None = None) -> LogSink:
+def make_display(train_iters: int, *, iteration: int = 0, console: Console | None = None) -> LogWriter:
     """The live panel on a terminal that can move its cursor; plain lines anywhere else."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:

@@ -27,10 +27,10 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.logging.console_line import perplexity
-from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 
 
-class JsonlLog(LogSink):
+class JsonlLog(LogWriter):
     """Appends records to a metrics.jsonl; open it after the checkpoint was loaded.
 
     Args:

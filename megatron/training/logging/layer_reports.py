@@ -59,12 +59,12 @@ class LayerReports:
     """Reads the reports of this rank's model chunks. Every rank makes the same calls."""
 
     def __init__(
-        self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_tell: bool
+        self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_report: bool
     ) -> None:
-        """`stages_tell`: layers of some stage may report, as the config has it; if not, only a user's own modules on a
-        run's only stage are heard."""
+        """`stages_report`: the config has layers that report, so pipeline stages exchange reports. If False, only
+        modules of a user on the only stage can report."""
         self._chunks, self._groups, self._device = tuple(chunks), groups, device
-        self._stages_tell = stages_tell and groups.size("pp") > 1
+        self._stages_tell = stages_report and groups.size("pp") > 1
         self._since_line: Sums = {}
 
     def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:

@@ -97,8 +97,8 @@ class Event:
     """Further values, as JSON knows them."""
 
 
-class LogSink:
-    """Writes records somewhere. Every method is optional; only the rank that logs has sinks."""
+class LogWriter:
+    """Writes records somewhere. Every method is optional; only the rank that logs has writers."""
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         """Iterations since the last call, in order; every iteration comes exactly once."""

@@ -10,7 +10,7 @@ import torch
 from megatron.core.exceptions import UserError
 from megatron.training.logging.console_line import perplexity
 from megatron.training.logging.memory import memory_report
-from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, StepRecord, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class TagChoices:
     log_world_size_to_tensorboard: bool = False
 
 
-class ScalarLog(LogSink):
+class ScalarLog(LogWriter):
     """Turns records into scalars under published tags and gives them to `write(tag, value, step)`.
 
     Tags with "vs samples" count consumed samples instead of iterations. Memory is what this rank holds.
@@ -120,7 +120,7 @@ def tensorboard_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """A sink that writes event files. Raises UserError without the tensorboard package or a folder to write in.
+    """A writer that writes event files. Raises UserError without the tensorboard package or a folder to write in.
 
     Points that a run made beyond the checkpoint from which it resumes stay in the folder: TensorBoard can only hide
     them by step, and steps of the tags "vs samples" are samples. metrics.jsonl is the record without repetition.
@@ -149,7 +149,7 @@ def wandb_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """A sink that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
+    """A writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
 
     Its steps must grow, so the tags "vs samples" are left out.
     """

@@ -1,6 +1,6 @@
 """The log of a training run: the one object that the loop talks to.
 
-    log = TrainingLog(metrics, sinks, train_iters=1000, log_interval=10)
+    log = TrainingLog(metrics, writers, train_iters=1000, log_interval=10)
     log.start(state.iteration)
     while ...:
         ...                                          # the step
@@ -10,7 +10,7 @@
             log.event("save", iteration)
     log.close()
 
-Every rank has one and calls the same methods; only the rank that logs gives it sinks.
+Every rank has one and calls the same methods; only the rank that logs gives it writers.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from torch import Tensor
 from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
-from megatron.training.logging.records import Event, LogRecord, LogSink, Speed, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
 
 
 class TrainingLog:
-    """Decides when values are read and hands them to the sinks.
+    """Decides when values are read and hands them to the writers.
 
     Args:
         metrics: this rank's accumulator.
-        sinks: where records go; empty on ranks that do not log.
+        writers: where records go; empty on ranks that do not log.
         train_iters: for the log line.
         log_interval: a line is due after every iteration that it divides, and after the first one of this run.
         world_size: for rates a device.
@@ -50,7 +50,7 @@ class TrainingLog:
     def __init__(
         self,
         metrics: StepMetrics,
-        sinks: Sequence[LogSink],
+        writers: Sequence[LogWriter],
         *,
         train_iters: int,
         log_interval: int,
@@ -64,7 +64,7 @@ class TrainingLog:
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
-        self.sinks = tuple(sinks)
+        self.writers = tuple(writers)
         self.train_iters = train_iters
         self.log_interval = log_interval
         self.world_size = world_size
@@ -96,8 +96,8 @@ class TrainingLog:
         """
         assert self._first is not None, "start() comes first"
         self.metrics.record(iteration, reports, **values)
-        for sink in self.sinks:
-            sink.progress(iteration)
+        for writer in self.writers:
+            writer.progress(iteration)
         if iteration % self.log_interval == 0:
             return self._line(reset=True, skipped_samples=skipped_samples)
         if iteration == self._first:
@@ -117,23 +117,23 @@ class TrainingLog:
 
     def validation(self, record: ValidationRecord) -> None:
         """An evaluation ended."""
-        for sink in self.sinks:
-            sink.validation(record)
+        for writer in self.writers:
+            writer.validation(record)
 
     def event(self, name: str, iteration: int, **facts: Any) -> None:
         """Something happened; `facts` are values that JSON knows."""
-        for sink in self.sinks:
-            sink.event(Event(name, iteration, facts))
+        for writer in self.writers:
+            writer.event(Event(name, iteration, facts))
 
     def close(self) -> None:
-        """Write what is left and close the sinks. Every rank must call it; after a failure, `abandon` instead."""
+        """Write what is left and close the writers. Every rank must call it. After a failure call `close_writers`."""
         self.flush()
-        self.abandon()
+        self.close_writers()
 
-    def abandon(self) -> None:
-        """Close the sinks without reading from the device or talking to other ranks."""
-        for sink in self.sinks:
-            sink.close()
+    def close_writers(self) -> None:
+        """Close the writers without reading from the device or talking to other ranks."""
+        for writer in self.writers:
+            writer.close()
 
     def _read(self, *, reset: bool) -> MetricsInterval:
         interval = self._with_layers(self.metrics.collect(reset=reset), reset)
@@ -143,8 +143,8 @@ class TrainingLog:
             samples = sum(step.global_batch_size for step in interval.steps)
             self._line_samples += samples
             rates = self._speed(seconds, len(interval.steps), samples)
-            for sink in self.sinks:
-                sink.steps(interval.steps, rates)
+            for writer in self.writers:
+                writer.steps(interval.steps, rates)
         for found in interval.non_finite:
             print(f"non-finite: {found}", file=sys.stderr, flush=True)
             self.event("non-finite", found.iteration, what=str(found))
@@ -184,8 +184,8 @@ class TrainingLog:
             tokens=last.tokens,
             speed=rates,
         )
-        for sink in self.sinks:
-            sink.line(record)
+        for writer in self.writers:
+            writer.line(record)
         if reset:
             self._since_line.restart()
             self._line_samples = 0

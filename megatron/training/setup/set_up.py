@@ -83,7 +83,7 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
-    global_vars.publish(context, padded_vocab_size=padded)
+    global_vars.set_current_run(context, padded_vocab_size=padded)
     use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp")))
     return context, padded
 

@@ -16,7 +16,7 @@ from megatron.training.dry_run.report import print_dry_run, report_lines
 from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]

@@ -30,7 +30,13 @@ from megatron.training.arguments import configure, core_transformer_config_from_
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.dry_run.rank_memory import RankMemory, build_part, memory_of, parameters_of_model, rank_memory
+from megatron.training.dry_run.rank_memory import (
+    RankMemory,
+    build_shard,
+    memory_of_shard,
+    parameters_of_model,
+    rank_memory,
+)
 from megatron.training.launch.environment import Environment, groups_of_rank
 from megatron.training.providers import Context, Providers, providers_of_user_script, stages_of_rank
 from megatron.training.setup.model import parallelize
@@ -72,9 +78,9 @@ def bytes_of_a_real_run(config: PretrainConfig, rank: int = 0) -> int:
     return taken
 
 
-def kept(holding: RankMemory) -> int:
+def kept(entry: RankMemory) -> int:
     """Bytes that stay from step to step."""
-    return holding.memory.total - holding.memory.passing
+    return entry.memory.total - entry.memory.transient
 
 
 @pytest.mark.parametrize(
@@ -89,8 +95,8 @@ def kept(holding: RankMemory) -> int:
 )
 def test_bytes_are_those_of_a_real_run(flags: str) -> None:
     config = configured(flags)
-    (holding,) = held(config)
-    assert bytes_of_a_real_run(config) == pytest.approx(kept(holding), rel=0.02)
+    (entry,) = held(config)
+    assert bytes_of_a_real_run(config) == pytest.approx(kept(entry), rel=0.02)
 
 
 LAYOUTS = [
@@ -117,8 +123,8 @@ def bytes_of_real_ranks(layouts: list[str]) -> list[int]:
 def test_bytes_are_those_of_real_ranks_under_every_layout() -> None:
     real = run_on_ranks(bytes_of_real_ranks, 4, LAYOUTS)
     for number, flags in enumerate(LAYOUTS):
-        for rank, holding in enumerate(held(configured(f"{SIZES} {flags}", ranks=4))):
-            assert real[rank][number] == pytest.approx(kept(holding), rel=0.02), (flags, rank)
+        for rank, entry in enumerate(held(configured(f"{SIZES} {flags}", ranks=4))):
+            assert real[rank][number] == pytest.approx(kept(entry), rel=0.02), (flags, rank)
 
 
 @pytest.mark.parametrize(
@@ -133,22 +139,22 @@ def test_ranks_that_share_a_build_would_each_have_built_the_same(flags: str) -> 
     config = configured(f"--num-layers 4 --vocab-size 1001 --global-batch-size 16 {flags}", ranks=16)
     tokenizer = build_tokenizer(config.tokenizer)
     found = held(config)
-    assert len({id(holding.part) for holding in found}) < 16
-    for holding in found:
-        own = build_part(config, PROVIDERS, tokenizer, 1001, holding.rank)
-        assert own.stages == holding.part.stages
+    assert len({id(entry.shard) for entry in found}) < 16
+    for entry in found:
+        own = build_shard(config, PROVIDERS, tokenizer, 1001, entry.rank)
+        assert own.stages == entry.shard.stages
         described = [[(p.name, p.numel, p.dtype, [s.info for s in p.slots]) for p in plans] for plans in own.plans]
         assert described == [
-            [(p.name, p.numel, p.dtype, [s.info for s in p.slots]) for p in plans] for plans in holding.part.plans
+            [(p.name, p.numel, p.dtype, [s.info for s in p.slots]) for p in plans] for plans in entry.shard.plans
         ]
-        assert memory_of(own, 2, config) == holding.memory
+        assert memory_of_shard(own, 2, config) == entry.memory
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 1001])
 def test_the_model_is_the_same_under_every_layout(vocabulary: int) -> None:
     sizes = f"--num-layers 4 --vocab-size {vocabulary} --global-batch-size 16 --swiglu --group-query-attention "
     sizes += "--num-query-groups 2"
-    whole = parameters_of_model(holding.part for holding in held(configured(sizes, ranks=8)))
+    whole = parameters_of_model(entry.shard for entry in held(configured(sizes, ranks=8)))
     for flags in (
         "--tensor-model-parallel-size 4",
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
@@ -163,7 +169,7 @@ def test_parts_of_memory() -> None:
     model = "--bf16 --num-layers 4 --vocab-size 1001 --untie-embeddings-and-output-weights"
 
     def memory(flags: str) -> tuple[float, ...]:
-        (one,) = {holding.memory for holding in held(configured(f"{model} {flags}", ranks=4))}
+        (one,) = {entry.memory for entry in held(configured(f"{model} {flags}", ranks=4))}
         plain = held(configured(model))[0].memory.weights // 2
         return tuple(round(size / plain, 1) for size in (one.weights, one.gradients, one.optimizer))
 
@@ -223,8 +229,8 @@ def _bytes_that_pass(config: PretrainConfig) -> int:
 def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> None:
     real = run_on_ranks(bytes_that_pass, 4, PASSING)
     for number, flags in enumerate(PASSING):
-        for rank, holding in enumerate(held(configured(f"{TRAINED} {flags}", ranks=4))):
-            assert real[rank][number] <= holding.memory.passing <= 1.1 * real[rank][number], (flags, rank)
+        for rank, entry in enumerate(held(configured(f"{TRAINED} {flags}", ranks=4))):
+            assert real[rank][number] <= entry.memory.transient <= 1.1 * real[rank][number], (flags, rank)
 
 
 def test_every_published_command_that_is_accepted_builds_its_model_on_every_rank() -> None:

@@ -111,7 +111,7 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
     run = dry_run(config, PROVIDERS)
     (note,) = run.notes
     assert note.startswith("--pipeline-model-parallel-layout auto: stages Et")
-    assert sum(len(stage.layers) for holding in run.ranks[::32] for stage in holding.part.stages) == 32
+    assert sum(len(stage.layers) for entry in run.ranks[::32] for stage in entry.shard.stages) == 32
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
 def test_what_passes_has_a_column_where_there_is_any(flags: str, column: bool) -> None:
     lines = report(flags)
     titles = next(line for line in lines if line.split()[:1] == ["rank"])
-    assert ("in passing" in titles) == column == any("of gathered units at most" in line for line in lines)
+    assert ("in transient" in titles) == column == any("of gathered units at most" in line for line in lines)
 
 
 def test_sizes_and_stages_in_words() -> None:

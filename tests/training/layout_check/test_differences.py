@@ -4,30 +4,30 @@ import pytest
 import torch
 
 from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence
+from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, LayoutTrace
 
 TOKENS = torch.arange(8)
 NAMES = ("embedding.weight", "decoder.layers.0.weight", "output_layer.weight")
 
 
-def seen(part: slice = slice(None)) -> Evidence:
+def seen(part: slice = slice(None)) -> LayoutTrace:
     """What a rank has that holds a part of every tensor, and sees a part of the tokens."""
-    evidence = Evidence()
+    trace = LayoutTrace()
     for kind in (INITIAL, GRADIENT, WEIGHT):
         for number, name in enumerate(NAMES):
-            evidence.add(kind, name, TOKENS[part], torch.sin(TOKENS[part] + number + 1.0).double())
+            trace.add(kind, name, TOKENS[part], torch.sin(TOKENS[part] + number + 1.0).double())
     for name in ("embedding", "decoder.layers.0.mlp", "decoder.layers.0"):
-        evidence.add(FORWARD, name, TOKENS[part], torch.cos(TOKENS[part, None] + torch.arange(3.0)).double())
-    evidence.add(NORM, "of step 1", torch.zeros(1, dtype=torch.int64), torch.tensor([2.0], dtype=torch.float64))
-    return evidence
+        trace.add(FORWARD, name, TOKENS[part], torch.cos(TOKENS[part, None] + torch.arange(3.0)).double())
+    trace.add(NORM, "of step 1", torch.zeros(1, dtype=torch.int64), torch.tensor([2.0], dtype=torch.float64))
+    return trace
 
 
-def ranks() -> list[Evidence]:
+def ranks() -> list[LayoutTrace]:
     return [seen(slice(0, 5)), seen(slice(5, 8)), seen(slice(0, 5))]
 
 
-def change(evidence: Evidence, kind: str, name: str, by: float = 1e-6) -> None:
-    evidence.found[kind, name][1][-1] += by
+def change(trace: LayoutTrace, kind: str, name: str, by: float = 1e-6) -> None:
+    trace.found[kind, name][1][-1] += by
 
 
 def test_nothing_differs():
@@ -90,24 +90,24 @@ def test_what_is_missing_or_not_finite_is_a_difference():
 
 def test_zeros_with_rounding_are_zeros():
     reference, found = seen(), ranks()
-    for evidence in (reference, *found):
-        evidence.found[GRADIENT, NAMES[0]][1].zero_()
+    for trace in (reference, *found):
+        trace.found[GRADIENT, NAMES[0]][1].zero_()
     change(found[0], GRADIENT, NAMES[0], 1e-18)
     assert differences(reference, found, 1e-9) == []
 
 
 def test_evidence_is_kept_in_files(tmp_path):
-    evidence = seen(slice(2, 6))
-    evidence.save(tmp_path / "rank_0.safetensors")
-    again = Evidence.load(tmp_path / "rank_0.safetensors")
-    assert list(again.found) == list(evidence.found)
-    for key, (places, values) in evidence.found.items():
+    trace = seen(slice(2, 6))
+    trace.save(tmp_path / "rank_0.safetensors")
+    again = LayoutTrace.load(tmp_path / "rank_0.safetensors")
+    assert list(again.found) == list(trace.found)
+    for key, (places, values) in trace.found.items():
         assert torch.equal(again.found[key][0], places) and torch.equal(again.found[key][1], values)
 
 
 def test_what_a_token_gave_first_stays():
-    evidence = Evidence()
-    evidence.add(FORWARD, "mlp", torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
-    evidence.add(FORWARD, "mlp", torch.tensor([1, 2]), torch.tensor([9.0, 3.0]))
-    places, values = evidence.found[FORWARD, "mlp"]
+    trace = LayoutTrace()
+    trace.add(FORWARD, "mlp", torch.tensor([0, 1]), torch.tensor([1.0, 2.0]))
+    trace.add(FORWARD, "mlp", torch.tensor([1, 2]), torch.tensor([9.0, 3.0]))
+    places, values = trace.found[FORWARD, "mlp"]
     assert places.tolist() == [0, 1, 2] and values.tolist() == [1.0, 2.0, 3.0]

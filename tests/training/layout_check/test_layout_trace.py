@@ -17,8 +17,16 @@ from megatron.core.models.gpt import gpt_model
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.layout_check.differences import Difference, differences
-from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITIAL, NORM, WEIGHT, Evidence, watch
-from megatron.training.layout_check.shrinking import shrink, words_that_matter
+from megatron.training.layout_check.layout_trace import (
+    FORWARD,
+    GRADIENT,
+    INITIAL,
+    NORM,
+    WEIGHT,
+    LayoutTrace,
+    record_layout_trace,
+)
+from megatron.training.layout_check.shrink_run import flags_that_matter, shrink_run
 
 RUN = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --max-position-embeddings 512 "
@@ -29,16 +37,16 @@ CONTEXT = "--context-parallel-size 2"
 """Both on two ranks."""
 
 
-def watched(words: list[str], bug: str | None = None) -> Evidence:
+def watched(words: list[str], bug: str | None = None) -> LayoutTrace:
     """What this process sees, with a bug planted."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     with BUGS[bug]() if bug is not None else nullcontext():
-        return watch(configure(words, launch_environment=LaunchEnvironment(world, False)), GPT, 2)
+        return record_layout_trace(configure(words, launch_environment=LaunchEnvironment(world, False)), GPT, 2)
 
 
 def compared(flags: str, bug: str | None = None) -> list[Difference]:
-    config = configure(words_that_matter(f"{RUN} {flags}".split()), launch_environment=LaunchEnvironment(2, False))
-    small = shrink(config, 2, 2)
+    config = configure(flags_that_matter(f"{RUN} {flags}".split()), launch_environment=LaunchEnvironment(2, False))
+    small = shrink_run(config, 2, 2)
     alone = watched(small.plain_words)
     assert {kind for kind, _ in alone.found} == {INITIAL, FORWARD, GRADIENT, NORM, WEIGHT}
     return differences(alone, run_on_ranks(watched, 2, small.words, bug), 1e-9)

@@ -48,7 +48,7 @@ def counts(*numbers: float) -> Tensor:
 
 def test_numbers_are_means_over_what_was_added() -> None:
     model = nn.ModuleList([Layer(2), Layer(5)])
-    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_tell=True)
+    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=True)
     for value in (1.0, 3.0):
         model[0].reported.add("z_loss", torch.tensor(value), 1)
         model[0].reported.add_load(counts(value, 1, 0, 0))
@@ -70,7 +70,7 @@ def test_numbers_are_means_over_what_was_added() -> None:
 
 def test_a_save_between_two_lines_loses_nothing() -> None:
     model = nn.ModuleList([Layer(1)])
-    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_tell=False)
+    reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=False)
     model[0].reported.add("z_loss", torch.tensor(1.0), 1)
     reports.collect(reset=False)
     model[0].reported.add("z_loss", torch.tensor(4.0), 2)

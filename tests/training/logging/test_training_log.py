@@ -8,11 +8,11 @@ import torch
 from megatron.training.logging.console_line import format_line
 from megatron.training.logging.jsonl import JsonlLog, read_metrics
 from megatron.training.logging.metrics import StepMetrics
-from megatron.training.logging.records import LogSink, ValidationRecord
+from megatron.training.logging.records import LogWriter, ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
 
 
-class Lines(LogSink):
+class Lines(LogWriter):
     def __init__(self):
         self.lines, self.seen, self.closed = [], [], 0
 
@@ -26,10 +26,10 @@ class Lines(LogSink):
         self.closed += 1
 
 
-def make_log(path, sink, **arguments):
+def make_log(path, writer, **arguments):
     return TrainingLog(
         StepMetrics("cpu"),
-        [JsonlLog(path), sink],
+        [JsonlLog(path), writer],
         train_iters=10,
         tokens_per_sample=32,
         flops_per_sample=1e9,
@@ -54,33 +54,33 @@ def take_steps(log, first, last, loss=float, **values):
 
 
 def test_lines_come_after_the_first_iteration_and_at_the_interval(tmp_path):
-    sink = Lines()
-    log = make_log(tmp_path / "metrics.jsonl", sink, log_interval=4, log_throughput=True)
+    writer = Lines()
+    log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=4, log_throughput=True)
     log.start(0)
     take_steps(log, 1, 10)
     log.close()
-    assert [record.iteration for record in sink.lines] == [1, 4, 8]
-    assert [record.losses["lm loss"] for record in sink.lines] == [1.0, 2.5, 6.5]  # the first did not reset
-    assert sink.lines[1].throughput_tflops > 0.0
-    assert sink.lines[1].speed.tokens_per_second > 0.0
-    assert sink.seen == list(range(1, 11))
-    assert sink.closed == 1
+    assert [record.iteration for record in writer.lines] == [1, 4, 8]
+    assert [record.losses["lm loss"] for record in writer.lines] == [1.0, 2.5, 6.5]  # the first did not reset
+    assert writer.lines[1].throughput_tflops > 0.0
+    assert writer.lines[1].speed.tokens_per_second > 0.0
+    assert writer.seen == list(range(1, 11))
+    assert writer.closed == 1
     # The file has every iteration once, also those after the last line.
     assert read_metrics(tmp_path / "metrics.jsonl").series("lm loss") == (
         list(range(1, 11)),
         [float(i) for i in range(1, 11)],
     )
     assert "learning rate: 1.000000E-01 | global batch size:     4 | lm loss: 2.500000E+00 |" in format_line(
-        sink.lines[1]
+        writer.lines[1]
     )
 
 
 def test_an_interval_of_one_never_averages_two_iterations(tmp_path):
-    sink = Lines()
-    log = make_log(tmp_path / "metrics.jsonl", sink, log_interval=1)
+    writer = Lines()
+    log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=1)
     log.start(0)
     take_steps(log, 1, 3)
-    assert [record.losses["lm loss"] for record in sink.lines] == [1.0, 2.0, 3.0]
+    assert [record.losses["lm loss"] for record in writer.lines] == [1.0, 2.0, 3.0]
 
 
 def test_a_save_between_two_lines_loses_nothing(tmp_path):
@@ -92,9 +92,13 @@ def test_a_save_between_two_lines_loses_nothing(tmp_path):
         log.event("save", 5)
     take_steps(log, 6, 7)
     # Killed here; the next process resumes from the checkpoint of iteration 5.
-    sink = Lines()
+    writer = Lines()
     resumed = TrainingLog(
-        StepMetrics("cpu"), [JsonlLog(path, 5), sink], train_iters=10, log_interval=10, now=lambda: datetime(2026, 1, 2)
+        StepMetrics("cpu"),
+        [JsonlLog(path, 5), writer],
+        train_iters=10,
+        log_interval=10,
+        now=lambda: datetime(2026, 1, 2),
     )
     resumed.start(5)
     take_steps(resumed, 6, 10)
@@ -102,13 +106,13 @@ def test_a_save_between_two_lines_loses_nothing(tmp_path):
     resumed.close()
     history = read_metrics(path)
     assert history.series("lm loss")[0] == list(range(1, 11))
-    assert [record.iteration for record in sink.lines] == [6, 10]
+    assert [record.iteration for record in writer.lines] == [6, 10]
     assert history.validation_series("lm loss") == ([10], [1.0])
 
 
 def test_pauses_are_no_training_time(tmp_path):
-    sink = Lines()
-    log = make_log(tmp_path / "metrics.jsonl", sink, log_interval=2)
+    writer = Lines()
+    log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=2)
     time = [0.0]
     log._since_line._now = log._since_flush._now = lambda: time[0]
     log.start(0)
@@ -118,7 +122,7 @@ def test_pauses_are_no_training_time(tmp_path):
         time[0] = 100.0
     time[0] = 102.0
     take_steps(log, 2, 2)
-    assert [record.elapsed_ms_per_iteration for record in sink.lines] == [1000.0, 1500.0]
+    assert [record.elapsed_ms_per_iteration for record in writer.lines] == [1000.0, 1500.0]
     training = read_metrics(tmp_path / "metrics.jsonl").training
     assert [line["ms per iteration"] for line in training] == [1000.0, 2000.0]
     assert [line["tokens per second"] for line in training] == [128.0, 64.0]

@@ -7,7 +7,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 @dataclass
-class Sizes:
+class LayoutSizes:
     """Ranks along each dimension of a layout."""
 
     tensor: int = 1
@@ -29,12 +29,12 @@ class Sizes:
         return f"{split}, experts over {self.expert} x {self.expert_tensor} tensor"
 
 
-def fitting(config: PretrainConfig, processes: int) -> tuple[Sizes, list[str]]:
+def shrink_layout(config: PretrainConfig, processes: int) -> tuple[LayoutSizes, list[str]]:
     """Sizes of a layout for at most so many processes: each dimension that there is stays, with two ranks at least (for
     hierarchical context parallelism, four), as far as that is possible; and what to say about it."""
     grid, transformer = config.grid, config.transformer
-    asked = Sizes(grid.tensor, grid.context, grid.pipeline, grid.data)
-    sizes = Sizes(asked.tensor, asked.context, asked.pipeline, asked.data)
+    asked = LayoutSizes(grid.tensor, grid.context, grid.pipeline, grid.data)
+    sizes = LayoutSizes(asked.tensor, asked.context, asked.pipeline, asked.data)
     least = {"tensor": 2, "context": 4 if "a2a+p2p" in comm_types(transformer) else 2, "pipeline": 2, "data": 2}
     notes = []
     while sizes.ranks > processes:
@@ -57,7 +57,7 @@ def fitting(config: PretrainConfig, processes: int) -> tuple[Sizes, list[str]]:
     return sizes, notes
 
 
-def _share_experts_out(sizes: Sizes, asked: Sizes) -> list[str]:
+def _share_experts_out(sizes: LayoutSizes, asked: LayoutSizes) -> list[str]:
     """Two ranks or so in each dimension of the grid of experts, as far as the ranks of a stage suffice."""
     left, notes = sizes.tensor * sizes.context * sizes.data, []
     for name, wanted in (("expert_tensor", asked.expert_tensor), ("expert", asked.expert)):

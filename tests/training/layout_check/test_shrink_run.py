@@ -7,7 +7,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.layout_check.shrinking import SmallRun, shrink, words_that_matter
+from megatron.training.layout_check.shrink_run import ShrunkRun, flags_that_matter, shrink_run
 
 LLAMA = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --seq-length 8192 "
@@ -29,11 +29,11 @@ DEEPSEEK = (
 
 
 def config_of(flags: str, ranks: int) -> PretrainConfig:
-    return configure(words_that_matter(f"{LLAMA} {flags}".split()), launch_environment=LaunchEnvironment(ranks, False))
+    return configure(flags_that_matter(f"{LLAMA} {flags}".split()), launch_environment=LaunchEnvironment(ranks, False))
 
 
-def small_of(flags: str, ranks: int, processes: int = 8) -> tuple[SmallRun, PretrainConfig, PretrainConfig]:
-    small = shrink(config_of(flags, ranks), processes, 3)
+def small_of(flags: str, ranks: int, processes: int = 8) -> tuple[ShrunkRun, PretrainConfig, PretrainConfig]:
+    small = shrink_run(config_of(flags, ranks), processes, 3)
     launch_environment = LaunchEnvironment(small.sizes.ranks, False)
     layout = configure(small.words, launch_environment=launch_environment)
     plain = configure(small.plain_words, launch_environment=LaunchEnvironment(1, False))
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_told():
 
 def test_one_rank_has_nothing_to_compare():
     with pytest.raises(UserError, match="there is one rank"):
-        shrink(config_of("", 1), 8, 3)
+        shrink_run(config_of("", 1), 8, 3)
 
 
 def test_what_is_unknown_is_told():
@@ -178,10 +178,10 @@ def test_latents_stay_latents() -> None:
     flags = "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --rotary-scaling-factor 40"
     flags = LLAMA.replace("--group-query-attention --num-query-groups 8", flags)
     config = configure(
-        words_that_matter(f"{flags} --tensor-model-parallel-size 8".split()),
+        flags_that_matter(f"{flags} --tensor-model-parallel-size 8".split()),
         launch_environment=LaunchEnvironment(16, False),
     )
-    small = shrink(config, 8, 3)
+    small = shrink_run(config, 8, 3)
     plain = configure(small.plain_words, launch_environment=LaunchEnvironment(1, False)).transformer
     assert isinstance(plain, MLATransformerConfig)
     assert (plain.q_lora_rank, plain.kv_lora_rank, plain.rotary_scaling_factor) == (10, 12, 40)

@@ -13,8 +13,8 @@ from megatron.training.config.flag_table import GROUPS, flag_table, flags_by_spe
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.retired import translate_all
 from megatron.training.inspection.run_description import command_line_of
-from megatron.training.layout_check.shrink_model import ShrunkModel, fields_of_groups
-from megatron.training.layout_check.small_layout import Sizes, fitting
+from megatron.training.layout_check.shrink_layout import LayoutSizes, shrink_layout
+from megatron.training.layout_check.shrink_model import ShrunkFlags, fields_of_groups
 
 _PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention")
 _MODEL_GROUPS = ("model", *_PARTS_OF_LAYERS, "initial weights", "optimizer")
@@ -39,10 +39,10 @@ _FORMATS |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_
 
 
 @dataclass
-class SmallRun:
+class ShrunkRun:
     """A run made small, under its layout and under none."""
 
-    sizes: Sizes
+    sizes: LayoutSizes
     words: list[str]
     """Its command line."""
     plain_words: list[str]
@@ -51,7 +51,7 @@ class SmallRun:
     """What is not as the user wrote it, a line each."""
 
 
-def words_that_matter(flags: Sequence[str]) -> list[str]:
+def flags_that_matter(flags: Sequence[str]) -> list[str]:
     """A run's command line without what is made up here anyway: data, tokenizer, checkpoints, logs, schedules."""
     occurrences, strays = split_words(flags)
     occurrences, _ = translate_all(occurrences)
@@ -67,21 +67,21 @@ def words_that_matter(flags: Sequence[str]) -> list[str]:
     return [*kept, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--dry-run"]
 
 
-def shrink(config: PretrainConfig, processes: int, steps: int) -> SmallRun:
+def shrink_run(config: PretrainConfig, processes: int, steps: int) -> ShrunkRun:
     """The small run of a config, on at most so many processes. Raises UserError if there is nothing to compare."""
     if config.world_size == 1:
         raise UserError(
             "there is one rank, and so nothing to compare; give sizes of a layout, or WORLD_SIZE=N before it"
         )
-    sizes, notes = fitting(config, processes)
-    shape = ShrunkModel(config, sizes, steps, notes)
+    sizes, notes = shrink_layout(config, processes)
+    shape = ShrunkFlags(config, sizes, steps, notes)
     kept = set(fields_of_groups(_MODEL_GROUPS)) - _LAYOUT_TOO - _FORMATS | _MODEL_TOO
     layout = set(fields_of_groups(_LAYOUT_GROUPS)) - _MODEL_TOO - _FORMATS | _LAYOUT_TOO
     model_words, layout_words = shape.model_words(), shape.layout_words()
     without = _overridden([*model_words, *layout_words]) | shape.left_out
     plain = command_line_of(config, kept - without)
     whole = command_line_of(config, (kept | layout) - without)
-    return SmallRun(sizes, [*whole, *model_words, *layout_words], [*plain, *model_words], notes)
+    return ShrunkRun(sizes, [*whole, *model_words, *layout_words], [*plain, *model_words], notes)
 
 
 def _overridden(words: Sequence[str]) -> set[str]:
