@@ -20,13 +20,14 @@ from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.fusions import FusionConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
+from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
 from megatron.core.transformer.config.low_precision import LowPrecisionConfig
 from megatron.core.transformer.config.memory import MemoryConfig
 from megatron.core.transformer.config.moe import MoEConfig
 from megatron.core.transformer.config.positions import PositionConfig
+from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.app_defaults import APP_DEFAULTS
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -58,8 +59,8 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "memory": (MemoryConfig,),
     "kernels": (FusionConfig,),
     "fp8 and fp4": (LowPrecisionConfig,),
-    "mixture of experts": (MoEConfig,),
-    "multi-latent attention": (MLATransformerConfig,),
+    "mixture of experts": (MoEConfig, RouterConfig),
+    "multi-latent attention": (LatentAttentionConfig,),
     "pipeline stages": (StageConfig,),
     "token mixers": (TokenMixerConfig,),
     "generation": (InferenceConfig,),

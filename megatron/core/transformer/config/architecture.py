@@ -1,13 +1,14 @@
 """Sizes of the model and what a layer is made of."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.config_fields import flag, not_a_flag, too_small
 
 
 @dataclass(kw_only=True)
@@ -101,3 +102,29 @@ class ArchitectureConfig:
 
     mtp_loss_scaling_factor: float | None = flag(0.1, only_with="mtp_num_layers")
     """Weight of the multi-token prediction loss."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value of `ArchitectureConfig`; `config` has the fields of
+    TransformerConfig."""
+    yield from too_small(config, ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
+    yield from too_small(config, ("layernorm_epsilon",), 0)
+    if not 0.0 <= config.hidden_dropout < 1.0:
+        yield "{hidden_dropout} must be at least 0 and less than 1"
+    for name in ("embedding_multiplier", "residual_multiplier", "logit_scale"):
+        if not (math.isfinite(getattr(config, name)) and getattr(config, name) != 0.0):
+            yield f"{{{name}}} must be a number other than 0"
+    if config.final_logit_softcapping is not None and not 0.0 < config.final_logit_softcapping < math.inf:
+        yield "{final_logit_softcapping} must be larger than 0, or left out"
+    yield from _norm_problems(config)
+    if (config.mtp_num_layers or 0) < 0:
+        yield "{mtp_num_layers} must be at least 0"
+    if config.mtp_loss_scaling_factor is None or config.mtp_loss_scaling_factor < 0:
+        yield "{mtp_loss_scaling_factor} must be at least 0"
+
+
+def _norm_problems(config: Any) -> Iterator[str]:
+    if not config.norm_affine and config.layernorm_zero_centered_gamma:
+        yield "{layernorm_zero_centered_gamma}: with {norm_affine} norms have no weights"
+    if config.norm_placement == "post" and config.apply_residual_connection_post_layernorm:
+        yield "{apply_residual_connection_post_layernorm}: with {norm_placement} no norm stands before attention or MLP"

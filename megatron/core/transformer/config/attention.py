@@ -1,10 +1,13 @@
 """Attention: heads, scale, mask, positions, statistics."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
 from megatron.core.flag_grammars import layer_pattern, window
+from megatron.core.rank_grid import divisors
 from megatron.core.transformer.enums import AttnBackend
 
 
@@ -104,3 +107,37 @@ class AttentionConfig:
     cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
     """With --context-parallel-size: how ranks exchange keys and values (p2p, a2a, all_gather, a2a+p2p), one word for
     all layers or one for each."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value of `AttentionConfig`; `config` has the fields of TransformerConfig."""
+    yield from too_small(config, ("kv_channels", "num_query_groups", "attention_chunk_size"), 1)
+    if not 0.0 <= config.attention_dropout < 1.0:
+        yield "{attention_dropout} must be at least 0 and less than 1"
+    for name in ("attn_logit_softcapping", "clip_qkv", "softmax_scale"):
+        value = getattr(config, name)
+        if value is not None and not 0.0 < value < math.inf:
+            yield f"{{{name}}} must be larger than 0, or left out"
+    if (config.hidden_size or 0) >= 1 and (config.num_attention_heads or 0) >= 1:
+        yield from _head_problems(config)
+    yield from _query_key_problems(config)
+
+
+def _head_problems(config: Any) -> Iterator[str]:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if config.kv_channels is None and config.hidden_size % heads and not config.multi_latent_attention:
+        below = config.hidden_size - config.hidden_size % heads
+        works = " or ".join(str(size) for size in (below, below + heads) if size > 0)
+        yield (
+            f"{{hidden_size}} does not divide by {{num_attention_heads}}; {works} works, or set {{kv_channels:name}}"
+        )
+    if groups is not None and groups > 0 and heads % groups:
+        nearest = min(divisors(heads), key=lambda divisor: abs(divisor - groups))
+        yield f"{{num_query_groups}} does not divide {{num_attention_heads}}; the nearest that does is {nearest}"
+
+
+def _query_key_problems(config: Any) -> Iterator[str]:
+    if config.qk_layernorm and config.qk_l2_norm:
+        yield "{qk_layernorm} and {qk_l2_norm} are two norms of queries and keys; give one"
+    if config.qk_layernorm and config.qk_norm_scope == "full" and config.normalization != "RMSNorm":
+        yield "{qk_norm_scope} is an RMSNorm; it does not go with {normalization}"

@@ -1,12 +1,12 @@
 """Initial weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron.core.config_fields import not_a_flag
+from megatron.core.config_fields import not_a_flag, too_small
 
 
 @dataclass(kw_only=True)
@@ -30,3 +30,8 @@ class InitializationConfig:
 
     init_model_with_meta_device: bool = False
     """Build the model without memory; it gets that unit by unit as it is sharded: for models that no rank can hold."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value of `InitializationConfig`."""
+    yield from too_small(config, ("init_method_std", "embedding_init_method_std"), 0)

@@ -1,21 +1,22 @@
-"""Mixture of experts."""
+"""Mixture of experts: layers, experts, dispatch. The router's fields are in `router.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.config_fields import flag, too_small
 from megatron.core.flag_grammars import layer_pattern
+from megatron.core.rank_grid import divisors, nearest_divisors
 
 _MOE = "num_moe_experts"
 _SHARED = "moe_shared_expert_intermediate_size"
 _NO_DEEPEP = "tokens travel by the all-to-all of torch.distributed, without kernels of DeepEP or HybridEP"
-BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
+_EXPERT_SIZES = ("num_moe_experts", "moe_ffn_hidden_size", "moe_latent_size", "moe_shared_expert_intermediate_size")
 
 
 @dataclass(kw_only=True)
 class MoEConfig:
-    """Router, experts and dispatch. Without num_moe_experts none of it is looked at."""
+    """Layers of experts, and how tokens get to them. Without num_moe_experts none of it is used."""
 
     num_moe_experts: int | None = flag(None, on="--num-experts")
     """Experts of a mixture-of-experts layer."""
@@ -42,106 +43,6 @@ class MoEConfig:
 
     moe_shared_expert_overlap: bool = flag(False, only_with=_SHARED)
     """Compute shared experts while tokens are on their way to the other experts and back, in both passes."""
-
-    # Router ----------------------------------------------------------------------------------------------------------
-
-    moe_router_topk: int = flag(2, only_with=_MOE)
-    """Experts that a token is sent to."""
-
-    moe_router_load_balancing_type: str | list[str] = flag(
-        "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE
-    )
-    """What keeps experts evenly loaded: auxiliary losses over the micro-batch, each sequence, or the global batch so
-    far (several may be given), Sinkhorn assignment over the micro-batch, or nothing. A micro-batch's tokens are taken
-    together, whatever the layout. global_aux_loss depends on it: what was seen so far are all data parallel ranks'
-    micro-batches up to this one."""
-
-    moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", only_with=_MOE)
-    """Weight of the auxiliary loss; one for each type, or one for all."""
-
-    moe_z_loss_coeff: float | None = flag(None, only_with=_MOE)
-    """Weight of the loss that keeps router logits small."""
-
-    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", only_with=_MOE)
-    """What turns logits into scores."""
-
-    moe_router_pre_softmax: bool = flag(False, only_with=_MOE)
-    """Softmax over all experts before the best are picked, instead of over the picked."""
-
-    moe_router_topk_scaling_factor: float | None = flag(None, only_with=_MOE)
-    """Factor of the picked scores."""
-
-    moe_router_norm_topk_prob: bool | None = flag(
-        None, on="--moe-router-norm-topk-prob", off="--no-moe-router-norm-topk-prob", only_with=_MOE
-    )
-    """Divide the picked scores by their sum; when not given, a sigmoid's are, if there are several, and a softmax's are
-    not."""
-
-    moe_router_bias: bool | None = flag(None, on="--moe-router-bias", off="--no-moe-router-bias", only_with=_MOE)
-    """A bias on the router's logits; as --disable-bias-linear says when not given."""
-
-    moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None, only_with=_MOE)
-    """Type that the router computes in, at least; the model's when not given."""
-
-    moe_router_num_groups: int | None = flag(None, only_with=_MOE)
-    """Groups of experts of which a token chooses some first."""
-
-    moe_router_group_topk: int | None = flag(None, only_with=_MOE)
-    """Groups that a token chooses."""
-
-    moe_router_group_score_topk: int | None = flag(None, only_with=_MOE)
-    """How many of a group's best scores make its own: --moe-router-topk / --moe-router-group-topk when not given.
-    DeepSeek-V2 has 1, DeepSeek-V3 has 2."""
-
-    moe_router_topk_limited_devices: int | None = not_a_flag(None)
-    """Expert parallel ranks that a token may be sent to: refused, since experts would depend on their number."""
-
-    moe_router_enable_expert_bias: bool = flag(False, only_with=_MOE)
-    """A bias for each expert, moved after each step, evens the load without a loss."""
-
-    moe_router_bias_update_rate: float = flag(0.001, only_with="moe_router_enable_expert_bias")
-    """Size of that bias's step."""
-
-    moe_router_force_load_balancing: bool = flag(False, only_with=_MOE)
-    """Route by random logits, for measurements; gradients go to the router's own."""
-
-    moe_router_padding_for_quantization: bool | None = flag(
-        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
-    )
-    """Pad each expert's tokens to what fp8 and fp4 products need."""
-
-    moe_router_padding_for_fp8: bool | None = flag(
-        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
-    )
-    """Former spelling of --moe-router-padding-for-quantization."""
-
-    moe_router_fusion: bool = flag(
-        False, only_with=_MOE, no_effect="the router's operations are torch's; its result is the same"
-    )
-    """Router in one kernel."""
-
-    moe_enable_routing_replay: bool = not_yet(False, only_with=_MOE)
-    """Record routing decisions and use them again."""
-
-    moe_input_jitter_eps: float | None = flag(None, only_with=_MOE)
-    """In training, multiply the router's input by noise from 1 - eps to 1 + eps."""
-
-    # Capacity --------------------------------------------------------------------------------------------------------
-
-    moe_expert_capacity_factor: float | None = flag(None, only_with=_MOE)
-    """Tokens an expert takes, in parts of an even share of the micro-batch's tokens, all tensor and context parallel
-    ranks' together; the rest are dropped. All when not given or negative."""
-
-    moe_pad_expert_input_to_capacity: bool = flag(
-        False, only_with=_MOE, no_effect="padding changes no result; experts compute the tokens that they take"
-    )
-    """Pad each expert's tokens to its capacity."""
-
-    moe_token_drop_policy: Literal["probs", "position"] = flag("probs", only_with="moe_expert_capacity_factor")
-    """Which tokens are dropped: those of least weight, or the last of the micro-batch (by position, then row)."""
-
-    moe_token_dropping: bool = not_a_flag(False)
-    """Unused since older releases."""
 
     # Dispatch and compute --------------------------------------------------------------------------------------------
 
@@ -184,6 +85,52 @@ class MoEConfig:
     """Log auxiliary losses, and the loads of experts, layer by layer too (to files)."""
 
 
-def listed(value: Any) -> list[Any]:
-    """The things that a field holds which takes one or several."""
-    return list(value) if isinstance(value, list | tuple) else [value]
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each value, or pair of values, with which no layer of experts can be built; `config` has the
+    fields of TransformerConfig."""
+    if config.num_moe_experts is None:
+        if config.expert_model_parallel_size > 1:
+            yield "{expert_model_parallel_size} spreads experts over ranks: it needs {num_moe_experts:name}"
+        return
+    yield from too_small(config, _EXPERT_SIZES, 1)
+    yield from _layer_problems(config)
+    yield from _shares(config)
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        yield (
+            "{moe_apply_probs_on_input:name} multiplies what an expert reads, which is its weight on the output only "
+            "where a token goes to one expert: it needs {moe_router_topk:name} 1"
+        )
+
+
+def _layer_problems(config: Any) -> Iterator[str]:
+    pattern, layers = config.moe_layer_freq, config.num_layers
+    if isinstance(pattern, int):
+        if pattern < 1:
+            yield "{moe_layer_freq} must be at least 1"
+        return
+    if layers is not None and len(pattern) != layers:
+        yield f"{{moe_layer_freq:name}} has {len(pattern)} entries for {{num_layers:name}} {layers}; give one for each"
+    if set(pattern) - {0, 1}:
+        yield "{moe_layer_freq} has a 1 for a layer with experts and a 0 for one without, and nothing else"
+
+
+def _shares(config: Any) -> Iterator[str]:
+    """Whole experts for each expert parallel rank, and equal numbers of channels for those that share an expert."""
+    experts, expert = config.num_moe_experts, config.expert_model_parallel_size
+    if experts >= 1 and expert >= 1 and experts % expert:
+        near = " or ".join(map(str, nearest_divisors(experts, expert)))
+        yield f"{{expert_model_parallel_size}} does not divide {{num_moe_experts}}; {near} does"
+    dense = config.tensor_model_parallel_size
+    tensor = config.expert_tensor_parallel_size or dense
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * (config.hidden_size or 0)
+    if tensor >= 1 and width >= 1 and width % tensor:
+        near = " or ".join(map(str, nearest_divisors(width, tensor)))
+        ranks = (
+            "{expert_tensor_parallel_size}" if config.expert_tensor_parallel_size else "{tensor_model_parallel_size}"
+        )
+        what = "{moe_ffn_hidden_size}" if config.moe_ffn_hidden_size else f"the {width} channels of an expert"
+        yield f"{ranks} does not divide {what}; {near} does"
+    shared = config.moe_shared_expert_intermediate_size
+    if shared is not None and shared >= 1 and dense >= 1 and shared % dense:
+        near = " or ".join(str(d) for d in divisors(shared) if d < dense) or "1"
+        yield f"{{tensor_model_parallel_size}} does not divide {{moe_shared_expert_intermediate_size}}; {near} does"

@@ -1,8 +1,11 @@
 """Which layers each pipeline stage has."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.config_fields import flag, not_a_flag
+from megatron.core.pipeline_parallel.stage_cuts import layout_of
 
 _PIPELINE = "pipeline_model_parallel_size"
 
@@ -35,3 +38,22 @@ class StageConfig:
 
     hetereogenous_dist_checkpoint: bool = not_a_flag(False)
     """Checkpoints of such models keep layers apart. (The name is spelled as published.)"""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for `mtp_standalone` without a layout that says so; `config` has the fields of
+    TransformerConfig. What else is wrong with stages is found by `pipeline_parallel.stages.stage_problems`."""
+    if config.mtp_standalone and not has_prediction_stage(config):
+        yield (
+            "{mtp_standalone}: the layers of {mtp_num_layers:name} have a stage of their own where "
+            "{pipeline_model_parallel_layout:name} says so, as Et|t|m|L; write that, and drop this"
+        )
+
+
+def has_prediction_stage(config: Any) -> bool:
+    """Whether the layers of multi-token prediction have a pipeline stage of their own. Only a layout says so."""
+    try:
+        stages = layout_of(config)
+    except ValueError:  # a wrong layout; other checks report it
+        return False
+    return stages is not None and any(stage and not stage.strip("m") for stage in stages)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce, group_size
 from megatron.core.ops.precision import widened
-from megatron.core.transformer.config.moe import BALANCE_LOSSES, listed
+from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 

@@ -25,7 +25,7 @@ from megatron.core.ops.precision import widened
 from megatron.core.parameters import Constant, declare
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
-from megatron.core.transformer.config.moe import listed
+from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.auxiliary_losses import (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.config.router_problems import router_problems
+from megatron.core.transformer.config.router import validate
 from megatron.core.transformer.moe.router import TopKRouter, routing_rule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -73,7 +73,7 @@ def test_what_is_possible_makes_a_router(fields: dict[str, Any]) -> None:
 
 
 def test_without_experts_nothing_of_it_is_looked_at() -> None:
-    assert not list(router_problems(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)))
+    assert not list(validate(TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)))
     TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, moe_router_topk=0)
 
 

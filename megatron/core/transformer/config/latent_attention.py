@@ -1,10 +1,11 @@
-"""What is wrong with a config of multi-head latent attention."""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): the fields of MLATransformerConfig."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from megatron.core.config_fields import too_small
+from megatron.core.config_fields import flag, not_a_flag, too_small
 
 _SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _POSITIVE = ("rotary_scaling_factor", "original_max_position_embeddings", "beta_slow")
@@ -20,9 +21,59 @@ _OTHER_ATTENTION = {
 """What the attention of other models has, and what latent attention has instead."""
 
 
-def latent_attention_problems(config: Any) -> Iterator[str]:
-    """A problem for each value that does not go with `multi_latent_attention`; `config` has the fields of
-    MLATransformerConfig."""
+@dataclass(kw_only=True)
+class LatentAttentionConfig:
+    """Sizes and rotary positions of latent attention."""
+
+    q_lora_rank: int | None = flag(512, only_with="multi_latent_attention")
+    """Rank of the query projection; None: a plain one."""
+
+    kv_lora_rank: int = flag(512, only_with="multi_latent_attention")
+    """Width of the state that keys and values come from."""
+
+    qk_head_dim: int = flag(128, only_with="multi_latent_attention")
+    """Width of a query or key head, its rotary part aside."""
+
+    qk_pos_emb_head_dim: int = flag(64, only_with="multi_latent_attention")
+    """Width of the rotary part of a query or key head."""
+
+    v_head_dim: int = flag(128, only_with="multi_latent_attention")
+    """Width of a value head."""
+
+    rope_type: Literal["rope", "yarn"] = flag("yarn", only_with="multi_latent_attention")
+    """Rotary positions: rope or yarn."""
+
+    rotary_base: float = not_a_flag(10000)
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = not_a_flag(1.0)
+    """Part of a head that is turned."""
+
+    rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
+    """YaRN: how many times longer the context is than the model was first trained for."""
+
+    original_max_position_embeddings: int = flag(4096, only_with="multi_latent_attention")
+    """YaRN: the context that the model was first trained for."""
+
+    beta_fast: float = flag(32, only_with="multi_latent_attention")
+    """YaRN: turns within that context above which frequencies stay."""
+
+    beta_slow: float = flag(1, only_with="multi_latent_attention")
+    """YaRN: turns within that context below which frequencies are divided."""
+
+    mscale: float = flag(1.0, only_with="multi_latent_attention")
+    """YaRN: scale of cosine and sine."""
+
+    mscale_all_dim: float = flag(0.0, only_with="multi_latent_attention")
+    """YaRN: scale of the softmax."""
+
+    cache_mla_latents: bool = flag(False, only_with="multi_latent_attention")
+    """Cache the low-rank state when decoding."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each value that does not go with `multi_latent_attention`; `config` has the fields of
+    MLATransformerConfig, or without latent attention those of TransformerConfig."""
     if not config.multi_latent_attention:
         return
     if not hasattr(config, "kv_lora_rank"):

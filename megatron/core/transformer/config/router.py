@@ -1,0 +1,220 @@
+"""Router of a mixture of experts: scores, choice of experts, balance, capacity."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.rank_grid import divisors
+
+_MOE = "num_moe_experts"
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_BALANCING = (*BALANCE_LOSSES, "sinkhorn", "none")
+
+
+@dataclass(kw_only=True)
+class RouterConfig:
+    """Which experts a token goes to. Without num_moe_experts none of it is used."""
+
+    moe_router_topk: int = flag(2, only_with=_MOE)
+    """Experts that a token is sent to."""
+
+    moe_router_load_balancing_type: str | list[str] = flag(
+        "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE
+    )
+    """What keeps experts evenly loaded: auxiliary losses over the micro-batch, each sequence, or the global batch so
+    far (several may be given), Sinkhorn assignment over the micro-batch, or nothing. A micro-batch's tokens are taken
+    together, whatever the layout. global_aux_loss depends on it: what was seen so far are all data parallel ranks'
+    micro-batches up to this one."""
+
+    moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", only_with=_MOE)
+    """Weight of the auxiliary loss; one for each type, or one for all."""
+
+    moe_z_loss_coeff: float | None = flag(None, only_with=_MOE)
+    """Weight of the loss that keeps router logits small."""
+
+    moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", only_with=_MOE)
+    """What turns logits into scores."""
+
+    moe_router_pre_softmax: bool = flag(False, only_with=_MOE)
+    """Softmax over all experts before the best are picked, instead of over the picked."""
+
+    moe_router_topk_scaling_factor: float | None = flag(None, only_with=_MOE)
+    """Factor of the picked scores."""
+
+    moe_router_norm_topk_prob: bool | None = flag(
+        None, on="--moe-router-norm-topk-prob", off="--no-moe-router-norm-topk-prob", only_with=_MOE
+    )
+    """Divide the picked scores by their sum; when not given, a sigmoid's are, if there are several, and a softmax's are
+    not."""
+
+    moe_router_bias: bool | None = flag(None, on="--moe-router-bias", off="--no-moe-router-bias", only_with=_MOE)
+    """A bias on the router's logits; as --disable-bias-linear says when not given."""
+
+    moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None, only_with=_MOE)
+    """Type that the router computes in, at least; the model's when not given."""
+
+    moe_router_num_groups: int | None = flag(None, only_with=_MOE)
+    """Groups of experts of which a token chooses some first."""
+
+    moe_router_group_topk: int | None = flag(None, only_with=_MOE)
+    """Groups that a token chooses."""
+
+    moe_router_group_score_topk: int | None = flag(None, only_with=_MOE)
+    """How many of a group's best scores make its own: --moe-router-topk / --moe-router-group-topk when not given.
+    DeepSeek-V2 has 1, DeepSeek-V3 has 2."""
+
+    moe_router_topk_limited_devices: int | None = not_a_flag(None)
+    """Expert parallel ranks that a token may be sent to: refused, since experts would depend on their number."""
+
+    moe_router_enable_expert_bias: bool = flag(False, only_with=_MOE)
+    """A bias for each expert, moved after each step, evens the load without a loss."""
+
+    moe_router_bias_update_rate: float = flag(0.001, only_with="moe_router_enable_expert_bias")
+    """Size of that bias's step."""
+
+    moe_router_force_load_balancing: bool = flag(False, only_with=_MOE)
+    """Route by random logits, for measurements; gradients go to the router's own."""
+
+    moe_router_padding_for_quantization: bool | None = flag(
+        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
+    )
+    """Pad each expert's tokens to what fp8 and fp4 products need."""
+
+    moe_router_padding_for_fp8: bool | None = flag(
+        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
+    )
+    """Former spelling of --moe-router-padding-for-quantization."""
+
+    moe_router_fusion: bool = flag(
+        False, only_with=_MOE, no_effect="the router's operations are torch's; its result is the same"
+    )
+    """Router in one kernel."""
+
+    moe_enable_routing_replay: bool = not_yet(False, only_with=_MOE)
+    """Record routing decisions and use them again."""
+
+    moe_input_jitter_eps: float | None = flag(None, only_with=_MOE)
+    """In training, multiply the router's input by noise from 1 - eps to 1 + eps."""
+
+    # Capacity --------------------------------------------------------------------------------------------------------
+
+    moe_expert_capacity_factor: float | None = flag(None, only_with=_MOE)
+    """Tokens an expert takes, in parts of an even share of the micro-batch's tokens, all tensor and context parallel
+    ranks' together; the rest are dropped. All when not given or negative."""
+
+    moe_pad_expert_input_to_capacity: bool = flag(
+        False, only_with=_MOE, no_effect="padding changes no result; experts compute the tokens that they take"
+    )
+    """Pad each expert's tokens to its capacity."""
+
+    moe_token_drop_policy: Literal["probs", "position"] = flag("probs", only_with="moe_expert_capacity_factor")
+    """Which tokens are dropped: those of least weight, or the last of the micro-batch (by position, then row)."""
+
+    moe_token_dropping: bool = not_a_flag(False)
+    """Unused since older releases."""
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each value, or pair of values, with which no router can be built; `config` has the fields of
+    TransformerConfig."""
+    experts, k = config.num_moe_experts, config.moe_router_topk
+    if experts is None or experts < 1:  # moe.validate reports it
+        return
+    if not 1 <= k <= experts:
+        yield "{moe_router_topk} must be from 1 to {num_moe_experts}"
+        return
+    softmax = config.moe_router_score_function == "softmax"
+    late = softmax and not config.moe_router_pre_softmax
+    sinkhorn = "sinkhorn" in listed(config.moe_router_load_balancing_type)
+    if late and k == 1 and not sinkhorn:
+        yield (
+            "{moe_router_topk} with {moe_router_score_function}: the softmax of one number is 1 and teaches the router "
+            "nothing; set {moe_router_pre_softmax:name}"
+        )
+    if late and config.moe_router_norm_topk_prob is False:
+        yield (
+            "{moe_router_norm_topk_prob:name} False: the softmax over the picked experts sums to 1; set "
+            "{moe_router_pre_softmax:name}"
+        )
+    if config.moe_router_enable_expert_bias and softmax:
+        yield "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid"
+    yield from too_small(config, ("moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"), 0)
+    yield from _group_problems(config, experts, k)
+    yield from _balance_problems(config, sinkhorn)
+    yield from _capacity_problems(config)
+
+
+def _group_problems(config: Any, experts: int, k: int) -> Iterator[str]:
+    if getattr(config, "moe_router_topk_limited_devices", None) is not None:
+        yield (
+            "{moe_router_topk_limited_devices} would make a token's experts depend on the number of expert parallel "
+            "ranks; set {moe_router_num_groups:name} to that number and {moe_router_group_topk:name} to this one"
+        )
+    groups, kept, counted = (
+        config.moe_router_num_groups,
+        config.moe_router_group_topk,
+        config.moe_router_group_score_topk,
+    )
+    if groups is None and kept is None:
+        if counted is not None:
+            yield "{moe_router_group_score_topk} needs {moe_router_num_groups:name}"
+        return
+    if groups is None or kept is None:
+        yield "{moe_router_num_groups} and {moe_router_group_topk} go together"
+        return
+    if groups < 1 or experts % groups:
+        near = min(divisors(experts), key=lambda size: abs(size - groups))
+        yield f"{{moe_router_num_groups}} does not divide {{num_moe_experts}}; the nearest that does is {near}"
+        return
+    size = experts // groups
+    if not 1 <= kept <= groups:
+        yield "{moe_router_group_topk} must be from 1 to {moe_router_num_groups}"
+    elif k > kept * size:
+        yield f"{{moe_router_topk}} is more than the {kept * size} experts of {{moe_router_group_topk}} groups"
+    elif counted is None and k < kept:
+        yield (
+            "{moe_router_topk} is less than {moe_router_group_topk}: a group's score would be a sum of none of its "
+            "experts' scores; set {moe_router_group_score_topk:name} 1"
+        )
+    elif not 1 <= (counted or k // kept) <= size:
+        works = f"set {{moe_router_group_score_topk:name}} to at most {size}"
+        if counted is None:
+            yield f"{{moe_router_topk}}: a group's score would be the sum of {k // kept} of its {size} experts; {works}"
+        else:
+            yield f"{{moe_router_group_score_topk}}: a group has {size} experts; {works}"
+
+
+def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
+    kinds, weights = listed(config.moe_router_load_balancing_type), listed(config.moe_aux_loss_coeff)
+    if len(weights) not in (1, len(kinds)):
+        yield "{moe_aux_loss_coeff} must be one number for each of {moe_router_load_balancing_type}"
+    if len(set(kinds)) != len(kinds):
+        yield "{moe_router_load_balancing_type} has a type twice"
+    if any(not 0.0 <= weight < math.inf for weight in weights):
+        yield "{moe_aux_loss_coeff} must be at least 0"
+    if len(kinds) > 1 and any(kind not in BALANCE_LOSSES for kind in kinds):
+        yield f"{{moe_router_load_balancing_type}}: only losses go together: {', '.join(BALANCE_LOSSES)}"
+    if not sinkhorn:
+        return
+    if any(weights):
+        yield "{moe_aux_loss_coeff} with {moe_router_load_balancing_type}: sinkhorn has no loss; leave it out"
+    for name in ("moe_router_num_groups", "moe_router_topk_scaling_factor", "moe_router_norm_topk_prob"):
+        if getattr(config, name) is not None:
+            yield f"{{{name}}} does not go with {{moe_router_load_balancing_type}}; leave it out"
+    if config.moe_router_score_function != "softmax":
+        yield "{moe_router_score_function} does not go with {moe_router_load_balancing_type}; leave it out"
+
+
+def _capacity_problems(config: Any) -> Iterator[str]:
+    factor = config.moe_expert_capacity_factor
+    if factor is not None and not (0.0 != factor < math.inf):
+        yield "{moe_expert_capacity_factor} must be more than 0; 1.0 is an even share, and nothing is dropped without"
+    if config.moe_pad_expert_input_to_capacity and (factor is None or factor < 0):
+        yield "{moe_pad_expert_input_to_capacity:name} needs {moe_expert_capacity_factor:name}"
+
+
+def listed(value: Any) -> list[Any]:
+    """Returns the values of a field that takes one value or several."""
+    return list(value) if isinstance(value, list | tuple) else [value]
