@@ -1,4 +1,4 @@
-"""Every path, module, flag and identifier that the map and the decisions name exists."""
+"""Every path, module, flag and identifier that the map, the decisions and the pages on extending name exists."""
 
 import functools
 import importlib.util
@@ -12,7 +12,9 @@ import torch
 from megatron.training.config.flag_table import flags_by_spelling
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "docs/architecture.md", *sorted((ROOT / "docs/decisions").glob("*.md"))]
+MAP, DECISIONS = ROOT / "docs/architecture.md", sorted((ROOT / "docs/decisions").glob("*.md"))
+OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "docs/extending.md", "examples/custom_model/README.md")]
+PAGES = [MAP, *DECISIONS, *OTHERS]
 FOLDERS = ("", "megatron", "megatron/core", "megatron/training")
 """Where a path may begin."""
 
@@ -30,12 +32,16 @@ def identifiers() -> set[str]:
     """All names that the code defines."""
     folders = ("megatron", "tools", "examples")
     files = [ROOT / "pretrain_gpt.py", *(file for folder in folders for file in (ROOT / folder).rglob("*.py"))]
-    return {name for file in files for found in DEFINED.findall(file.read_text(encoding="utf-8")) for name in found}
+    sources = [file.read_text(encoding="utf-8") for file in files]
+    sources += re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/extending.md").read_text("utf-8"), flags=re.M | re.S)
+    return {name for source in sources for found in DEFINED.findall(source) for name in found}
 
 
 def exists(word: str) -> bool | None:
     """Whether what a word in backticks names exists; None: it is no name (a formula, a command)."""
-    word = word.removesuffix("(...)").removesuffix("()")
+    word = word.removesuffix("(...)").removesuffix("()").removeprefix("self.")
+    if word in INVENTED:
+        return None
     if re.fullmatch(r"--[a-z0-9-]+", word):
         return word in flags_by_spelling() or f'"{word}"' in "".join(tool_sources())
     if re.fullmatch(r"[\w./*-]+/[\w./*-]*|[\w-]+\.(py|md|toml)", word):
@@ -54,7 +60,7 @@ def tool_sources() -> tuple[str, ...]:
 
 def in_some_folder(word: str) -> bool:
     """A lone file name, where a page has said the folder already."""
-    return "/" not in word and any((ROOT / "megatron").rglob(word))
+    return "/" not in word and any(any((ROOT / folder).rglob(word)) for folder in ("megatron", "examples"))
 
 
 def is_importable(word: str) -> bool:
@@ -81,8 +87,21 @@ OUTSIDE = {"grad", "data", "alltoall", "allgather", "flex", "global_aux_loss", "
     "max",
     "edp",
     "etp",
+    "eval",
+    "dataclasses",
+    "replace",
+    "PYTHONPATH",
+    "metrics",
+    "jsonl",
+    "venv",
 }
 """Words of PyTorch, of Megatron-LM, of file formats and of flags."""
+
+
+INVENTED = {"tests/core/x/test_y.py", "megatron/core/x/y.py"} | {
+    f"megatron/core/ops/layer_scale{ending}.py" for ending in ("", "_triton")
+}
+"""Paths of examples."""
 
 
 def names(page: Path) -> Iterator[tuple[int, str]]:
@@ -96,7 +115,7 @@ def names(page: Path) -> Iterator[tuple[int, str]]:
 
 def folders_of_map() -> Iterator[str]:
     """The paths that the table of folders begins its lines with."""
-    table = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("## Folders\n\n```\n")[1].split("```")[0]
+    table = MAP.read_text(encoding="utf-8").split("## Folders\n\n```\n")[1].split("```")[0]
     outer = ""
     for line in table.splitlines():
         paths = re.split(r",? +", re.split(r"(?<=[^,])  +", line.strip())[0])
@@ -105,7 +124,7 @@ def folders_of_map() -> Iterator[str]:
         yield from (outer + path if inside else path for path in paths if path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_every_name_on_the_page_exists(page: Path) -> None:
     missing = [f"line {number}: {word}" for number, word in names(page) if exists(word) is False]
     assert not missing, f"{page.name}: " + "; ".join(missing)
@@ -127,7 +146,7 @@ def test_every_folder_on_the_map_exists_and_none_is_missing() -> None:
 def test_every_decision_is_in_the_index() -> None:
     index = (ROOT / "docs/decisions/README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
-    assert linked == {page.name for page in PAGES[1:]} - {"README.md"}
+    assert linked == {page.name for page in DECISIONS} - {"README.md"}
 
 
 def test_a_name_that_is_gone_is_found() -> None:
