@@ -1,8 +1,8 @@
-"""Which implementation of each operation a layer uses.
+"""The implementation of each operation that a layer uses.
 
-A backend is a frozen record of functions. A layer asks `choose_backend` once, when it is built; its forward calls what
-the record holds and never asks again. Where an operation has a kernel for one kind of device only, the record holds
-a `ByDevice`, so that a model may be built on one device and moved to another.
+A backend is a frozen record of functions. A layer calls `choose_backend` once, when it is built; its forward calls the
+functions of the record and never chooses again. An operation with a kernel for one kind of device only is a `ByDevice`,
+so a model can be built on one device and moved to another.
 """
 
 import dataclasses
@@ -45,7 +45,8 @@ from megatron.core.utils.warn import warn_on_first_rank
 
 @dataclass(frozen=True)
 class Backend:
-    """Implementations, each with the signature and meaning of the function of that name in `megatron.core.ops`."""
+    """Implementations of operations. Each has the signature and meaning of the function of its name in
+    `megatron.core.ops`."""
 
     name: str
     linear: Callable[..., Tensor] = linear
@@ -65,12 +66,14 @@ class Backend:
     unpermute: Callable[..., Tensor] = unpermute
     weighted_activation: Callable[..., Tensor] = weighted_activation
     attention: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = field(default_factory=lambda: CANDIDATES)
-    """For what a config asks, in order of preference; a layer takes the first that does not refuse."""
+    """Attention kernels for each value of `attention_backend`, in order of preference. A layer takes the first that can
+    compute it."""
     attention_blocks: Mapping[AttnBackend, tuple[BlockKernel, ...]] = field(default_factory=lambda: BLOCK_CANDIDATES)
-    """The same where rows are split over ranks."""
+    """Attention kernels for rows that are split over ranks, in order of preference."""
 
     def describe(self, device_type: str) -> str:
-        """One line: the backend, and the operations that are not plain torch on a kind of device."""
+        """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
+        device."""
         own = []
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
@@ -82,7 +85,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class ByDevice:
-    """An operation with a kernel for GPUs and another for all else; the first tensor among its arguments tells."""
+    """An operation with one implementation for GPUs and one for other devices. The first tensor argument decides."""
 
     cpu: Callable[..., Any]
     cuda: Callable[..., Any]
@@ -93,12 +96,12 @@ class ByDevice:
 
 
 LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows))
-"""Plain torch on any device, and numba for random masks on a CPU."""
+"""Plain torch on any device, with numba for random masks on a CPU."""
 
 
 @functools.cache
 def triton_backend() -> Backend | None:
-    """Kernels of our own where they are faster than torch's; None where Triton cannot be imported."""
+    """Returns the backend with our own GPU kernels, or None if Triton cannot be imported."""
     try:
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
@@ -149,22 +152,22 @@ Kernel = TypeVar("Kernel", AttentionKernel, BlockKernel)
 
 @dataclass(frozen=True)
 class KernelChoice(Generic[Kernel]):
-    """The attention kernel for a situation."""
+    """The attention kernel chosen for a situation."""
 
     kernel: Kernel
     refusals: tuple[str, ...]
-    """Why kernels that would have been preferred cannot."""
+    """Why preferred kernels cannot be used, a sentence each."""
     remark: str = ""
-    """What it does with the layer's tensors first."""
+    """What the kernel does to the layer's tensors first (padding)."""
 
     def describe(self) -> str:
-        """The kernel's name, and why it is no better one."""
+        """Returns the kernel's name, and why no preferred kernel was chosen."""
         return self.kernel.name + self.remark + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
 
 
 @dataclass(frozen=True)
 class KernelPlan(Generic[Kernel]):
-    """The kernel of an attention layer for every situation it may be called in."""
+    """The kernel of an attention layer for every situation."""
 
     choices: Mapping[Situation, KernelChoice[Kernel]]
 
@@ -183,7 +186,7 @@ class KernelPlan(Generic[Kernel]):
         return UNFUSED  # type: ignore[return-value]
 
     def describe(self, device_type: str, packed: bool = False) -> str:
-        """What trains and what evaluates on one kind of device."""
+        """Returns which kernels compute training and evaluation on one kind of device."""
         training, evaluation = (
             next(choice for situation, choice in self.choices.items() if _is(situation, device_type, kind, packed))
             for kind in (True, False)
@@ -202,15 +205,15 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 
 
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
-    """Choose the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
+    """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    Raises UserError where flash or fused is asked for and cannot do what training on unpacked documents needs.
+    Raises UserError if `attention_backend` is flash or fused and that kernel cannot compute training on unpacked rows.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
 
 
 def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: Any) -> BlockPlan:
-    """The same for rows that are split over ranks."""
+    """Chooses the kernels for rows that are split over ranks; otherwise like `plan_attention`."""
     return _plan(backend.attention_blocks[config.attention_backend], variant, config)
 
 
@@ -240,7 +243,7 @@ def _choose_kernel(
             if refusal is None:
                 return KernelChoice(kernel, tuple(refusals), _remark(kernel, variant))
             refusals.append(f"{kernel.name}: {refusal}")
-    raise AssertionError("the last candidate takes everything")
+    raise AssertionError("the last candidate computes everything")
 
 
 def _remark(kernel: AttentionKernel | BlockKernel, variant: AttentionVariant) -> str:
