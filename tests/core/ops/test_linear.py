@@ -1,11 +1,10 @@
-"""Products and row look-ups hand their weight gradients to the main_grad; without one they are ordinary operations."""
+"""The linear layer against torch's, and how it hands its weight gradient to a main gradient."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
 
 
@@ -14,13 +13,9 @@ class MainGrad:
 
     def __init__(self) -> None:
         self.products: list[tuple[Tensor, Tensor]] = []
-        self.rows: list[tuple[Tensor, Tensor]] = []
 
     def add_product(self, output_gradient: Tensor, inputs: Tensor) -> None:
         self.products.append((output_gradient, inputs))
-
-    def add_rows(self, index: Tensor, gradient: Tensor) -> None:
-        self.rows.append((index, gradient))
 
 
 def values(*shape: int, seed: int = 0) -> Tensor:
@@ -36,7 +31,7 @@ def test_linear_gradients(shape: tuple[int, ...], with_bias: bool) -> None:
     assert torch.autograd.gradcheck(linear, inputs)
 
 
-def test_linear_feeds_the_sink_and_leaves_no_gradient() -> None:
+def test_linear_feeds_the_main_gradient_and_leaves_no_gradient() -> None:
     x, w, b = values(3, 4, 5), nn.Parameter(values(6, 5, seed=1).detach()), values(6, seed=2)
     w.main_grad_accumulator = MainGrad()
     dy = values(3, 4, 6, seed=3).detach()
@@ -65,18 +60,3 @@ def test_linear_reads_its_weight_at_backward() -> None:
 def test_half_on_a_cpu_is_float32_rounded() -> None:
     x, w = values(4, 600).half(), values(3, 600, seed=1).half()
     assert torch.equal(linear(x, w), (x.float() @ w.float().T).half())
-
-
-def test_embedding() -> None:
-    index = torch.tensor([[1, 3, 1], [0, 3, 3]])
-    table = nn.Parameter(values(5, 4).detach())
-    dy = values(2, 3, 4, seed=1).detach()
-    output = embedding(index, table)
-    assert torch.equal(output, table[index])
-    output.backward(dy)
-    expected = torch.zeros(5, 4, dtype=torch.float64).index_add(0, index.view(-1), dy.view(-1, 4))
-    assert torch.allclose(table.grad, expected)
-    table.grad, table.main_grad_accumulator = None, MainGrad()
-    embedding(index, table).backward(dy)
-    ((rows, gradient),) = table.main_grad_accumulator.rows
-    assert table.grad is None and torch.equal(rows, index.view(-1)) and torch.equal(gradient, dy.view(-1, 4))

@@ -1,0 +1,9 @@
+"""GPU products of experts, in Triton's interpreter."""
+
+import pytest
+from support import expert_kernels
+
+
+@pytest.mark.parametrize("check", ["products", "linears", "biases"])
+def test_the_kernel_agrees_with_its_reference(check: str) -> None:
+    getattr(expert_kernels, check)()
