@@ -25,8 +25,8 @@ class StepResult:
     reports: Sequence[Mapping[str, Tensor]]
     """The reporting dict of each micro-batch; empty where the loss is not computed."""
     update: StepUpdate
-    learning_rate: Tensor | float
-    """The rate that this update was made with."""
+    learning_rate: Tensor
+    """The rate that this update was made with, of parameters without a rate of their own (as --decoupled-lr gives)."""
     loss_scale: Tensor
     params_norm: Tensor | None = None
 
@@ -104,7 +104,7 @@ def run_step(
         forward_only=False,
         **of_schedule,
     )
-    learning_rate, loss_scale = learning_rate_of(optimizer), optimizer.get_loss_scale().clone()
+    learning_rate, loss_scale = scheduler.learning_rate, optimizer.get_loss_scale().clone()
     update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
     return StepResult(reports, update, learning_rate, loss_scale)
@@ -117,15 +117,6 @@ def norm_of_weights(trainer: Trainer) -> Tensor | None:
         return None
     units = [unit for chunk in trainer.model for unit in chunk.units]
     return weight_norm(units, trainer.environment.groups, trainer.model[0])
-
-
-def learning_rate_of(optimizer: MegatronOptimizer) -> Tensor | float:
-    """Of the first group, as it is now: a copy on the device, or the number that a plain torch optimizer has. Zero on a
-    rank that has no parameters, which prints nothing."""
-    if not optimizer.param_groups:
-        return 0.0
-    rate = optimizer.param_groups[0]["lr"]
-    return rate.clone() if isinstance(rate, Tensor) else float(rate)
 
 
 def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:

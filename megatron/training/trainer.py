@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.training.evaluate import evaluate
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
+from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
@@ -202,7 +204,9 @@ class Trainer:
         if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
             rank, ranks = self.environment.rank, self.environment.world_size
             where = f"in {self.phase}, after iteration {self.state.iteration}"
-            print(f"rank {rank} of {ranks} failed {where}: {error}", file=sys.stderr, flush=True)
+            text = f"rank {rank} of {ranks} failed {where}: {error}"
+            print(text, file=sys.stderr, flush=True)
+            write_launcher_error_file(f"{text}\n{traceback.format_exc()}")
         for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.close_writers, self.splits.close):
             with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                 step()

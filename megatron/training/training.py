@@ -5,8 +5,6 @@ that writes its own loop (see megatron.training.initialize): they act on the run
 that `pretrain` set up last.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,7 +39,7 @@ from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.initialize import close_with_run, refuse
 from megatron.training.launch.environment import Environment, process_environment
-from megatron.training.launch.errors import delay_errors_on_other_ranks
+from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_with_error_of_rank
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import (
@@ -114,9 +112,7 @@ def pretrain(
     try:
         decision = run_pretraining(config, providers, started)
     except UserError as error:
-        rank = os.environ.get("RANK")
-        print(f"error: {error}" if rank is None else f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        exit_with_error_of_rank(error)
     if decision is not None and decision.exit_code:
         raise SystemExit(decision.exit_code)
 

@@ -4,6 +4,7 @@ The order comes from the sampler alone: workers are handed whole micro-batches i
 order, so the number of workers does not show.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -97,17 +98,19 @@ def build_data_iterator(
         sampler = CyclicSampler(len(dataset), consumed_samples, share, seed)
     else:
         raise UserError(f"--dataloader-type {dataloader_type}: expected single, cyclic or external")
-    loader: DataLoader[Any] = DataLoader(
-        _NamingErrors(dataset),
-        batch_sampler=sampler,
-        num_workers=num_workers,
-        collate_fn=collate,
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker if num_workers else None,
-        multiprocessing_context=multiprocessing_context if num_workers else None,
-        # The loader draws a seed for its workers; from a generator of its own, lest it disturb the run's.
-        generator=torch.Generator(),
-    )
+    with warnings.catch_warnings():  # the notes of a run say it in our words (`setup.notes`)
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        loader: DataLoader[Any] = DataLoader(
+            _NamingErrors(dataset),
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=collate,
+            pin_memory=pin_memory,
+            worker_init_fn=_start_worker if num_workers else None,
+            multiprocessing_context=multiprocessing_context if num_workers else None,
+            # The loader draws a seed for its workers; from a generator of its own, lest it disturb the run's.
+            generator=torch.Generator(),
+        )
     return MicroBatchIterator(loader)
 
 

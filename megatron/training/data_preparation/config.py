@@ -10,7 +10,8 @@ from megatron.core.config_fields import flag, not_yet
 _SENTENCES = "sentences are not split"
 
 
-def _processors() -> int:
+def available_cores() -> int:
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -31,7 +32,7 @@ class PreparationConfig:
     append_eod: bool = False
     """End every document that has tokens with the end-of-document token."""
 
-    workers: int = flag(default_factory=_processors)
+    workers: int = flag(default_factory=available_cores)
     """Processes. The result is the same for any number."""
 
     on_error: Literal["stop", "skip"] = "stop"

@@ -1,10 +1,16 @@
-"""Ends a process of a run with a user's mistake: the message once for all ranks, exit code 2."""
+"""How a process of a run ends with an error: the message once for all ranks, the exit code, torchrun's summary.
+
+When a rank fails, torchrun prints a traceback of its own after everything that the rank printed. The last lines of it,
+"Root Cause", come from a file that the failed rank writes (TORCHELASTIC_ERROR_FILE), so that our sentence comes last.
+"""
 
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.core.exceptions import UserError
@@ -15,12 +21,23 @@ _HEAD_START_OF_FIRST_RANK = 5.0
 
 
 def exit_with_problems(error: UserError) -> NoReturn:
-    """Print each problem, once for all ranks, and exit with code 2."""
+    """Print each problem of a command line, once for all ranks, and exit with code 2."""
     if os.environ.get("RANK", "0") == "0":
-        for problem in error.problems if isinstance(error, ConfigurationError) else [str(error)]:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
+        problems = error.problems if isinstance(error, ConfigurationError) else [str(error)]
+        text = "\n".join(f"error: {problem}" for problem in problems)
+        print(text, file=sys.stderr, flush=True)
+        write_launcher_error_file(text)
     delay_errors_on_other_ranks()
     raise SystemExit(2)
+
+
+def exit_with_error_of_rank(error: UserError) -> NoReturn:
+    """Print an error that this rank met during the run, with its rank if there are several, and exit with code 2."""
+    rank = os.environ.get("RANK")
+    text = f"error: {error}" if rank is None else f"error on rank {rank}: {error}"
+    print(text, file=sys.stderr, flush=True)
+    write_launcher_error_file(text)
+    raise SystemExit(2) from None
 
 
 def delay_errors_on_other_ranks() -> None:
@@ -33,3 +50,18 @@ def delay_errors_on_other_ranks() -> None:
         with contextlib.suppress(ValueError):  # only the main thread may set signal handlers
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_HEAD_START_OF_FIRST_RANK)
+
+
+def write_launcher_error_file(text: str) -> None:
+    """Give torchrun the text that its summary shows as the cause of this rank's failure. Without torchrun does nothing.
+
+    The format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, whose own method would write a
+    traceback in place of the text. A file that exists is kept: the first failure of a rank is the cause.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or Path(path).exists():
+        return
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    message = {"message": text.splitlines()[0], "extraInfo": details}
+    with contextlib.suppress(OSError):  # the error was printed already, and is the one to report
+        Path(path).write_text(json.dumps({"message": message}))

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel.stages import stage_map
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
+from megatron.training.data_preparation.config import available_cores
 from megatron.training.launch.environment import Environment
 
 
@@ -36,6 +37,12 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
         )
     if config.transformer.fp16 and environment.device.type == "cpu":
         yield "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"
+    cores = available_cores()
+    if config.data.num_workers > cores:
+        yield (
+            f"--num-workers {config.data.num_workers}: each rank starts this many processes that read data, and this "
+            f"machine gives it {cores} cores; --num-workers {cores} or less reads as fast"
+        )
     if evaluation.skip_train and splits.valid is None and splits.test is None:
         raise UserError(
             "--skip-train: there is no validation and no test data to evaluate; give each a share in --split, or files"

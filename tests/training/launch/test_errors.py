@@ -1,11 +1,19 @@
 """Mistakes of a user: printed once, exit code 2."""
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.exceptions import UserError
-from megatron.training.launch.errors import exit_with_problems
+from megatron.training.launch.errors import exit_with_error_of_rank, exit_with_problems, write_launcher_error_file
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_first_rank_prints_and_the_others_leave_it_the_time(
@@ -19,3 +27,41 @@ def test_the_first_rank_prints_and_the_others_leave_it_the_time(
         with pytest.raises(SystemExit) as end:
             exit_with_problems(UserError("a sentence"))
         assert (end.value.code, slept, capsys.readouterr().err) == (2, seconds, printed)
+
+
+def test_torchrun_reads_the_sentence_and_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    write_launcher_error_file("error: one\nerror: two")
+    write_launcher_error_file("error: a consequence")
+    failure: Any = ProcessFailure(0, 1, 2, str(path))
+    assert failure.message["message"] == "error: one"
+    assert failure.message["extraInfo"]["py_callstack"] == "error: one\nerror: two"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_of_one_rank_is_printed_with_the_rank(
+    rank: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as end:
+        exit_with_error_of_rank(UserError("a sentence"))
+    assert end.value.code == 2 and capsys.readouterr().err == f"error on rank {rank}: a sentence\n"
+    assert f"error on rank {rank}: a sentence" in (tmp_path / "error.json").read_text()
+
+
+SCRIPT = """
+from megatron.core.exceptions import UserError
+from megatron.training.launch.errors import exit_with_problems
+exit_with_problems(UserError("the flag --x is wrong"))
+"""
+
+
+def test_the_sentence_comes_last_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and done.stderr.count("the flag --x is wrong") == 2
+    assert done.stderr.rstrip("=\n ").endswith("error: the flag --x is wrong")

@@ -1,0 +1,54 @@
+"""The notes that a run prints before it starts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.runs import TINY
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.data_preparation.config import available_cores
+from megatron.training.setup.notes import run_notes
+
+
+def notes(flags: str, *, valid: Any = "data", test: Any = "data") -> list[str]:
+    config = configure(
+        f"{TINY} --mock-data --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
+    )
+    environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
+    splits: Any = SimpleNamespace(valid=valid, test=test)
+    return list(run_notes(config, environment, splits))
+
+
+def test_an_ordinary_run_says_how_much_is_evaluated() -> None:
+    assert notes("--eval-interval 2 --eval-iters 3") == [
+        "an evaluation takes 3 global batches, 12 samples, not a whole data set"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--fp16", "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16"),
+        ("--eval-iters 0", "--eval-iters 0: nothing is evaluated, neither in between nor at the end"),
+        ("", "without --eval-interval the validation data is looked at once, after the last iteration"),
+    ],
+)
+def test_what_a_user_may_not_expect_is_said(flags: str, note: str) -> None:
+    assert note in notes(flags)
+
+
+def test_more_workers_than_cores_are_said_with_a_number_that_works() -> None:
+    cores = available_cores()
+    (note,) = [note for note in notes("--num-workers 400") if note.startswith("--num-workers 400: ")]
+    assert f"{cores} cores" in note and f"--num-workers {cores} or less" in note
+    assert not any(note.startswith("--num-workers") for note in notes(f"--num-workers {cores}"))
+
+
+def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
+    assert "there is no test data: no loss on it will be printed" in notes("", test=None)
+    assert "there is no validation and no test data: no loss on it will be printed" in notes("", valid=None, test=None)
+    with pytest.raises(UserError, match=r"--skip-train: there is no validation and no test data"):
+        notes("--skip-train", valid=None, test=None)
