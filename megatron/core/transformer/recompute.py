@@ -9,7 +9,6 @@ their second ones take; `shared_experts` keep their input. All go together; with
 (or a layer of experts) keeps nothing at all.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,75 +84,87 @@ def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
     """Recompute some parts of one layer; of the parts of experts, those that it has. Raises UserError where the layer,
     a user's own, has no such part."""
     modules = list(modules)
-    for name in sorted(modules, key=lambda name: name == "mla_up_proj"):  # last: what keeps heads is known by then
-        try:
-            _WAYS[name](layer, modules)
-        except AttributeError as error:
+    for name in sorted(modules, key=lambda name: name == "mla_up_proj"):  # last: it wraps what the others have wrapped
+        _RECOMPUTE_MODULE[name](layer, modules)
+
+
+def _part(layer: Any, module: str, path: str) -> Any:
+    """Returns the part of a layer at a dotted path. Raises UserError if a user's layer has no such part."""
+    found = layer
+    for name in path.split("."):
+        if not hasattr(found, name):
             raise UserError(
-                f"recompute_modules {name}: a {type(layer).__name__} has no such part ({error}); leave it out, or use "
-                "recompute_granularity full"
-            ) from error
+                f"recompute_modules {module}: a {type(layer).__name__} has no such part ({path}: a "
+                f"{type(found).__name__} has no {name}); leave it out, or use recompute_granularity full"
+            )
+        found = getattr(found, name)
+    return found
 
 
-def _again_attention(layer: Any, modules: Sequence[str]) -> None:
-    _recompute(layer.self_attention.core_attention)
+def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
+    _recompute(_part(layer, "core_attn", "self_attention.core_attention"))
 
 
-def _again_norms(layer: Any, modules: Sequence[str]) -> None:
-    _forget_norm(layer, layer.input_layernorm)
-    _forget_norm(layer, layer.pre_mlp_layernorm)
+def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
+    parallel = _part(layer, "layernorm", "is_parallel")
+    for norm, reader in (("input_layernorm", "add_attention"), ("pre_mlp_layernorm", "add_mlp")):
+        _forget_norm(layer, _part(layer, "layernorm", norm), "add_attention_and_mlp" if parallel else reader)
 
 
-def _again_heads(layer: Any, modules: Sequence[str]) -> None:
-    _forget_heads(layer.self_attention, layer.self_attention.core_attention)
+def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
+    """Keep none of the queries, keys and values that are made of latents."""
+    expand = _part(layer, "mla_up_proj", "self_attention.expand")
+    core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")
+    forgotten = ForgottenResults(expand, core_attention.forward)
+    layer.self_attention.expand, core_attention.forward = forgotten.compute, forgotten
 
 
-def _again_mlp(layer: Any, modules: Sequence[str]) -> None:
-    if not _has_experts(layer):
+def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
+    if not _has_experts(layer, "mlp"):
         _recompute(layer.mlp)
 
 
-def _again_experts(layer: Any, modules: Sequence[str]) -> None:
-    if _has_experts(layer):
+def _recompute_experts(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer, "moe"):
         _recompute(layer.mlp)
 
 
-def _again_activations(layer: Any, modules: Sequence[str]) -> None:
-    if _has_experts(layer) and "moe" not in modules:  # which does these again with the rest
+def _recompute_activations(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer, "moe_act") and "moe" not in modules:  # moe recomputes these with the rest
         for mlp in getattr(layer.mlp.experts, "local_experts", [layer.mlp.experts]):
-            _forget_activation(mlp)
+            _forget_activation(_part(mlp, "moe_act", "activate"), mlp, _part(mlp, "moe_act", "linear_fc2"))
 
 
-def _again_shared_experts(layer: Any, modules: Sequence[str]) -> None:
-    if _has_experts(layer) and "moe" not in modules:
-        _recompute(layer.mlp.shared_experts)
+def _recompute_shared_experts(layer: Any, modules: Sequence[str]) -> None:
+    if _has_experts(layer, "shared_experts") and "moe" not in modules:
+        _recompute(_part(layer, "shared_experts", "mlp.shared_experts"))
 
 
-_WAYS: dict[str, Callable[[Any, Sequence[str]], None]] = {
-    "core_attn": _again_attention,
-    "layernorm": _again_norms,
-    "mla_up_proj": _again_heads,
-    "mlp": _again_mlp,
-    "moe": _again_experts,
-    "moe_act": _again_activations,
-    "shared_experts": _again_shared_experts,
+_RECOMPUTE_MODULE: dict[str, Callable[[Any, Sequence[str]], None]] = {
+    "core_attn": _recompute_attention,
+    "layernorm": _recompute_norms,
+    "mla_up_proj": _recompute_heads,
+    "mlp": _recompute_mlp,
+    "moe": _recompute_experts,
+    "moe_act": _recompute_activations,
+    "shared_experts": _recompute_shared_experts,
 }
-"""How each part of a layer is recomputed, beside which others."""
+"""For each entry of `recompute_modules` a function of (layer, all entries)."""
 
 
-def _has_experts(layer: Any) -> bool:
-    return hasattr(layer.mlp, "experts")
+def _has_experts(layer: Any, module: str) -> bool:
+    return hasattr(_part(layer, module, "mlp"), "experts")
 
 
 def _recompute(module: Any) -> None:
     module.forward = Recomputed(module.forward)
 
 
-def _forget_activation(mlp: Any) -> None:
-    """Nothing keeps what stands between the two products of an MLP: neither what the activation makes on its way nor
-    its result, which the second product wants for its weight gradient."""
-    forgotten = ForgottenResults(_InTuple(Recomputed(mlp.activate)), mlp.linear_fc2.forward)
-    mlp.activate, mlp.linear_fc2.forward = _OutOfTuple(forgotten.compute), forgotten
+def _forget_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
+    """Keep nothing between the two products of an MLP: neither the activation's intermediate results nor its output,
+    which the second product needs for its weight gradient."""
+    forgotten = ForgottenResults(_InTuple(Recomputed(activate)), linear_fc2.forward)
+    mlp.activate, linear_fc2.forward = _OutOfTuple(forgotten.compute), forgotten
 
 
 @dataclass(frozen=True)
@@ -177,18 +188,11 @@ class _OutOfTuple:
         return result
 
 
-def _forget_heads(attention: Any, core_attention: Any) -> None:
-    """Nothing keeps the queries, keys and values that are made of latents."""
-    forgotten = ForgottenResults(attention.expand, core_attention.forward)
-    attention.expand, core_attention.forward = forgotten.compute, forgotten
-
-
-def _forget_norm(layer: Any, norm: Any) -> None:
-    """Within its phase, nothing keeps the result of a norm that attention or MLP reads."""
+def _forget_norm(layer: Any, norm: Any, reader: str) -> None:
+    """Keep nothing of a norm's result, which the layer's method `reader` saves for backward."""
     if isinstance(norm, IdentityOp):
         return
-    (index,) = (index for index, phase in enumerate(layer.phases) if any(norm is one for one in phase.modules))
-    phase = layer.phases[index]
-    forgotten = phase.forward if isinstance(phase.forward, ForgottenOutput) else ForgottenOutput(phase.forward)
+    method = getattr(layer, reader)
+    forgotten = method if isinstance(method, ForgottenOutput) else ForgottenOutput(method)
     norm.forward = forgotten.forget(norm.forward)
-    layer.phases[index] = dataclasses.replace(phase, forward=forgotten)
+    setattr(layer, reader, forgotten)

@@ -56,7 +56,7 @@ class Reported:
             self._add(EXPERT_LOAD, counts.detach().double())
 
     def _add(self, name: str, numbers: Tensor) -> None:
-        run_once_under_recompute(lambda: self._add_now(name, numbers))
+        run_once_under_recompute((self, name), lambda: self._add_now(name, numbers))
 
     def _add_now(self, name: str, numbers: Tensor) -> None:
         self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers

@@ -1,10 +1,9 @@
-"""A transformer layer: a short list of named phases."""
+"""A transformer layer: attention and MLP, each added to the residual stream."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
@@ -35,17 +34,6 @@ class TransformerLayerSubmodules:
     post_mlp_layernorm: Spec = IdentityOp
     mlp_bda: Spec = IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a layer that a runner may run by itself, and that may be wrapped by itself (recomputed, captured)."""
-
-    name: str
-    forward: Callable[[Tensor, LayerInputs], Tensor]
-    """Hidden states [t, h] to hidden states [t, h]; a pure function of its arguments and parameters."""
-    modules: tuple[nn.Module, ...]
-    """Whose parameters it uses."""
 
 
 class TransformerLayer(MegatronModule):
@@ -98,14 +86,7 @@ class TransformerLayer(MegatronModule):
         if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
             add_partial_gradient_axis("tp", *self.norms)
         _check_placement(config.norm_placement, submodules)
-        self.phases: list[Phase] = self._phases()
-
-    def _phases(self) -> list[Phase]:
-        attention = (self.input_layernorm, self.self_attention, self.post_attention_layernorm)
-        mlp = (self.pre_mlp_layernorm, self.mlp, self.post_mlp_layernorm)
-        if self.config.norm_placement.startswith("parallel"):
-            return [Phase("attention and mlp", self.parallel_phase, attention + mlp)]
-        return [Phase("attention", self.attention_phase, attention), Phase("mlp", self.mlp_phase, mlp)]
+        self.is_parallel = config.norm_placement.startswith("parallel")
 
     @property
     def canonical_index(self) -> int:
@@ -113,24 +94,24 @@ class TransformerLayer(MegatronModule):
         return self.layer_number - 1
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """[t, h] -> [t, h]: the phases, one after the other."""
-        for phase in self.phases:
-            hidden_states = phase.forward(hidden_states, inputs)
-        return hidden_states
+        """[t, h] -> [t, h]."""
+        if self.is_parallel:
+            return self.add_attention_and_mlp(hidden_states, inputs)
+        return self.add_mlp(self.add_attention(hidden_states, inputs), inputs)
 
-    def attention_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+    def add_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """x + dropout(attention(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
         return self._add(self.self_attn_bda, attended, self._residual(hidden_states, normed), inputs, "self_attention")
 
-    def mlp_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+    def add_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """x + dropout(mlp(norm(x)))."""
         normed = self.pre_mlp_layernorm(hidden_states)
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
         return self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
 
-    def parallel_phase(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+    def add_attention_and_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)

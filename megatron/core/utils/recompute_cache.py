@@ -1,59 +1,97 @@
-"""What happens once in a function that is computed twice: in forward, and in backward again to have its intermediate
-results back.
+"""Values that a recomputed function computes once.
 
-Counting, reading a running sum, asking other ranks: the second pass must not do these again, or must be given what the
-first one found. `run_once_under_recompute` says so at the place where it matters, and costs nothing elsewhere.
+Activation recomputation runs a function in forward and again in backward. Some work must not happen twice: counting
+tokens, updating a running sum, asking other ranks. `run_once_under_recompute` runs such work in the first pass and
+returns the recorded value in the second. Outside a recomputed function it only calls the work.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def run_once_under_recompute(compute: Callable[[], T]) -> T:
-    """What `compute` gives; in the second pass of a function, what it gave in the first. Both passes come by here in
-    the same order. Small things only: they are kept until backward."""
-    memory = _memory.get()
-    return compute() if memory is None else memory.value(compute)
+def run_once_under_recompute(key: Hashable, compute: Callable[[], T]) -> T:
+    """Returns `compute()`; in the second pass of a recomputed function, the value of the first pass.
+
+    `key` names the value within the function, such as (module, "token counts"). Calls that share a key are told apart
+    by their order. Values are kept until backward, so they should be small. Raises RuntimeError if the second pass asks
+    for a value that the first pass did not compute.
+    """
+    cache = _cache.get()
+    return compute() if cache is None else cache.value(key, compute)
 
 
 class RecomputeCache:
-    """What the passes of one call of a function found out once, in the order of asking."""
+    """The values of one call of a recomputed function, by key."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._asked = 0
+        self.is_complete = False
+        """The first pass is over: values are looked up, none is added."""
+        self._values: dict[tuple[Hashable, int], Any] = {}
+        self._asked: Counter[Hashable] = Counter()
+        """How often the pass in progress has asked for each key."""
 
-    def passes(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """The launch_environment of the first pass and of the second, as torch's checkpoint takes them."""
-        return self._during(), self._during()
+    def passes(self) -> tuple["_Pass", "_Pass"]:
+        """Returns the contexts of the first and the second pass, as `context_fn` of torch's checkpoint does."""
+        return _Pass(self), _Pass(self)
 
-    def value(self, compute: Callable[[], T]) -> T:
-        """The next one: recorded if it is known, else computed."""
-        number, self._asked = self._asked, self._asked + 1
-        if number == len(self._values):
-            self._values.append(None)
-            with _remembering(None):  # what is asked for inside is a part of this
-                self._values[number] = compute()
-        return self._values[number]
+    def value(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Returns the value of this key: computed and recorded in the first pass, looked up afterwards."""
+        entry = key, self._asked[key]
+        self._asked[key] += 1
+        if not self.is_complete:
+            with _Within(None):  # what `compute` asks for is a part of its value
+                self._values[entry] = compute()
+        elif entry not in self._values:
+            raise RuntimeError(
+                f"recomputation took another path than the forward pass: {_describe(key)}, call {entry[1] + 1}, was "
+                "not computed there; a recomputed function must do the same in both passes"
+            )
+        return self._values[entry]
 
-    @contextlib.contextmanager
-    def _during(self) -> Iterator[None]:
-        self._asked = 0
-        with _remembering(self):
-            yield
+    def begin_pass(self) -> None:
+        """Starts counting how often each key is asked for."""
+        self._asked.clear()
 
 
-_memory: ContextVar[RecomputeCache | None] = ContextVar("memory of the function that is computed twice", default=None)
+_cache: ContextVar[RecomputeCache | None] = ContextVar("cache of the recomputed function in progress", default=None)
 
 
-@contextlib.contextmanager
-def _remembering(memory: RecomputeCache | None) -> Iterator[None]:
-    token = _memory.set(memory)
-    try:
-        yield
-    finally:
-        _memory.reset(token)
+class _Within:
+    """A context in which `run_once_under_recompute` uses a cache, or none."""
+
+    def __init__(self, cache: RecomputeCache | None) -> None:
+        self._entered = cache
+        self._tokens: list[Token[RecomputeCache | None]] = []
+
+    def __enter__(self) -> None:
+        self._tokens.append(_cache.set(self._entered))
+
+    def __exit__(self, *exception: object) -> None:
+        _cache.reset(self._tokens.pop())
+
+
+class _Pass(_Within):
+    """One pass of a function. The second may be entered again, when backward runs again through a kept graph."""
+
+    def __init__(self, cache: RecomputeCache) -> None:
+        super().__init__(cache)
+        self._cache = cache
+
+    def __enter__(self) -> None:
+        self._cache.begin_pass()
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
+        self._cache.is_complete = True
+
+
+def _describe(key: Hashable) -> str:
+    """Returns the key without the contents of modules in it."""
+    if isinstance(key, tuple):
+        return " of ".join(reversed([_describe(part) for part in key]))
+    return key if isinstance(key, str) else type(key).__name__

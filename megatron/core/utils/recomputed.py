@@ -34,7 +34,10 @@ class Recomputed:
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs, **keywords)
-        keywords["context_fn"] = run_once_under_recompute(RecomputeCache).passes
+        # Within another recomputed function, both of whose passes come here, the values of its first pass hold.
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        key = (getattr(self.function, "__self__", None), "recomputed " + name)
+        keywords["context_fn"] = run_once_under_recompute(key, RecomputeCache).passes
         if group_size(self.spread_over) == 1:
             return checkpoint(self.function, *inputs, use_reentrant=False, **keywords)
         # The arguments are saved as tensors of a graph are, under these hooks; what is inside, under torch's own.

@@ -166,7 +166,25 @@ def test_a_part_that_a_layer_does_not_have_is_named():
     )
     with pytest.raises(UserError, match="core_attn: a TransformerLayer has no such part"):
         recompute_parts(layer, ["core_attn"])
+    for module in ("mla_up_proj", "shared_experts"):
+        if module == "shared_experts":
+            layer.mlp = nn.Module()
+            layer.mlp.experts = nn.Module()
+        with pytest.raises(UserError, match=f"{module}: a TransformerLayer has no such part"):
+            recompute_parts(layer, [module])
     recompute_parts(layer, ["layernorm"])  # places that a spec leaves empty have nothing to forget
+
+
+def test_an_attribute_error_inside_a_part_is_not_taken_for_a_missing_part():
+    layer = build_module(
+        ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()),
+        config=TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
+    )
+    forward = layer.mlp.forward
+    broken = mock.patch("megatron.core.transformer.recompute.Recomputed", side_effect=AttributeError("a bug"))
+    with broken, pytest.raises(AttributeError, match="a bug"):
+        recompute_parts(layer, ["mlp"])
+    assert layer.mlp.forward == forward
 
 
 @pytest.mark.parametrize(

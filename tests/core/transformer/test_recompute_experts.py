@@ -17,7 +17,6 @@ from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.reported import take_reports
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
 
 LENGTH, ROWS, WIDTH, FFN, TOPK = 32, 2, 64, 128, 2
 TOKENS = LENGTH * ROWS
@@ -177,20 +176,6 @@ def test_no_bit_changes_where_tokens_travel(dispatcher: str, overlaps: bool) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_once() -> None:
-    memory, calls = RecomputeCache(), []
-
-    def asked(value: int) -> int:
-        return run_once_under_recompute(lambda: calls.append(value) or run_once_under_recompute(lambda: value))
-
-    first, second = memory.passes()
-    with first:
-        assert [asked(1), asked(2)] == [1, 2]
-    with second:
-        assert [asked(3), asked(4)] == [1, 2]
-    assert calls == [1, 2] and asked(5) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Layers and blocks by themselves: phases, places left empty, users' own parts, half precision."""
+"""Layers and blocks by themselves: formulas, places left empty, users' own parts, half precision."""
 
 import pytest
 import torch
@@ -30,15 +30,13 @@ def states(s: int = 5, b: int = 2) -> Tensor:
     return torch.randn(s, b, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_layer_is_its_phases() -> None:
+def test_a_layer_is_its_formula() -> None:
     layer = build_module(get_gpt_layer_local_spec(), config=config(), layer_number=2)
-    assert [phase.name for phase in layer.phases] == ["attention", "mlp"] and layer.canonical_index == 1
+    assert layer.canonical_index == 1
     hidden, inputs = states().flatten(0, 1), LayerInputs(Tokens(5, 2))
     by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
     by_hand = by_hand + layer.mlp(layer.pre_mlp_layernorm(by_hand))[0]
     assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
-    used = {p for phase in layer.phases for module in phase.modules for p in module.parameters()}
-    assert used == set(layer.parameters())
 
 
 def test_a_place_left_empty_does_nothing() -> None:
@@ -65,9 +63,8 @@ def test_parts_of_a_user() -> None:
         TransformerLayer, submodules=TransformerLayerSubmodules(mlp=Doubling, mlp_bda=own_bias_dropout_add)
     )
     layer = build_module(spec, config=config())
-    layer.phases = layer.phases[1:]
     hidden = states().flatten(0, 1)
-    assert torch.equal(layer(hidden, LayerInputs(Tokens(5, 2))), hidden - 2 * hidden)
+    assert torch.equal(layer.add_mlp(hidden, LayerInputs(Tokens(5, 2))), hidden - 2 * hidden)
 
 
 def test_a_lone_block() -> None:

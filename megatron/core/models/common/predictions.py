@@ -1,5 +1,6 @@
 """What a language model predicts further ahead than the next token: the tokens in question, and their losses."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,29 +15,61 @@ from megatron.core.ops.precision import widened
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel.stages import stage_map, states_into_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tokens import Tokens
+from megatron.core.tokens import Tokens, position_ids
+from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.reported import Reported
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Head = Callable[[Tensor, Tensor], Tensor]
 """Hidden states [s, b, h] and labels [b, s] to the loss of each token, [s, b]."""
+Embed = Callable[[Tensor, Tensor | None, LayerInputs, int], Tensor]
+"""(ids [b, s], positions [b, s] or None, inputs, layer number) to embeddings [s, b, h]."""
 
 
 @dataclass(frozen=True)
 class TokensAhead:
-    """For each token what stands some places on in its row or document, [b, s]; 0 where that ends before."""
+    """The token d positions after each token, for one depth d: [b, s]; 0 if the row or document ends before it."""
 
     ids: Tensor | None = None
     positions: Tensor | None = None
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
+    embedded: Tensor | None = None
+    """Embeddings [s, b, h] of `ids`."""
+
+    def embed(self, embed: Embed, inputs: LayerInputs, layer_number: int) -> "TokensAhead":
+        """Returns the same tokens with their embeddings, if they have ids."""
+        if self.ids is None:
+            return self
+        return dataclasses.replace(self, embedded=embed(self.ids, self.positions, inputs, layer_number))
 
 
-def tokens_ahead(depths: int, tokens: Tokens, cp_group: Group, **rows: Tensor) -> list[TokensAhead]:
-    """The fields of `TokensAhead` that are given as rows [b, s], so many places on as the depth, from 1. One exchange
-    among context parallel ranks."""
-    if not rows:
-        return []
+def tokens_ahead(
+    depths: int,
+    tokens: Tokens,
+    cp_group: Group,
+    *,
+    ids: Tensor | None,
+    reads_ids: bool,
+    reads_positions: bool,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+) -> list[TokensAhead]:
+    """Returns the tokens 1 to `depths` positions ahead, depth by depth. One exchange among context parallel ranks.
+
+    Ids, labels and mask are [b, s]. Ids are read if `reads_ids` (UserError if they are None); labels, with their mask,
+    if they are given.
+    """
+    rows: dict[str, Tensor] = {}
+    if reads_ids:
+        if ids is None:
+            raise UserError("a stage that predicts several tokens (mtp_num_layers) needs input_ids")
+        rows["ids"] = ids
+        if reads_positions:
+            rows["positions"] = position_ids(tokens, ids.device).expand_as(ids)
+    if labels is not None:
+        rows["labels"] = labels
+        rows["loss_mask"] = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
     found = shifted_rows(list(rows.values()), depths, tokens, cp_group)
     return [TokensAhead(**dict(zip(rows, ahead, strict=True))) for ahead in found]
 

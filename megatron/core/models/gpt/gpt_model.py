@@ -20,7 +20,7 @@ from megatron.core.models.common.predictions import (
     states_into_stage,
     tokens_ahead,
 )
-from megatron.core.ops.dropout.dropout import DropoutTokens, dropout_tokens
+from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -189,42 +189,25 @@ class GPTModel(LanguageModule):
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
         context = inference_context or inference_params
-        if context is not None and self.sequence_parallel:
-            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
-        if context is not None and self.rotary_pos_emb is not None:
-            self.rotary_pos_emb.check_cache(context.max_sequence_length)
+        self._check_context(context)
         given = decoder_input if decoder_input is not None else self.decoder.input_tensor
         ids = input_ids if decoder_input is None else None
-        learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         one = given if given is None else given[: given.shape[0] // self.states_in]
         micro_batch = micro_batch or MicroBatch()
+        learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         tokens = self.describe_tokens(
             tokens, ids, one, position_ids, packed_seq_params, learned, micro_batch.rng_position
         )
-        hidden, inputs = self._embed(input_ids, given, tokens, attention_mask, context, micro_batch)
-        ahead = self._ahead(input_ids, labels, loss_mask, inputs) if context is None else []
-        predicted = self._embed_ahead(ahead, inputs)
-        hidden = self.decoder(hidden, inputs=inputs)  # [s, b, h]
-        if self.mtp is not None and predicted:
-            predicted = self.mtp(hidden, predicted, inputs)
+        source = given if given is not None else input_ids
+        assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
+        inputs = self._layer_inputs(tokens, source.device, attention_mask, context, micro_batch)
+
+        hidden = given if given is not None else self._embed(input_ids, inputs)  # [s, b, h]
+        ahead = self._look_ahead(input_ids, labels, loss_mask, inputs)
+        states = self._decode(hidden, ahead, inputs)
         if not self.post_process:
-            return torch.cat([hidden, *predicted]) if predicted else hidden
-        if self.states_in > 1:
-            hidden, *predicted = hidden.to(self.config.params_dtype).chunk(self.states_in)
-        if context is not None:
-            hidden, runtime_gather_output = context.select_last(hidden), True
-        weight = next(iter(self.output_layer.borrowed_parameters), None)
-
-        def losses_of(states: Tensor, labels: Tensor) -> Tensor:
-            return self.output_layer(states, weight, labels=labels.t())[0]  # [s, b]
-
-        if self.prediction_losses is not None and ahead:
-            group, scale = self.pg_collection.cp, micro_batch.auxiliary_scale
-            hidden = self.prediction_losses(hidden, predicted, ahead, losses_of, group, scale)
-        if labels is not None:
-            return losses_of(hidden, labels).t().contiguous()  # [b, s]
-        result, _ = self.output_layer(hidden, weight, runtime_gather_output)
-        return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
+            return torch.cat(states) if len(states) > 1 else states[0]
+        return self._head(states, ahead, labels, inputs, runtime_gather_output)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] from the stage before, for the next forward."""
@@ -236,21 +219,26 @@ class GPTModel(LanguageModule):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def _embed(
+    def _check_context(self, context: InferenceContext | None) -> None:
+        """Raises UserError if this model cannot decode with the context."""
+        if context is not None and self.sequence_parallel:
+            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
+        if context is not None and self.rotary_pos_emb is not None:
+            self.rotary_pos_emb.check_cache(context.max_sequence_length)
+
+    def _layer_inputs(
         self,
-        input_ids: Tensor | None,
-        given: Tensor | None,
         tokens: Tokens,
+        device: torch.device,
         attention_mask: Tensor | None,
         context: InferenceContext | None,
         micro_batch: MicroBatch,
-    ) -> tuple[Tensor, LayerInputs]:
-        """The hidden states that enter the stack, and what goes through it beside them."""
-        source = given if given is not None else input_ids
-        assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
-        positions = position_ids(tokens, source.device)
-        dropout = self._dropout(tokens, source.device)
-        inputs = LayerInputs(
+    ) -> LayerInputs:
+        """Returns what the layers read besides the hidden states."""
+        positions = position_ids(tokens, device)
+        drops_any = self.training and drops(self.config)
+        dropout = dropout_tokens(tokens, device, self.backend.keep_rows) if drops_any else None
+        return LayerInputs(
             tokens,
             rotation=self.rotary_pos_emb(positions, tokens) if self.rotary_pos_emb is not None else None,
             local_rotation=self.rotary_pos_emb_local(positions) if self.rotary_pos_emb_local is not None else None,
@@ -262,45 +250,78 @@ class GPTModel(LanguageModule):
             auxiliary_scale=micro_batch.auxiliary_scale,
             turn=micro_batch.turn,
         )
-        if given is None:
-            given = self._embedded(input_ids, positions, inputs)
-        return given, inputs
 
-    def _ahead(
-        self, input_ids: Tensor | None, labels: Tensor | None, loss_mask: Tensor | None, inputs: LayerInputs
-    ) -> list[TokensAhead]:
-        """For each depth what is read of the tokens so many places on; nothing where nothing is predicted: a stage
-        without such layers, a forward that no gradient follows. What goes to another stage is always computed."""
-        trains = labels is not None and self.training and torch.is_grad_enabled()
-        rows: dict[str, Tensor] = {}
-        if self.mtp is not None and (trains or not self.post_process):
-            if input_ids is None:
-                raise UserError("a stage that predicts several tokens (mtp_num_layers) needs input_ids")
-            rows["ids"] = input_ids
-            if self.embedding.position_embeddings is not None:
-                rows["positions"] = position_ids(inputs.tokens, input_ids.device).expand_as(input_ids)
-        if self.prediction_losses is not None and trains:
-            assert labels is not None
-            rows["labels"] = labels
-            rows["loss_mask"] = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
-        return tokens_ahead(self.config.mtp_num_layers or 0, inputs.tokens, self.pg_collection.cp, **rows)
-
-    def _embed_ahead(self, ahead: Sequence[TokensAhead], inputs: LayerInputs) -> list[Tensor]:
-        """The embeddings of the tokens ahead. Before the decoder runs, so that a table that is sharded comes once."""
-        first = self.config.num_layers + 1
-        return [
-            self._embedded(one.ids, one.positions, inputs, layer)
-            for layer, one in enumerate(ahead, first)
-            if one.ids is not None
-        ]
+    def _embed(self, input_ids: Tensor | None, inputs: LayerInputs) -> Tensor:
+        assert input_ids is not None
+        return self._embedded(input_ids, position_ids(inputs.tokens, input_ids.device), inputs)
 
     def _embedded(
-        self, input_ids: Tensor | None, positions: Tensor | None, inputs: LayerInputs, layer_number: int = 0
+        self, input_ids: Tensor, positions: Tensor | None, inputs: LayerInputs, layer_number: int = 0
     ) -> Tensor:
         if not self.sequence_parallel or self.embedding.scatter_to_sequence_parallel:
             return self.embedding(input_ids, positions, inputs.hidden_dropout_place(layer_number, "embedding"))
         whole = self.embedding(input_ids, positions, inputs.dropout_place(layer_number, "embedding"))
         return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
-    def _dropout(self, tokens: Tokens, device: torch.device) -> DropoutTokens | None:
-        return dropout_tokens(tokens, device, self.backend.keep_rows) if self.training and drops(self.config) else None
+    def _look_ahead(
+        self, input_ids: Tensor | None, labels: Tensor | None, loss_mask: Tensor | None, inputs: LayerInputs
+    ) -> Sequence[TokensAhead]:
+        """Returns the tokens that multi-token prediction reads on this stage, depth by depth, with their embeddings.
+
+        Empty if this stage predicts none or the forward has no loss to add to. A stage that sends its predictions to
+        another one always reads them. Tokens are embedded before the decoder runs, so that a sharded embedding is
+        gathered once.
+        """
+        trains = labels is not None and self.training and torch.is_grad_enabled()
+        reads_ids = self.mtp is not None and (trains or not self.post_process)
+        reads_labels = self.prediction_losses is not None and trains
+        if inputs.inference_context is not None or not (reads_ids or reads_labels):
+            return ()
+        ahead = tokens_ahead(
+            self.config.mtp_num_layers or 0,
+            inputs.tokens,
+            self.pg_collection.cp,
+            ids=input_ids if reads_ids else None,
+            reads_ids=reads_ids,
+            reads_positions=reads_ids and self.embedding.position_embeddings is not None,
+            labels=labels if reads_labels else None,
+            loss_mask=loss_mask,
+        )
+        first = self.config.num_layers + 1
+        return [one.embed(self._embedded, inputs, layer) for layer, one in enumerate(ahead, first)]
+
+    def _decode(self, hidden: Tensor, ahead: Sequence[TokensAhead], inputs: LayerInputs) -> list[Tensor]:
+        """Returns the decoder's hidden states [s, b, h], followed by those of each further depth if this stage has the
+        layers of multi-token prediction."""
+        hidden = self.decoder(hidden, inputs=inputs)
+        embedded = [one.embedded for one in ahead if one.embedded is not None]
+        if self.mtp is None or not embedded:
+            return [hidden]
+        return [hidden, *self.mtp(hidden, embedded, inputs)]
+
+    def _head(
+        self,
+        states: Sequence[Tensor],
+        ahead: Sequence[TokensAhead],
+        labels: Tensor | None,
+        inputs: LayerInputs,
+        runtime_gather_output: bool | None,
+    ) -> Tensor:
+        """Returns logits [b, s, vocabulary], or with labels the loss of each token [b, s]; see `forward`."""
+        if self.states_in > 1:  # sent by the stage that predicts, in one message
+            states = states[0].to(self.config.params_dtype).chunk(self.states_in)
+        hidden, *predicted = states
+        if inputs.inference_context is not None:
+            hidden, runtime_gather_output = inputs.inference_context.select_last(hidden), True
+        weight = next(iter(self.output_layer.borrowed_parameters), None)
+
+        def losses_of(states: Tensor, labels: Tensor) -> Tensor:
+            return self.output_layer(states, weight, labels=labels.t())[0]  # [s, b]
+
+        if self.prediction_losses is not None and ahead:
+            group, scale = self.pg_collection.cp, inputs.auxiliary_scale
+            hidden = self.prediction_losses(hidden, predicted, ahead, losses_of, group, scale)
+        if labels is not None:
+            return losses_of(hidden, labels).t().contiguous()  # [b, s]
+        result, _ = self.output_layer(hidden, weight, runtime_gather_output)
+        return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]

@@ -50,7 +50,7 @@ def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Te
     return (sums * chosen).sum() * (num_experts / (experts.shape[1] * length**2 * samples))
 
 
-@dataclass
+@dataclass(eq=False)
 class GlobalBalance:
     """Balance over the global batch as far as it was seen: micro-batches of the step so far, of all data parallel
     ranks. Its value depends on the order in which they come, and so on the layout."""
@@ -62,7 +62,8 @@ class GlobalBalance:
     def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
         """E / (k T T') sum_i P_i n_i, with n_i the mean over micro-batches so far of counts over the T' tokens that all
         ranks of `everyone` route at a time."""
-        mean = run_once_under_recompute(lambda: self._count(experts, scores.shape[1], everyone)).to(scores.dtype)
+        counted = run_once_under_recompute((self, "counts"), lambda: self._count(experts, scores.shape[1], everyone))
+        mean = counted.to(scores.dtype)
         tokens = share.total * (share.count * group_size(everyone))
         return (scores.sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
 

@@ -40,11 +40,11 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0
         """bool [t, ep]: the ranks that hold any of a token's experts."""
-        counts = run_once_under_recompute(self._all_counts)  # [etp, ep, experts + ep]
+        counts = run_once_under_recompute((at, "token counts"), self._all_counts)  # [etp, ep, experts + ep]
         shape = (at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
         """Of the copies that (etp rank, ep rank) has for the experts of an ep rank."""
-        self._sizes = run_once_under_recompute(lambda: HostCopy(counts)).wait
+        self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
 
     def _all_counts(self) -> Tensor:
         at = self.at

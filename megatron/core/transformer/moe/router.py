@@ -106,7 +106,7 @@ class TopKRouter(MegatronModule):
             weights = self._balanced(experts, weights, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)
         if torch.is_grad_enabled():
-            run_once_under_recompute(lambda: self._count(routing))
+            run_once_under_recompute((self, "token counts"), lambda: self._count(routing))
         return routing
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -146,10 +146,12 @@ class AlltoAllDispatchCombine(DispatchCombine):
 class _CopyDispatchCombine(AlltoAllDispatchCombine):
     def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
         super().__init__(at, routing, turn)
-        self.counts = run_once_under_recompute(self._all_counts)
+        self.counts = run_once_under_recompute((at, "token counts"), self._all_counts)
         """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
         self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
-        self._on_host = run_once_under_recompute(lambda: HostCopy(self.counts)) if self.knows_sizes else None
+        self._on_host: HostCopy | None = None
+        if self.knows_sizes:
+            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def _all_counts(self) -> Tensor:
         at = self.at
@@ -206,14 +208,18 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
 class _AllGatherDispatchCombine(DispatchCombine):
     def __init__(self, at: MoEAllGatherTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
         super().__init__(at, routing, turn)
-        numbers = run_once_under_recompute(lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32)))
+        numbers = run_once_under_recompute(
+            (at, "experts of all ranks"), lambda: at.of_all_ranks(routing.experts_with_room().to(torch.int32))
+        )
         self.experts = numbers.to(torch.int64) - at.ep_rank * at.num_local_experts  # [all tokens, k]
         self.here = (self.experts >= 0) & (self.experts < at.num_local_experts)
         local = Routing(self.experts.clamp(0, at.num_local_experts - 1), routing.weights, self.here)
         self.counts = local.tokens_per_expert(at.num_local_experts)
         self.all_are_here = at.ep_size == 1 and routing.kept is None
         knows_sizes = at.tells_sizes or not self.all_are_here
-        self._on_host = run_once_under_recompute(lambda: HostCopy(self.counts)) if knows_sizes else None
+        self._on_host: HostCopy | None = None
+        if knows_sizes:
+            self._on_host = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(self.counts))
 
     def start_dispatch(self, hidden: Tensor) -> None:
         self.rows, self.weights = hidden, self.routing.weights
