@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from megatron.core.exceptions import UserError
-from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.data_preparation.config import PreparationConfig, preparation_problems
+from megatron.training.data_preparation.config import PreparationConfig
 from megatron.training.data_preparation.manifest import Manifest
 from megatron.training.data_preparation.prepare import PreparedData, prepare
 from megatron.training.tokenizer.build import build_tokenizer
@@ -30,8 +30,8 @@ ABOUT = (
     "any number of processes."
 )
 SECTIONS = (
-    Section("input and output", PreparationConfig, preparation_problems),
-    Section("tokenizer", TokenizerConfig, tokenizer_problems),
+    Section("input and output", PreparationConfig),
+    Section("tokenizer", TokenizerConfig),
 )
 RENAMED = {"--vocab": "--vocab-file"}
 

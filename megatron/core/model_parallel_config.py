@@ -301,7 +301,8 @@ class ModelParallelConfig:
     """Seed of initial weights, dropout and data order. Larger than 0."""
 
     fp64: bool = False
-    """Compute everything in float64: slow, and exact enough to compare layouts with."""
+    """Compute in float64: slow, but exact enough to compare layouts. Only the cosines and sines of rotary positions
+    are float32, as in other formats."""
 
     def __post_init__(self) -> None:
         refuse([*unsupported_values(self), *parallel_problems(self)], self)

@@ -29,7 +29,7 @@ class LearningRateSchedule:
     init_lr: float
     max_lr: float
     min_lr: float
-    warmup_steps: int
+    warmup_steps: float
     decay_steps: int
     decay_style: str
     wsd_decay_steps: int | None = None
@@ -105,7 +105,7 @@ class OptimizerParamScheduler:
         init_lr: float,
         max_lr: float,
         min_lr: float,
-        lr_warmup_steps: int,
+        lr_warmup_steps: float,
         lr_decay_steps: int,
         lr_decay_style: str,
         start_wd: float,

@@ -1,4 +1,4 @@
-"""The command line of the app: `config_of_command_line` for our own loop, published functions for user scripts."""
+"""The command line of the app: `config_of_command_line` for `pretrain`, Megatron-LM's functions for user scripts."""
 
 import argparse
 import dataclasses
@@ -30,10 +30,10 @@ def config_of_command_line(
     args_defaults: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
 ) -> PretrainConfig:
-    """The settings that the words after the program's name describe.
+    """Returns the settings of this process's command line.
 
-    Where they are wrong, prints every mistake, a line each, to stderr and exits with code 2; where they ask for help,
-    prints it and exits with code 0.
+    After mistakes, prints all of them to stderr, one line each, and exits with code 2. After --help, prints the help
+    and exits with code 0.
     """
     try:
         return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args)
@@ -48,7 +48,7 @@ def configure(
     ignore_unknown_args: bool = False,
     launch_environment: LaunchEnvironment | None = None,
 ) -> PretrainConfig:
-    """`config_of_command_line` for any words; raises ConfigurationError with all mistakes."""
+    """Returns the settings of a command line given as words. Raises ConfigurationError with all mistakes."""
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
     return resolve(line, args_defaults, launch_environment)
@@ -59,9 +59,9 @@ def configure(
 
 
 class Arguments(argparse.Namespace):
-    """What `parse_args` returns: values by published name, free to be changed until `validate_args`.
+    """The result of `parse_args`: values by Megatron-LM's names, which a script may change until `validate_args`.
 
-    A value goes by the field's name and by the flag's: `args.num_moe_experts` and `args.num_experts` are one.
+    A value can be read and set by the field's name and by the flag's: `args.num_moe_experts` is `args.num_experts`.
     """
 
     def __init__(self, line: CommandLine) -> None:
@@ -69,7 +69,7 @@ class Arguments(argparse.Namespace):
         object.__setattr__(self, "_line", line)
         object.__setattr__(self, "config", None)
 
-    def __getattr__(self, name: str) -> Any:  # only called for what is not there
+    def __getattr__(self, name: str) -> Any:  # only called for missing attributes
         field = field_of_name(name) if not name.startswith("_") else None
         if field is None or field == name:
             raise AttributeError(f"the arguments have no {name!r}")
@@ -80,10 +80,10 @@ class Arguments(argparse.Namespace):
 
 
 def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unknown_args: bool = False) -> Arguments:
-    """The command line as a namespace, nothing derived or checked against another yet.
+    """Returns the command line as a namespace. Values are parsed, but not derived or checked against each other.
 
-    `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 when a flag is unknown
-    (unless `ignore_unknown_args`) or a value cannot be read.
+    `extra_args_provider(parser)` adds arguments and returns the parser. Exits with code 2 if a flag is unknown
+    (unless `ignore_unknown_args`) or a value cannot be parsed.
     """
     line = read_command_line(sys.argv[1:], extra_args_provider, ignore_unknown_args)
     take_checkpoint_args(line)
@@ -96,9 +96,9 @@ def parse_args(extra_args_provider: ExtraArgsProvider | None = None, ignore_unkn
 
 
 def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) -> Arguments:
-    """Check the arguments and fill in, in place, what follows from others. `args.config` is the frozen result.
+    """Checks the arguments and fills in derived values, in place. `args.config` becomes the frozen PretrainConfig.
 
-    `defaults` are used where a value is None. Prints every mistake and exits with code 2 if there are any.
+    `defaults` are used where a value is None. After mistakes, prints all of them and exits with code 2.
     """
     line = dataclasses.replace(args._line, values={name: getattr(args, name) for name in args._line.values})
     changed = {name for name, value in line.values.items() if value != args._line.values[name]}
@@ -118,9 +118,9 @@ def validate_args(args: Arguments, defaults: Mapping[str, Any] | None = None) ->
 def core_transformer_config_from_args(
     args: Any, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """A new transformer config of `config_class` out of the arguments (a namespace, or what `get_args()` returns).
+    """Returns a new transformer config of `config_class` from arguments (a namespace, or the result of `get_args()`).
 
-    Fields that the arguments lack keep the library's defaults. Raises UserError when a value is impossible.
+    Fields that the arguments lack keep the library's defaults. Raises UserError if a value is impossible.
     """
     if config_class is None:
         mla = getattr(args, "multi_latent_attention", False)

@@ -23,9 +23,9 @@ def build_scheduler(
     # A run that only evaluates needs no length and no rate; a schedule of one step is then as good as any.
     total = samples(training.train_samples, training.train_iters) or batch
     decay = samples(schedule.lr_decay_samples, schedule.lr_decay_iters) or total
-    warmup = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
-    if schedule.lr_warmup_fraction is not None:
-        warmup = int(schedule.lr_warmup_fraction * decay)
+    warmup: float = samples(schedule.lr_warmup_samples, schedule.lr_warmup_iters)
+    if schedule.lr_warmup_fraction is not None:  # not rounded, as in Megatron-LM
+        warmup = schedule.lr_warmup_fraction * decay
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     return kind(
         optimizer,

@@ -4,8 +4,10 @@ import json
 import math
 from pathlib import Path
 
+from megatron.core.config_fields import describe_problem
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
@@ -30,6 +32,12 @@ def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[s
         assert isinstance(error, UserError)
         return error.problems
     return []
+
+
+def problems_of_config(config_class: type, **values: object) -> list[str]:
+    """What `validate()` of one config dataclass says about these values."""
+    config = config_class(**values)
+    return [describe_problem(problem, config, spelling_of) for problem in config.validate()]
 
 
 def without(flag: str) -> str:

@@ -49,7 +49,7 @@ def test_the_command_of_the_course(checkout):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        "warning: --vocab: taken as --vocab-file",
+        "warning: --vocab: read as --vocab-file",
         "warning: --dataset-impl: no effect: there is one format, .bin and .idx",
         "warning: --chunk-size: no effect: workers take blocks of the input",
         "warning: without --append-eod nothing marks where a document ends, and the next one follows at once",
@@ -159,7 +159,7 @@ def test_help_groups_flags(tool, capsys):
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     assert "\ninput and output:\n" in shown and "\ntokenizer:\n" in shown
-    assert "--max-line-bytes N" in shown and "still to come" in shown
+    assert "--max-line-bytes N" in shown and "not supported yet" in shown
 
 
 def test_nothing_of_a_gpu_is_imported():

@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,49 +99,61 @@ def test_the_oldest_guides_command_runs_as_it_is() -> None:
 # Programs
 
 
-def run_python(code: str, flags: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-c", code, *flags.split()],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+def test_a_program_prints_every_mistake_and_exits_with_2() -> None:
+    """In a process of its own; the tests below call the function."""
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from megatron.training.arguments import config_of_command_line as c; c()",
+            *f"{SMALL} --hiden-size 3 --lr x --tensor-model-parallel-size 2".split(),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-
-
-PROGRAM = "from megatron.training.arguments import config_of_command_line as c; c(); print('a config')"
-
-
-def test_a_program_prints_every_mistake_and_exits_with_2() -> None:
-    result = run_python(PROGRAM, SMALL + " --hiden-size 3 --lr x --tensor-model-parallel-size 2")
     assert result.returncode == 2 and result.stdout == ""
     lines = result.stderr.splitlines()
     assert len(lines) == 3 and all(line.startswith("error: --") or "ranks" in line for line in lines)
 
 
-def test_only_the_first_rank_prints() -> None:
-    result = run_python(PROGRAM, "--xyz", RANK="1", WORLD_SIZE="2")
-    assert result.returncode == 2 and result.stderr == ""
+def test_only_the_first_rank_prints(command_line, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    command_line("--xyz")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as end:
+        config_of_command_line()
+    assert end.value.code == 2 and capsys.readouterr() == ("", "")
 
 
-def test_a_wrong_world_size_is_a_mistake_too() -> None:
-    result = run_python(PROGRAM, SMALL, WORLD_SIZE="many")
-    assert result.returncode == 2 and "WORLD_SIZE" in result.stderr
+def test_a_wrong_world_size_is_a_mistake_too(command_line, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    command_line(SMALL)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(SystemExit) as end:
+        config_of_command_line()
+    assert end.value.code == 2 and "WORLD_SIZE many: expected" in capsys.readouterr().err
 
 
-def test_a_right_command_line_goes_on() -> None:
-    result = run_python(PROGRAM, SMALL)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "a config\n", "")
+def test_a_right_command_line_prints_nothing(command_line, capsys) -> None:  # type: ignore[no-untyped-def]
+    command_line(SMALL)
+    assert config_of_command_line().transformer.num_layers == 2
+    assert capsys.readouterr() == ("", "")
 
 
-def test_help_is_grouped_and_shows_a_scripts_own_flags() -> None:
-    provider = "lambda p: (p.add_argument('--my-flag', help='What it is.'), p)[1]"
-    result = run_python(f"from megatron.training.arguments import config_of_command_line as c; c({provider})", "--help")
-    assert result.returncode == 0
-    text = result.stdout
-    assert text.startswith("usage: ")
-    for part in ("model:\n  --num-layers N", "checkpoints:\n", "still to come", "--my-flag MY_FLAG", "What it is."):
+def test_help_is_grouped_and_shows_a_scripts_own_flags(command_line, capsys) -> None:  # type: ignore[no-untyped-def]
+    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--my-flag", help="What it is.")
+        return parser
+
+    command_line("--help")
+    with pytest.raises(SystemExit) as end:
+        config_of_command_line(provider)
+    text = capsys.readouterr().out
+    assert end.value.code == 0 and text.startswith("usage: ")
+    for part in ("model:\n  --num-layers N", "checkpoints:\n", "not supported yet", "--my-flag MY_FLAG", "What it is."):
         assert part in text
     assert max(map(len, text.splitlines())) <= 120
 

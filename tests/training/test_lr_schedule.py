@@ -3,6 +3,7 @@
 import contextlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.command_lines import configured
@@ -11,7 +12,7 @@ from support.runs import train
 
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer_param_scheduler import _STATE
-from megatron.training.lr_schedule import schedule_flag
+from megatron.training.lr_schedule import build_scheduler, schedule_flag
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
 MODEL += "--mock-data --tokenizer-type NullTokenizer --vocab-size 100 --global-batch-size 4 "
@@ -39,6 +40,14 @@ def test_attributes_of_the_schedule_are_called_by_the_flag_that_sets_them(flags,
 def test_every_attribute_that_a_checkpoint_may_contradict_has_a_flag():
     config = configured("--train-iters 10", base=MODEL)
     assert all(schedule_flag(config, name).startswith("--") for name in _STATE if name != "num_steps")
+
+
+def test_a_fraction_of_the_decay_is_not_rounded():
+    config = configured("--train-iters 10 --lr-decay-iters 7 --lr-warmup-fraction 0.1", base=MODEL)
+    optimizer = SimpleNamespace(param_groups=[], device="cpu")
+    assert build_scheduler(config, optimizer).lr_warmup_steps == 0.1 * 28
+    whole = build_scheduler(configured("--train-iters 10 --lr-warmup-iters 2", base=MODEL), optimizer)
+    assert whole.lr_warmup_steps == 8 and isinstance(whole.lr_warmup_steps, int)
 
 
 def go_on(folder: Path, flags: str) -> str:

@@ -55,8 +55,8 @@ def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
     done = python(f"{CODEPARROT} {SHORTENED}", tmp_path)
     assert done.returncode == 0, done.stderr
     for said in (
-        "--activations-checkpoint-method uniform: retired; taken as --recompute-granularity full --recompute-method",
-        "no --split given: training, validation and test data are divided 969,30,1",
+        "--activations-checkpoint-method uniform: retired; read as --recompute-granularity full --recompute-method",
+        "no --split given: data is divided into training, validation and test data as 969,30,1",
         "--fp16 on a CPU: products and sums are computed in float32 and rounded to float16",
         "iteration        3/       3",
         "loss scale: 4294967296.0",
@@ -87,7 +87,7 @@ def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
     assert done.returncode == 0 and "ranks       128 = tensor 4 x pipeline 4" in done.stdout, done.stderr
     alone = python(flags, tmp_path)
     assert alone.returncode == 0, alone.stderr
-    assert "--dry-run of 16 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.stdout
+    assert "--dry-run: for 16 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.stdout
 
 
 @pytest.mark.slow

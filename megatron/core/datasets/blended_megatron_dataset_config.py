@@ -110,7 +110,9 @@ class BlendedMegatronDatasetConfig:
             self.split = "1,1,1"
         elif self.split is None:
             self.split = DEFAULT_SPLIT
-            warn_on_first_rank(f"no --split given: training, validation and test data are divided {DEFAULT_SPLIT}")
+            warn_on_first_rank(
+                f"no --split given: data is divided into training, validation and test data as {DEFAULT_SPLIT}"
+            )
         self.split_matrix = split_matrix(parse_split(self.split))
 
 

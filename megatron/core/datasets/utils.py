@@ -38,14 +38,17 @@ def normalize(weights: Sequence[float]) -> list[float]:
 def parse_split(split: str) -> list[float]:
     """The three shares of a string like "969,30,1", "90/5/5" or "1", normalised; missing ones are 0.
 
-    Raises UserError unless it holds one to three numbers with a positive sum.
+    Raises UserError unless the string consists of one to three numbers, none negative, with a positive sum, and of
+    separators: blanks, commas, semicolons, slashes and quotes.
     """
     try:
         numbers = [float(word) for word in re.findall(r"[.0-9]+", split)]
     except ValueError:
         raise UserError(f"--split {split}: not a list of numbers such as {DEFAULT_SPLIT}") from None
-    negative = re.search(r"(^|[\s,;/'\"])-\s*[.0-9]", split)
-    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or negative:
+    other = re.search(r"[^.0-9\s,;/'\"]+", split)
+    if other and not other[0].startswith("-"):
+        raise UserError(f"--split {split}: {other[0]!r} is not a number; expected shares such as {DEFAULT_SPLIT}")
+    if not 1 <= len(numbers) <= 3 or sum(numbers) <= 0 or other:
         raise UserError(f"--split {split}: expected up to three shares, none negative, such as {DEFAULT_SPLIT}")
     return normalize(numbers + [0.0] * (3 - len(numbers)))
 

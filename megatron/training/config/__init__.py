@@ -1,5 +1,6 @@
-"""The settings of a run: one dataclass a concern, whose fields are the flags of the command line.
+"""The settings of a run: dataclasses whose fields are the flags of the command line.
 
-`pretrain_config` joins them, `flag_table` reads the flags off them, `command_line` reads argv, `derived_values` fills
-in what follows from other values, `checks` holds the rules between them.
+`flag_table` makes the flags from the fields. `command_line` parses argv, `derived_values` fills in what follows from
+other values, `checks` contains the rules between values, and `resolution` runs these steps and builds a
+`pretrain_config.PretrainConfig`.
 """

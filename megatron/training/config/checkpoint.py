@@ -1,12 +1,13 @@
-"""What is saved and loaded, when, and how many are kept."""
+"""What checkpoints contain, when they are saved and loaded, and how many are kept."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
 
 _SYNC = "checkpoints are written before the next step"
-_FULL = "ranks always share the work of writing and reading, evenly by bytes"
+_FULL = "ranks always share writing and reading, with equal numbers of bytes"
 _ANY = "any layout loads any checkpoint"
 
 Strictness = Literal[
@@ -23,40 +24,41 @@ Strictness = Literal[
 
 @dataclass(kw_only=True, frozen=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """Saving and loading of checkpoints."""
 
     save: str | None = None
     """Folder to save checkpoints into."""
 
     save_interval: int | None = flag(None, aliases=["--persistent-save-interval"], only_with="save")
-    """Steps between two checkpoints; without, one is saved when the run ends."""
+    """Steps between two checkpoints. Without it, one checkpoint is saved when the run ends."""
 
     keep_last: int | None = flag(None, only_with="save")
-    """Checkpoints to keep; older ones are deleted once a newer one is complete. All when not given."""
+    """Number of checkpoints to keep. Older ones are deleted once a newer one is complete. All when not given."""
 
     save_retain_interval: int | None = flag(None, no_effect="not yet: all checkpoints are kept, or --keep-last of them")
-    """Steps between checkpoints that are kept; others are deleted."""
+    """Keep only checkpoints whose iteration is a multiple of this."""
 
     load: str | None = None
-    """Folder to load from: its newest whole checkpoint. One that holds none starts a new run, and says so."""
+    """Folder to load from; its newest complete checkpoint is loaded. If it contains none, a new run starts and a line
+    says so."""
 
     ckpt_step: int | None = None
     """Load the checkpoint of this iteration instead of the newest."""
 
     exit_on_missing_checkpoint: bool = False
-    """With --load: stop if there is no checkpoint instead of starting a new run."""
+    """With --load: exit with an error if there is no checkpoint, instead of starting a new run."""
 
     pretrained_checkpoint: str | None = None
-    """Folder to take weights from when --load holds no checkpoint, as --finetune does."""
+    """Folder to load weights from when --load contains no checkpoint. Only weights are loaded, as with --finetune."""
 
     finetune: bool = False
-    """Load weights only and begin at iteration 0."""
+    """Load weights only and start at iteration 0."""
 
     no_save_optim: bool = False
-    """Leave the optimizer's state out of checkpoints."""
+    """Do not save the optimizer's state."""
 
     no_save_rng: bool = flag(False, no_effect="there is no random state to save")
-    """Leave random states out of checkpoints."""
+    """Do not save random states."""
 
     no_load_optim: bool = False
     """Do not load the optimizer's state."""
@@ -65,71 +67,80 @@ class CheckpointConfig:
     """Do not load random states."""
 
     use_checkpoint_args: bool = False
-    """Take the flags of the model from the checkpoint of --load, or else of --pretrained-checkpoint, whatever the
-    command line says; and those of the tokenizer where it says nothing."""
+    """Take the model's flags from the checkpoint of --load or --pretrained-checkpoint, even where the command line says
+    otherwise. The tokenizer's flags are taken only where the command line does not give them."""
 
     dist_ckpt_strictness: Strictness = "assume_ok_unexpected"
-    """What to do about tensors that a checkpoint lacks or has too many: stop, naming them, unless this is ignore_all or
-    one of the log_ words, which print them and go on."""
+    """Reaction to tensors that are missing in a checkpoint or that nothing loads: an error that names them. ignore_all,
+    log_unexpected and log_all print the names and continue."""
 
     ckpt_waive_keys: list[str] | None = flag(None, nargs="+")
-    """Shell patterns (as 'output_layer.*') of tensors that a checkpoint may lack, or hold without use, on loading."""
+    """Shell patterns such as 'output_layer.*'. Tensors with matching names may be missing in a checkpoint, or be left
+    unused."""
 
     ckpt_format: Literal["safetensors", "torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "safetensors"
-    """Format of checkpoints. There is one: any other word saves in it too, and says so."""
+    """Format of checkpoints. There is only safetensors; with any other word, a line says that it is used instead."""
 
     auto_detect_ckpt_format: bool = flag(False, no_effect="a checkpoint's manifest says what it is")
-    """Find out a checkpoint's format on loading."""
+    """Detect a checkpoint's format when it is loaded."""
 
     dist_ckpt_format_deprecated: str | None = flag(
-        None, on="--dist-ckpt-format", no_effect="--ckpt-format took its place"
+        None, on="--dist-ckpt-format", no_effect="--ckpt-format has replaced it"
     )
-    """Of older releases: format of checkpoints."""
+    """Older releases: format of checkpoints."""
 
     use_dist_ckpt_deprecated: bool = flag(False, on="--use-dist-ckpt", no_effect="there is one format")
-    """Of older releases: distributed checkpoints."""
+    """Older releases: distributed checkpoints."""
 
     async_save: bool = flag(False, no_effect=f"not yet asynchronous: {_SYNC}")
-    """Write checkpoints while training goes on."""
+    """Write checkpoints while training continues."""
 
     async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", only_with="async_save")
-    """With --async-save: who writes."""
+    """With --async-save: implementation."""
 
     async_ckpt_use_cpu_shm: bool = flag(False, only_with="async_save")
     """With --async-save: stage tensors in shared memory."""
 
     use_persistent_ckpt_worker: bool = flag(False, only_with="async_save")
-    """With --async-save: keep the writing process between checkpoints."""
+    """With --async-save: keep the writing process alive between checkpoints."""
 
     ckpt_fully_parallel_save: bool = flag(
         True, off="--no-ckpt-fully-parallel-save", aliases=["--disable-ckpt-fully-parallel-save"], no_effect=_FULL
     )
-    """Data parallel ranks share the writing."""
+    """Share writing among data parallel ranks."""
 
     ckpt_fully_parallel_save_deprecated: bool = flag(False, on="--ckpt-fully-parallel-save", no_effect=_FULL)
-    """Of older releases: data parallel ranks share the writing."""
+    """Older releases: share writing among data parallel ranks."""
 
     ckpt_fully_parallel_load: bool = flag(False, no_effect=_FULL)
-    """Data parallel ranks share the reading."""
+    """Share reading among data parallel ranks."""
 
     ckpt_assume_constant_structure: bool = flag(
         False, no_effect="a checkpoint's plan is computed without communication"
     )
-    """Plan checkpoints once."""
+    """Plan the first checkpoint and reuse the plan for later ones."""
 
     dist_ckpt_optim_fully_reshardable: bool = flag(False, no_effect=_ANY)
     """Save the optimizer's state so that other layouts can load it."""
 
     distrib_optim_fully_reshardable_mem_efficient: bool = flag(False, no_effect=_ANY)
-    """The same, with less memory."""
+    """Save the optimizer's state so that other layouts can load it, with less memory."""
 
     verify_integrity: bool = flag(False, no_effect="files carry checksums, and loading checks them, always")
-    """Write checksums and check them on loading."""
+    """Write checksums, and check them when a checkpoint is loaded."""
 
     non_persistent_save_interval: int | None = not_yet(None)
-    """Steps between checkpoints of which only the last is kept."""
+    """Steps between two temporary checkpoints, of which only the last is kept."""
 
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
         None, only_with="non_persistent_save_interval"
     )
-    """With --non-persistent-save-interval: where they are kept."""
+    """With --non-persistent-save-interval: where temporary checkpoints are kept."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no folder."""
+        yield from too_small(self, ("save_interval", "keep_last"), 1)
+        yield from too_small(self, ("ckpt_step",), 0)
+        for field in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
+            if getattr(self, field) not in (None, False) and self.load is None and self.pretrained_checkpoint is None:
+                yield f"{{{field}}} needs {{load:name}}: the folder to load from"

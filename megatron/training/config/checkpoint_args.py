@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's flags from what a checkpoint says about the run that wrote it."""
+"""--use-checkpoint-args: takes the model's flags from the command line that a checkpoint has recorded."""
 
 from pathlib import Path
 
@@ -11,23 +11,26 @@ from megatron.training.config.flag_table import Flag, flag_table, spelling_of
 _TOKENIZER = "tokenizer"
 _MODEL = ("model", "attention", "positions", "mixture of experts", "multi-latent attention", "token mixers")
 _GROUPS = (*_MODEL, _TOKENIZER)
-"""Sections of flags that say what the model is and what its ids mean."""
-_AND_BESIDE_THEM = ("seq_length",)
-_NOT_OF_THE_MODEL = ("attention_backend", "cp_comm_type", "moe_token_dispatcher_type", "moe_grouped_gemm")
+"""Sections of the flags that define the model and the meaning of its ids."""
+_OTHER_FIELDS = ("seq_length",)
+"""Fields of other sections that are taken too."""
+_NOT_TAKEN = ("attention_backend", "cp_comm_type", "moe_token_dispatcher_type", "moe_grouped_gemm")
+"""Fields of these sections that do not change the computed function."""
 
 
 def take_checkpoint_args(line: CommandLine) -> None:
-    """Replace the flags of the model on a command line by those that a checkpoint remembers, as published; flags of the
-    tokenizer, whose files may have moved, are taken where the line gives none. What was replaced is said.
+    """Replaces the model's flags by those of a checkpoint, as Megatron-LM does. Does nothing without
+    --use-checkpoint-args.
 
-    The checkpoint is that of --load (with --ckpt-step, that one), or else of --pretrained-checkpoint. What cannot be
-    read is a problem of the line; where there is no checkpoint yet, a line says so and the flags stand.
+    Flags of the tokenizer, whose files may have moved, are taken only where the command line does not give them. The
+    checkpoint is that of --load (and --ckpt-step), otherwise that of --pretrained-checkpoint. Warnings list the flags
+    that are taken and replaced, or say that there is no checkpoint yet. An unreadable checkpoint adds a problem.
     """
     if not line.values["use_checkpoint_args"]:
         return
-    places = [(line.values["load"], line.values["ckpt_step"]), (line.values["pretrained_checkpoint"], None)]
+    folders = [(line.values["load"], line.values["ckpt_step"]), (line.values["pretrained_checkpoint"], None)]
     try:
-        for root, step in places:
+        for root, step in folders:
             checkpoint = None if root is None else find_checkpoint(Path(root), step, say=lambda sentence: None)
             if checkpoint is not None:
                 _take(line, list(checkpoint.manifest.config.get("command_line", [])), str(checkpoint.folder))
@@ -35,11 +38,11 @@ def take_checkpoint_args(line: CommandLine) -> None:
     except UserError as error:
         line.problems.append(f"--use-checkpoint-args: {error}")
         return
-    named = " or ".join(str(root) for root, _ in places if root is not None)
+    named = " or ".join(str(root) for root, _ in folders if root is not None)
     if not named:
         line.problems.append("--use-checkpoint-args needs a checkpoint: --load or --pretrained-checkpoint names one")
     else:
-        line.warnings.append(f"--use-checkpoint-args: no checkpoint in {named} yet: the flags that are given stand")
+        line.warnings.append(f"--use-checkpoint-args: no checkpoint in {named} yet: the given flags are used")
 
 
 def _take(line: CommandLine, words: list[str], folder: str) -> None:
@@ -51,9 +54,9 @@ def _take(line: CommandLine, words: list[str], folder: str) -> None:
             continue
         value = remembered.values[field]
         if field in line.given:
-            if flag.group == _TOKENIZER or field in _AND_BESIDE_THEM or line.values[field] == value:
+            if flag.group == _TOKENIZER or field in _OTHER_FIELDS or line.values[field] == value:
                 continue
-            replaced.append(f"{spelling_of(field)} {value_text(line.values[field])} by {value_text(value)}")
+            replaced.append(f"{spelling_of(field)} {value_text(line.values[field])} with {value_text(value)}")
         line.values[field] = value
         line.given[field] = remembered.given[field]
         line.broken.discard(field)
@@ -64,4 +67,4 @@ def _take(line: CommandLine, words: list[str], folder: str) -> None:
 
 
 def _is_of_model(flag: Flag) -> bool:
-    return (flag.group in _GROUPS and flag.field not in _NOT_OF_THE_MODEL) or flag.field in _AND_BESIDE_THEM
+    return (flag.group in _GROUPS and flag.field not in _NOT_TAKEN) or flag.field in _OTHER_FIELDS

@@ -1,4 +1,4 @@
-"""Reads a command line: words to values, with every mistake collected instead of the first one thrown."""
+"""Parses a command line into values, and collects all mistakes instead of stopping at the first."""
 
 import argparse
 import difflib
@@ -18,22 +18,22 @@ ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 @dataclass
 class CommandLine:
-    """What a command line says."""
+    """The parsed command line."""
 
     values: dict[str, Any]
-    """Every field's value: given, or the app's default."""
+    """Value of every field: given, or the app's default."""
     given: dict[str, str] = field(default_factory=dict)
-    """Fields that a flag has set, and how that flag was spelled."""
+    """Fields that a flag has set, and the spelling of that flag."""
     script: set[str] = field(default_factory=set)
     """Fields whose default the user's script changed."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Values of the arguments that the user's script added."""
+    """Values of the arguments that the user's script has added, by name."""
     problems: list[str] = field(default_factory=list)
-    """Mistakes, each a line."""
+    """Mistakes, one line each."""
     broken: set[str] = field(default_factory=set)
-    """Fields whose value could not be read, and about which nothing more should be said."""
+    """Fields whose value could not be parsed. Further problems of these fields are not reported."""
     warnings: list[str] = field(default_factory=list)
-    """Retired flags, and flags that were ignored on request."""
+    """Lines about retired flags and about unknown flags that the script ignores."""
 
 
 def read_command_line(
@@ -41,7 +41,8 @@ def read_command_line(
     extra_args_provider: ExtraArgsProvider | None = None,
     ignore_unknown_args: bool = False,
 ) -> CommandLine:
-    """Read the words after the program's name. Prints help and exits if they ask for it; raises nothing else.
+    """Parses the words after the program's name. Prints help and exits after --help. Raises nothing else: mistakes are
+    collected in `problems`.
 
     `extra_args_provider` adds a script's own arguments to the parser, and may change defaults with `set_defaults`.
     """
@@ -73,9 +74,9 @@ def read_command_line(
 
 
 def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
-    """Flags, each with the words that follow it; and the words before the first flag.
+    """Returns the flags, each with the words that follow it, and the words before the first flag.
 
-    A word of two dashes and more is a flag; `--flag=word` works too, and lets a word begin with dashes.
+    A word that begins with two dashes is a flag. `--flag=word` also works, and allows a value that begins with dashes.
     """
     occurrences: list[Occurrence] = []
     strays: list[str] = []
@@ -92,7 +93,8 @@ def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
 
 
 def unknown_flag(spelling: str, known: Iterable[str]) -> str:
-    """What to say about a flag that there is not: is it Megatron-LM's, shortened, or misspelt?"""
+    """Returns the error message for an unknown flag: a flag of Megatron-LM that is missing here, a shortened flag, or a
+    misspelt one, with the nearest known flags."""
     if spelling in UNSUPPORTED_FLAGS:
         return f"{spelling}: not yet: this flag of Megatron-LM has no counterpart here so far"
     known = sorted({*known, *RETIRED} - {"-h"})
@@ -113,11 +115,11 @@ def _either(words: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Our own flags
+# The app's flags
 
 
 def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
-    """Read one flag's words into `line.values`, or say what is wrong with them."""
+    """Parses the words of one flag into `line.values`. A mistake is added to `line.problems` and `line.broken`."""
     spelling, words = occurrence.spelling, occurrence.words
     before = line.values[flag.field] if flag.declaration.gathers and flag.field in line.given else []
     line.given[flag.field] = spelling
@@ -157,7 +159,7 @@ def _count_problem(flag: Flag, spelling: str, words: Sequence[str]) -> str | Non
 
 
 _ONE_DASH = re.compile(r"[-\u2013\u2014]{1,2}(?=[A-Za-z])")
-"""A dash, or what a word processor makes of two, before a word."""
+"""One or two dashes before a word, including the long dashes that word processors insert."""
 
 
 def _dashes(words: Sequence[str]) -> str:
@@ -174,12 +176,14 @@ def _examples(flag: Flag) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, for the arguments of user scripts: its errors are thrown, its help is ours and theirs."""
+    """An argparse parser for the arguments of user scripts. Errors raise UserError; help lists the app's flags too."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises UserError instead of exiting."""
         raise UserError(message)
 
     def format_help(self) -> str:
+        """Returns the help of all flags, followed by the arguments that the script has added."""
         own = flags_by_spelling()
         formatter = self._get_formatter()
         formatter.start_section("this script's own flags")
@@ -191,7 +195,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument_parser() -> Parser:
-    """A parser that knows all our flags, so that a script can add to it. It is not what reads our flags."""
+    """Returns a parser that knows all flags, so that a script can add arguments to it. It does not parse the app's own
+    flags: `take_flag` does."""
     parser = Parser(description="Train a GPT.", allow_abbrev=False, conflict_handler="error")
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for flag in flag_table().values():
@@ -206,12 +211,12 @@ def argument_parser() -> Parser:
 
 
 def _parser_of(provider: ExtraArgsProvider, line: CommandLine) -> Parser:
-    """The parser with a script's arguments; takes over the defaults that the script sets for ours."""
+    """Returns the parser with a script's arguments. Defaults that the script sets for the app's flags go to `line`."""
     parser = argument_parser()
     try:
         returned = provider(parser)
     except argparse.ArgumentError as error:
-        line.problems.append(f"extra_args_provider: {error}; this flag exists already")
+        line.problems.append(f"extra_args_provider: {error}; this flag already exists")
         return parser
     if not isinstance(returned, argparse.ArgumentParser):
         line.problems.append("extra_args_provider must return the parser that it was given")

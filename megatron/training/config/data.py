@@ -1,44 +1,53 @@
-"""What the model reads."""
+"""The data sets of a run, and how samples are made from them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.datasets.utils import parse_split
+from megatron.core.exceptions import UserError
+
+_SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
+_PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+_WHOLE = ("data_path", "data_args_path", "per_split_data_args_path")
 
 
 @dataclass(kw_only=True, frozen=True)
 class DataConfig:
-    """Data sets, their split, and how samples are made of them."""
+    """Data sets, their division into training, validation and test data, and the contents of a sample."""
 
     data_path: list[str] | None = flag(None, nargs="*")
-    """Prefix of a preprocessed data set, without .bin and .idx; or several, each after its weight."""
+    """Prefix of a preprocessed data set, without .bin and .idx. Several prefixes make a blend; a number before each is
+    its weight."""
 
     split: str | None = None
-    """Shares of training, validation and test data, such as 969,30,1 (which is taken, and said, when not given)."""
+    """Shares of training, validation and test data, such as 969,30,1, which is the default and is printed when it is
+    used. For --data-path and --data-args-path."""
 
     train_data_path: list[str] | None = flag(None, nargs="*")
-    """Training data apart from the others, as --data-path."""
+    """Training data as a data set of its own; written like --data-path."""
 
     valid_data_path: list[str] | None = flag(None, nargs="*")
-    """Validation data apart from the others, as --data-path."""
+    """Validation data as a data set of its own; written like --data-path."""
 
     test_data_path: list[str] | None = flag(None, nargs="*")
-    """Test data apart from the others, as --data-path."""
+    """Test data as a data set of its own; written like --data-path."""
 
     data_args_path: str | None = None
-    """File that holds the words of --data-path."""
+    """File that contains the words of --data-path."""
 
     per_split_data_args_path: str | None = None
-    """JSON file with the keys train, valid and test, each with the words of --data-path."""
+    """JSON file with the keys train, valid and test; each value is written like --data-path."""
 
     data_cache_path: str | None = None
-    """Folder for index caches; beside each data set when not given."""
+    """Folder for index caches; a folder beside each data set when not given."""
 
     mock_data: bool = False
-    """Made-up data, to try a run without any."""
+    """Train on made-up data, to try a run without a data set."""
 
     seq_length: int
-    """Tokens of a sample. Required."""
+    """Tokens in a sample. Required."""
 
     encoder_seq_length: int | None = None
     """For GPT another spelling of --seq-length."""
@@ -47,14 +56,15 @@ class DataConfig:
     """Tokens of the decoder's part of a sample, for encoder-decoder models."""
 
     num_workers: int = 2
-    """Processes a rank that prepare batches; 0: the training process does it. The samples are the same."""
+    """Processes per rank that read and prepare batches; 0: the training process does it. The number does not change the
+    samples."""
 
     dataloader_type: Literal["single", "cyclic", "external"] | None = flag(None, supported=[None, "single", "cyclic"])
-    """Order of samples: the data set's own, once (single), or a new permutation for each pass (cyclic); single when not
-    given."""
+    """Order of samples. single (the default): the data set's own order, once. cyclic: a new permutation in each
+    epoch."""
 
-    data_sharding: bool = flag(True, off="--no-data-sharding", only_with="dataloader_type=cyclic")
-    """With --dataloader-type cyclic: shuffle within parts of the data set."""
+    data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
+    """With --dataloader-type cyclic: each data parallel rank shuffles a part of its own."""
 
     mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")
     """Map data files into memory instead of reading from them."""
@@ -62,33 +72,59 @@ class DataConfig:
     create_attention_mask_in_dataloader: bool = flag(
         True,
         off="--no-create-attention-mask-in-dataloader",
-        no_effect="masks travel as the lengths of documents; no square mask is made",
+        no_effect="batches carry the lengths of documents instead of square masks",
     )
     """Put square attention masks into batches."""
 
     reset_position_ids: bool = False
-    """Positions begin anew after each end of document."""
+    """Start positions at 0 after each end-of-document token."""
 
     reset_attention_mask: bool = False
-    """Tokens attend to their own document only."""
+    """Let tokens attend to their own document only."""
 
     eod_mask_loss: bool = False
-    """Take no loss at ends of documents."""
+    """Leave end-of-document tokens out of the loss."""
 
     allow_ambiguous_pad_tokens: bool = False
-    """Take the tokenizer's pad id for padding even where it is also the id of another special token."""
+    """Treat the tokenizer's pad id as padding even if another special token has the same id."""
 
     mid_level_dataset_surplus: float = 0.005
-    """Part by which each data set of a blend is made larger than its share, against rounding."""
+    """Fraction by which each data set of a blend is built larger than its share, as a margin for rounding."""
 
     num_dataset_builder_threads: int = 1
-    """Data sets of a blend that are indexed at a time."""
+    """Data sets of a blend that are indexed in parallel."""
 
     fim_data: bool = not_yet(False)
     """Rearrange samples for fill in the middle."""
 
     fim_rate: float = flag(0.5, only_with="fim_data")
-    """With --fim-data: part of the samples that are rearranged."""
+    """With --fim-data: fraction of the samples that are rearranged."""
 
     fim_spm_rate: float = flag(0.5, only_with="fim_data")
-    """With --fim-data: part of those that put the suffix first."""
+    """With --fim-data: fraction of the rearranged samples that put the suffix first."""
+
+    def sources(self) -> list[str]:
+        """The fields that say where the data is. All data paths of single splits count as one source."""
+        whole = [field for field in _WHOLE if getattr(self, field) is not None]
+        per_split = [field for field in _PER_SPLIT if getattr(self, field) is not None]
+        return whole + per_split[:1] + (["mock_data"] if self.mock_data else [])
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
+        yield from too_small(self, ("seq_length", "num_dataset_builder_threads"), 1)
+        yield from too_small(self, ("num_workers", "mid_level_dataset_surplus"), 0)
+        sources = self.sources()
+        if len(sources) > 1:
+            names = " and ".join(f"{{{field}:name}}" for field in sources)
+            yield f"{names} say in {len(sources)} ways where data is; give one"
+        for field in ("data_path", *_PER_SPLIT):
+            if getattr(self, field) == []:
+                yield f"{{{field}:name}}: a prefix is missing"
+        if self.split is None:
+            return
+        if len(sources) == 1 and sources[0] in (*_PER_SPLIT, "per_split_data_args_path"):
+            yield f"{{split}} does not go with {{{sources[0]}:name}}, whose data is used whole; leave one out"
+        try:
+            parse_split(self.split)
+        except UserError as error:
+            yield str(error).replace("{", "{{").replace("}", "}}")

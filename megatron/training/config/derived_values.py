@@ -1,4 +1,4 @@
-"""Values that follow from other values. Each function fills in what was left open; none judges (see `checks`)."""
+"""Fills in values that follow from other values. Whether values are possible is decided in `checks`."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from megatron.training.config.settings import Settings
 
 
 def derive_values(settings: Settings) -> list[str]:
-    """Complete the settings in place. Returns lines about what was taken otherwise than written."""
+    """Completes the settings in place. Returns notes about flags that are read differently from how they are written,
+    and about defaults that matter."""
     notes = []
     for derive in _DERIVATIONS:
         note = derive(settings)
@@ -20,15 +21,15 @@ def derive_values(settings: Settings) -> list[str]:
 
 def _encoder_spellings(s: Settings) -> None:
     if s.num_layers is None and s.encoder_num_layers is not None:
-        s.derive("num_layers", s.encoder_num_layers)
+        s.set_derived("num_layers", s.encoder_num_layers)
     if s.seq_length is None and s.encoder_seq_length is not None:
-        s.derive("seq_length", s.encoder_seq_length)
+        s.set_derived("seq_length", s.encoder_seq_length)
 
 
 def _mlp_width(s: Settings) -> None:
     if s.ffn_hidden_size is None and s.hidden_size is not None:
         width = 4 * s.hidden_size
-        s.derive("ffn_hidden_size", int((width * 2 / 3) / 64) * 64 if s.swiglu else width)
+        s.set_derived("ffn_hidden_size", int((width * 2 / 3) / 64) * 64 if s.swiglu else width)
 
 
 def _heads(s: Settings) -> str | None:
@@ -37,52 +38,37 @@ def _heads(s: Settings) -> str | None:
         note = f"--num-query-groups {s.num_query_groups}: has no effect without --group-query-attention"
     sizes_fit = bool(s.hidden_size and s.num_attention_heads) and s.hidden_size % s.num_attention_heads == 0
     if s.kv_channels is None and sizes_fit:
-        s.derive("kv_channels", s.hidden_size // s.num_attention_heads)
+        s.set_derived("kv_channels", s.hidden_size // s.num_attention_heads)
     if not s.group_query_attention:
-        s.derive("num_query_groups", s.num_attention_heads)
+        s.set_derived("num_query_groups", s.num_attention_heads)
     return note
-
-
-def _experts(s: Settings) -> str | None:
-    if s.num_moe_experts is None:
-        return None
-    pattern = s.moe_layer_freq
-    if isinstance(pattern, list) and len(pattern) == s.num_layers and not any(pattern):
-        return f"--num-experts {s.num_moe_experts}: has no effect, since --moe-layer-freq gives experts to no layer"
-    weights = s.moe_aux_loss_coeff if isinstance(s.moe_aux_loss_coeff, list) else [s.moe_aux_loss_coeff]
-    if s.moe_router_load_balancing_type in ("none", ["none"]) and any(weights):
-        said = " ".join(map(str, weights))
-        return f"--moe-aux-loss-coeff {said}: has no effect with --moe-router-load-balancing-type none"
-    return None
 
 
 def _positions(s: Settings) -> None:
     if s.max_position_embeddings is None:
-        s.derive("max_position_embeddings", s.seq_length)
+        s.set_derived("max_position_embeddings", s.seq_length)
 
 
 def _latent_attention(s: Settings) -> str | None:
     if not s.multi_latent_attention:
         return None
     if s.rope_type is None:
-        s.derive("rope_type", "yarn")
-    if s.is_given("kv_channels"):
-        return "--kv-channels: has no effect with --multi-latent-attention, whose heads have widths of their own"
+        s.set_derived("rope_type", "yarn")
     if s.position_embedding_type == "learned_absolute" and not s.is_given("position_embedding_type"):
         return (
-            "--multi-latent-attention turns keys by their positions, and --position-embedding-type learned_absolute "
-            "adds learned ones; rope or none leaves those out"
+            "--multi-latent-attention rotates queries and keys by position, and the default --position-embedding-type "
+            "learned_absolute adds learned positions as well; rope or none does not"
         )
     return None
 
 
 def _number_formats(s: Settings) -> None:
     if s.apply_query_key_layer_scaling:
-        s.derive("attention_softmax_in_fp32", True)
+        s.set_derived("attention_softmax_in_fp32", True)
     if (s.fp16 or s.bf16) and not s.grad_reduce_in_bf16:
-        s.derive("grad_reduce_in_fp32", True)
+        s.set_derived("grad_reduce_in_fp32", True)
     if s.use_megatron_fsdp and s.megatron_fsdp_grad_comm_dtype != "auto":
-        s.derive("grad_reduce_in_fp32", s.megatron_fsdp_grad_comm_dtype == "fp32")
+        s.set_derived("grad_reduce_in_fp32", s.megatron_fsdp_grad_comm_dtype == "fp32")
 
 
 def _ranks(s: Settings) -> str | None:
@@ -94,65 +80,66 @@ def _ranks(s: Settings) -> str | None:
         expert_tensor = s.expert_tensor_parallel_size or sizes[0]
         least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
     if s.dry_run and not s.launch_environment.world_size_is_given and least > 1:
-        s.derive("world_size", least)
-        note = f"--dry-run of {least} ranks, which one model takes; WORLD_SIZE=N says for how many"
-    s.derive("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
+        s.set_derived("world_size", least)
+        note = f"--dry-run: for {least} ranks, the fewest for this layout; set WORLD_SIZE=N for another number"
+    s.set_derived("data_parallel_size", max(1, s.world_size // model_size) if model_size > 0 else 1)
     return note
 
 
 def _backend(s: Settings) -> str | None:
     fitting = "nccl" if s.launch_environment.has_cuda else "gloo"
     if s.distributed_backend is None:
-        s.derive("distributed_backend", fitting)
+        s.set_derived("distributed_backend", fitting)
     elif s.distributed_backend == "nccl" and fitting == "gloo":
-        s.derive("distributed_backend", "gloo")
-        return "--distributed-backend nccl: there is no GPU here; gloo is taken"
+        s.set_derived("distributed_backend", "gloo")
+        return "--distributed-backend nccl: this machine has no GPU; gloo is used"
     return None
 
 
 def _virtual_stages(s: Settings) -> None:
-    """Model chunks of each pipeline stage, where a flag gives their number or the layers of each."""
+    """Number of model chunks per pipeline stage, from the flag for this number or for the layers of each chunk."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
     several = s.pipeline_model_parallel_size > 1
     if chunks is None and several and (s.num_layers or 0) > 0 and (each or 0) > 0:
         chunks = virtual_stages(s, each)
-    s.derive("virtual_pipeline_model_parallel_size", chunks if several and (chunks or 0) > 1 else None)
+    s.set_derived("virtual_pipeline_model_parallel_size", chunks if several and (chunks or 0) > 1 else None)
 
 
 def _sharding(s: Settings) -> str | None:
-    """Other spellings of a placement; any that shards something shards the optimizer's state."""
+    """Other spellings of a sharding strategy. Each strategy but no_shard shards the optimizer's state."""
     note = None
     if s.use_torch_fsdp2 and not s.use_megatron_fsdp:
-        s.derive("use_megatron_fsdp", True)
-        s.derive("data_parallel_sharding_strategy", "optim_grads_params")
-        note = "--use-torch-fsdp2: taken as --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
+        s.set_derived("use_megatron_fsdp", True)
+        s.set_derived("data_parallel_sharding_strategy", "optim_grads_params")
+        note = "--use-torch-fsdp2: read as --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     if s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "no_shard":
-        s.derive("use_distributed_optimizer", True)
+        s.set_derived("use_distributed_optimizer", True)
     if s.num_distributed_optimizer_instances > 1 and not s.use_distributed_optimizer:
         note = f"--num-distributed-optimizer-instances {s.num_distributed_optimizer_instances}: has no effect without "
         note += "--use-distributed-optimizer"
-        s.derive("num_distributed_optimizer_instances", 1)
+        s.set_derived("num_distributed_optimizer_instances", 1)
     return note
 
 
 def _batch(s: Settings) -> None:
     if s.global_batch_size is None and s.micro_batch_size is not None:
-        s.derive("global_batch_size", s.micro_batch_size * s.data_parallel_size)
+        s.set_derived("global_batch_size", s.micro_batch_size * s.data_parallel_size)
 
 
 def _lengths_of_training(s: Settings) -> None:
     size = s.global_batch_size
     if s.train_samples is not None and s.train_iters is None and size is not None and size > 0:
-        s.derive("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
+        s.set_derived("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
     if s.is_given("train_samples"):
         if s.lr_decay_samples is None:
-            s.derive("lr_decay_samples", s.train_samples)
+            s.set_derived("lr_decay_samples", s.train_samples)
     elif s.lr_decay_iters is None:
-        s.derive("lr_decay_iters", s.train_iters)
+        s.set_derived("lr_decay_iters", s.train_iters)
 
 
 def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int] | None) -> int:
-    """Whole steps that a number of samples makes, the batch growing as --rampup-batch-size says."""
+    """Number of whole steps that train on `samples` samples. `rampup` is the value of --rampup-batch-size: start,
+    increment and the samples of the growth."""
     iterations = consumed = 0
     if rampup is not None:
         start, increment, over = rampup
@@ -168,16 +155,16 @@ def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int
 
 def _data(s: Settings) -> str | None:
     if s.dataloader_type is None:
-        s.derive("dataloader_type", "single")
+        s.set_derived("dataloader_type", "single")
     if s.split is None and (s.data_path is not None or s.data_args_path is not None):
-        s.derive("split", DEFAULT_SPLIT)
-        return f"no --split given: training, validation and test data are divided {DEFAULT_SPLIT}"
+        s.set_derived("split", DEFAULT_SPLIT)
+        return f"no --split given: data is divided into training, validation and test data as {DEFAULT_SPLIT}"
     return None
 
 
 def _files(s: Settings) -> str | None:
     if s.metrics_path is None and s.save is not None:
-        s.derive("metrics_path", f"{s.save.rstrip('/')}/metrics.jsonl")
+        s.set_derived("metrics_path", f"{s.save.rstrip('/')}/metrics.jsonl")
     elif s.metrics_path is None:
         return "neither --save nor --metrics-path is given: metrics are printed only"
     return None
@@ -186,38 +173,32 @@ def _files(s: Settings) -> str | None:
 def _checkpoint_format(s: Settings) -> str | None:
     if s.ckpt_format != "safetensors":
         given = s.ckpt_format
-        s.derive("ckpt_format", "safetensors")
-        return f"--ckpt-format {given}: checkpoints are written in our own format (safetensors), which any layout loads"
+        s.set_derived("ckpt_format", "safetensors")
+        return f"--ckpt-format {given}: checkpoints are written as safetensors, which every layout can load"
     return None
 
 
 def _recomputation(s: Settings) -> None:
     if s.recompute_activations and s.recompute_granularity is None:
-        s.derive("recompute_granularity", "selective")
+        s.set_derived("recompute_granularity", "selective")
 
 
 def _kernels(s: Settings) -> str | None:
     if s.transformer_impl == "transformer_engine":
-        return "--transformer-impl transformer_engine: not yet; our own layers compute the same function"
-    return None
-
-
-def _evaluation(s: Settings) -> str | None:
-    if s.eval_iters == 0 and s.eval_interval is not None:
-        return "--eval-iters 0: there is no evaluation"
+        return "--transformer-impl transformer_engine: not yet; this package's layers compute the same function"
     return None
 
 
 def _other_defaults(s: Settings) -> str | None:
-    """Say where what nobody gave is not what it is by default in Megatron-LM."""
+    """Names the defaults in use that differ from Megatron-LM's."""
     ours = {
         "ckpt_format": f"--ckpt-format {s.ckpt_format}",
         "transformer_impl": f"--transformer-impl {s.transformer_impl}",
     }
     if not s.launch_environment.has_cuda:
-        ours["distributed_backend"] = "--distributed-backend gloo (there is no GPU here)"
+        ours["distributed_backend"] = "--distributed-backend gloo (this machine has no GPU)"
     said = [words for field, words in ours.items() if not s.is_given(field)]
-    return f"defaults that are not Megatron-LM's: {', '.join(said)}" if said else None
+    return f"defaults that differ from Megatron-LM's: {', '.join(said)}" if said else None
 
 
 _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
@@ -225,7 +206,6 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _encoder_spellings,
     _mlp_width,
     _heads,
-    _experts,
     _positions,
     _latent_attention,
     _number_formats,
@@ -240,5 +220,4 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _checkpoint_format,
     _recomputation,
     _kernels,
-    _evaluation,
 )

@@ -1,15 +1,12 @@
-"""All flags of the app, read off the fields of the config dataclasses."""
+"""The table of all flags, made from the fields of the config dataclasses."""
 
 import dataclasses
-import enum
 import functools
 import inspect
-import math
-import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megatron.core.config_fields import FlagDeclaration, declaration_of, field_docstrings, value_text
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -28,17 +25,16 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
-from megatron.training.config.app_defaults import APP_DEFAULTS
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
-from megatron.training.config.evaluation import EvaluationConfig
+from megatron.training.config.flag_words import Words, choice, takes_one_or_list, word_type
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.config.training import TrainingConfig
+from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (ArchitectureConfig, ModelConfig),
@@ -65,40 +61,75 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "token mixers": (TokenMixerConfig,),
     "generation": (InferenceConfig,),
 }
-"""Sections of --help, and the dataclasses whose own fields stand in each."""
+"""Sections of --help, and the dataclasses whose fields each section lists."""
+
+APP_DEFAULTS: dict[str, Any] = {
+    # sizes that the command line must give
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "num_query_groups": 1,  # read only with --group-query-attention
+    # fusions: on
+    "gradient_accumulation_fusion": True,
+    "masked_softmax_fusion": True,
+    "bias_dropout_fusion": True,
+    "persist_layer_norm": True,
+    "apply_rope_fusion": True,
+    "overlap_p2p_comm": True,
+    "align_param_gather": True,
+    # attention and positions
+    "attention_softmax_in_fp32": False,
+    "cp_comm_type": ["p2p"],
+    "cuda_graph_scope": [],
+    "rope_type": None,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "rotary_scaling_factor": 1.0,
+    # optimizer
+    "min_lr": 0.0,
+    "muon_momentum": 0.9,
+    "optimizer_offload_fraction": 1.0,
+}
+"""Fields for which the app's default differs from the library's. As in Megatron-LM, `TransformerConfig()` has the
+library's default, and a command line without the flag has this one."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag, or the two spellings of a switch."""
+    """A command-line flag, and how its words become a value."""
 
     field: str
     """Name of the dataclass field, and of the attribute of `get_args()`."""
     spellings: tuple[str, ...]
-    """Flags that set it; the first is the one we speak of."""
+    """All spellings. Messages use the first."""
     default: Any
     """The app's default."""
     parse: Callable[[str], Any]
-    """One word of the command line to a value. Raises ValueError with what would work."""
+    """Turns one word of the command line into a value. Raises ValueError that says what works."""
     nargs: str | int | None
-    """None: one word; 0: none (a switch); a number, "+" or "*": a list."""
+    """Number of words. None: one; 0: none (a switch); a number, "+" or "*": a list of values."""
     choices: tuple[str, ...] | None
+    """All words that work; None: any word that `parse` accepts."""
     switch: dict[str, bool] | None
-    """For a bool: what each spelling sets it to."""
+    """For a switch: the value that each spelling sets."""
     one_or_list: bool
-    """A single word stands for itself, several for a list."""
+    """Whether a single word gives a value and several words give a list."""
     help: str
+    """The field's docstring, on one line."""
     group: str
+    """Section of --help."""
     declaration: FlagDeclaration
+    """Everything that the field says about its flag."""
 
     @property
     def spelling(self) -> str:
+        """The spelling that messages use."""
         return self.spellings[0]
 
 
 @functools.cache
 def flag_table() -> dict[str, Flag]:
-    """Every flag by field name, in the order of --help."""
+    """Returns all flags by field name, in the order of --help."""
     table: dict[str, Flag] = {}
     for group, classes in GROUPS.items():
         for config_class in classes:
@@ -110,7 +141,7 @@ def flag_table() -> dict[str, Flag]:
 
 @functools.cache
 def flags_by_spelling() -> dict[str, Flag]:
-    """Every flag by each way to write it."""
+    """Returns all flags by spelling, aliases included."""
     found: dict[str, Flag] = {}
     for flag in flag_table().values():
         for spelling in flag.spellings:
@@ -120,21 +151,21 @@ def flags_by_spelling() -> dict[str, Flag]:
 
 
 def parent_of(flag: Flag) -> tuple[Flag, str] | None:
-    """The flag without which this one is never looked at, and the value that it must have ("" for any but its
-    default); None for a flag that stands by itself."""
+    """Returns the flag that `only_with` names and the value that it must have ("": any value but its default). None for
+    a flag without `only_with`."""
     name, _, value = (flag.declaration.only_with or "").partition("=")
     parent = flag_table().get(name)
     return (parent, value) if parent is not None else None
 
 
 def is_inert(flag: Flag) -> bool:
-    """Whether a flag is accepted and changes nothing: by itself, or because it goes with such a flag."""
+    """Whether the flag is accepted but never changes anything, or depends on a flag of this kind."""
     parent = parent_of(flag)
     return flag.declaration.no_effect is not None or (parent is not None and is_inert(parent[0]))
 
 
 def is_to_come(flag: Flag) -> bool:
-    """Whether a feature is still to come: only the default works, or only what goes with such a flag."""
+    """Whether the flag's feature is not supported yet: only its default works, or it depends on a flag of this kind."""
     supported = flag.declaration.supported
     if supported is not None and len(supported) == 1:
         return True
@@ -143,23 +174,23 @@ def is_to_come(flag: Flag) -> bool:
 
 
 def can_be(flag: Flag, word: str) -> bool:
-    """Whether this word works as a value so far."""
+    """Whether this value of the flag is supported."""
     supported = flag.declaration.supported
     return not word or supported is None or word in [value_text(value) for value in supported]
 
 
 def spelling_of(field: str) -> str:
-    """How a field is written on the command line."""
-    flag = flag_table().get(_SAID_BY.get(field, field))
+    """Returns the flag that sets a field, for messages; the field's name if it has no flag."""
+    flag = flag_table().get(_SET_BY.get(field, field))
     return flag.spelling if flag is not None else field
 
 
-_SAID_BY = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
-"""Fields without a flag of their own, and the flag that they are set by."""
+_SET_BY = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+"""Fields without a flag of their own, and the field whose flag sets them."""
 
 
 def flags_of(config_class: type, group: str) -> list[Flag]:
-    """The flags that a dataclass states itself, its bases aside."""
+    """Returns the flags of a dataclass's own fields, without those of its bases."""
     own = inspect.get_annotations(config_class)
     annotations = typing.get_type_hints(config_class)
     help_texts = field_docstrings(config_class)
@@ -175,14 +206,14 @@ def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, g
     default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
-    elif default is dataclasses.MISSING:  # a run must have it: given, derived, or a problem
+    elif default is dataclasses.MISSING:  # required: given, derived, or reported as missing
         default = None
     default = APP_DEFAULTS.get(field.name, default)
-    words = _word_type(annotation)
+    words = word_type(annotation)
     if declaration.parse is not None:
-        words = _Words(str, declaration.parse)
+        words = Words(str, declaration.parse)
     elif declaration.words is not None:
-        words = _Words(str, _choice(declaration.words), tuple(declaration.words))
+        words = Words(str, choice(declaration.words), tuple(declaration.words))
     switch = _switch(field.name, declaration, bool(default)) if words.kind is bool else None
     nargs = declaration.nargs if switch is None else 0
     if nargs is None and words.is_list:
@@ -195,7 +226,7 @@ def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, g
         nargs=nargs,
         choices=words.choices,
         switch=switch,
-        one_or_list=nargs == "+" and _takes_one_or_list(annotation),
+        one_or_list=nargs == "+" and takes_one_or_list(annotation),
         help=help_text,
         group=declaration.group or group,
         declaration=declaration,
@@ -203,8 +234,10 @@ def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, g
 
 
 def _switch(name: str, declaration: FlagDeclaration, default: bool) -> dict[str, bool]:
-    """A bool that is true by default is given one flag, which turns it off; one that is false has a flag to turn it on,
-    and another to turn it off if `off` is declared. Aliases go with the first."""
+    """Returns the spellings of a bool and the value that each sets.
+
+    A field that is True by default and declares `off` has one flag, which turns it off. Other fields have a flag that
+    turns them on, and one that turns them off if `off` is declared. Aliases belong to the first flag."""
     if declaration.off is not None and default is True:
         return dict.fromkeys((declaration.off, *declaration.aliases), False)
     switch = dict.fromkeys((declaration.on or _dashed(name), *declaration.aliases), True)
@@ -215,71 +248,3 @@ def _switch(name: str, declaration: FlagDeclaration, default: bool) -> dict[str,
 
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From an annotation to what a word of the command line may be
-
-
-@dataclass(frozen=True)
-class _Words:
-    kind: type
-    parse: Callable[[str], Any]
-    choices: tuple[str, ...] | None = None
-    is_list: bool = False
-
-
-def _word_type(annotation: Any) -> _Words:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (types.UnionType, typing.Union):
-        members = [_word_type(argument) for argument in arguments if argument is not type(None)]
-        return members[-1]  # `str | list[str]`: the list, one word of which may stand alone
-    if origin is Literal:
-        return _Words(type(arguments[0]), _choice({str(word): word for word in arguments}), tuple(map(str, arguments)))
-    if origin is list:
-        return dataclasses.replace(_word_type(arguments[0]), is_list=True)
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return _Words(
-            annotation, _choice({member.name: member for member in annotation}), tuple(annotation.__members__)
-        )
-    parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
-    return _Words(annotation if isinstance(annotation, type) else str, parsers.get(annotation, str))
-
-
-def _takes_one_or_list(annotation: Any) -> bool:
-    members = [member for member in typing.get_args(annotation) if member is not type(None)]
-    return len(members) == 2 and typing.get_origin(members[1]) is list
-
-
-def _choice(values: typing.Mapping[str, Any]) -> Callable[[str], Any]:
-    def parse(word: str) -> Any:
-        if word not in values:
-            raise ValueError(f"choose from {', '.join(values)}")
-        return values[word]
-
-    return parse
-
-
-def whole_number(word: str) -> int:
-    """An integer; what looks like another number is told how to be written."""
-    try:
-        return int(word)
-    except ValueError:
-        pass
-    try:
-        value = float(word)
-    except ValueError:
-        raise ValueError("expected a whole number") from None
-    near = f"; {round(value)} works" if math.isfinite(value) and abs(value) < 1e18 else ""
-    raise ValueError(f"expected a whole number{near}")
-
-
-def number(word: str) -> float:
-    """A finite decimal number."""
-    try:
-        value = float(word)
-    except ValueError:
-        raise ValueError("expected a number") from None
-    if not math.isfinite(value):
-        raise ValueError("expected a finite number")
-    return value

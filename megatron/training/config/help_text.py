@@ -1,4 +1,4 @@
-"""What --help prints: the flags that work, by concern; then, briefly, those that are only accepted or still to come."""
+"""The text of --help: working flags by section, then the names of flags without effect and of unsupported flags."""
 
 import shutil
 import textwrap
@@ -8,21 +8,21 @@ from megatron.core.config_fields import value_text
 from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come
 
 _COLUMN = 36
-"""Where descriptions begin."""
+"""Column where descriptions begin."""
 
 _ABOUT = (
-    "Train a GPT, in one process or in as many as torchrun starts. --dry-run checks the flags and says what the run "
-    "would be; --print-config shows every value and where it comes from."
+    "Train a GPT model, in one process or in several that torchrun starts. --dry-run checks the flags and describes "
+    "the run; --print-config shows every value and its source."
 )
 
 
 def help_text(program: str, extra: str = "") -> str:
-    """The whole help. `extra` describes the arguments that a script added."""
+    """Returns the help of the app. `extra` is the help of the arguments that a script has added."""
     return help_of_flags(f"usage: [torchrun ...] {program} [flags]", _ABOUT, list(flag_table().values()), extra)
 
 
 def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = "") -> str:
-    """Help for any flags."""
+    """Returns the help of these flags: a usage line, a description, a section per group."""
     width = min(shutil.get_terminal_size().columns, 120)
     to_come = [flag for flag in flags if is_to_come(flag)]
     inert = [flag for flag in flags if is_inert(flag) and flag not in to_come]
@@ -34,9 +34,9 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
             if flag.group == group:
                 lines += _entry(flag, width)
     if inert:
-        lines += _names("accepted, and change nothing here", inert, width)
+        lines += _names("accepted without effect", inert, width)
     if to_come:
-        lines += _names("still to come (refused where they would change the run)", to_come, width)
+        lines += _names("not supported yet (an error where they would change the run)", to_come, width)
     if extra:
         lines += ["", extra.rstrip()]
     return "\n".join(lines) + "\n"
@@ -45,7 +45,7 @@ def help_of_flags(usage: str, about: str, flags: Sequence[Flag], extra: str = ""
 def _entry(flag: Flag, width: int) -> list[str]:
     head = "  " + ", ".join(flag.spellings) + _placeholder(flag)
     turns_off = flag.switch is not None and not flag.switch[flag.spelling]
-    text = ("Turns this off: " if turns_off else "") + flag.help + _default(flag)
+    text = ("Turn this off: " if turns_off else "") + flag.help + _default(flag)
     body = textwrap.wrap(text, max(width - _COLUMN, 30), break_on_hyphens=False)
     if len(head) <= _COLUMN - 2 and body:
         return [head.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
@@ -53,7 +53,7 @@ def _entry(flag: Flag, width: int) -> list[str]:
 
 
 def _placeholder(flag: Flag) -> str:
-    """What stands for the value: {a,b} for few choices, N for integers, X for numbers."""
+    """Placeholder of the value: {a,b} for a few choices, N for integers, X for numbers."""
     if flag.switch is not None:
         return ""
     word = {"whole_number": "N", "number": "X"}.get(getattr(flag.parse, "__name__", ""), "TEXT")

@@ -1,21 +1,113 @@
-"""Flags that were given and change nothing because of another's value, where `only_with` cannot say it."""
+"""Notes about flags that were given and change nothing, or not what their name suggests."""
 
 from collections.abc import Iterator
 
+from megatron.core.config_fields import value_text
+from megatron.core.datasets.utils import parse_split
+from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
+from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.settings import Settings
 
-_AT_HOME = "hides nothing with {expert_model_parallel_size}, where every expert is at home"
+
+def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
+    """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
+    yield from _declared(s)
+    for rule in (_attention, _experts, _expert_overlap, _data, _evaluation):
+        yield from rule(s)
 
 
-def ineffective_flags(s: Settings) -> Iterator[str]:
-    """A sentence in the grammar of `config_fields` for each; of a flag without experts `only_with` speaks."""
+def is_read(flag: Flag, settings: Settings) -> bool:
+    """Whether a run reads this flag: the flag named by its `only_with` or `or_with` is set as required."""
+    parent, alternative = parent_of(flag), flag.declaration.or_with
+    if parent is None or (alternative is not None and getattr(settings, alternative)):
+        return True
+    other, required = parent
+    value = getattr(settings, other.field)
+    return value_text(value) == required if required else value != other.default and value is not False
+
+
+def _declared(settings: Settings) -> Iterator[str]:
+    """Flags whose declaration says that they have no effect, or none without another flag."""
+    for field, flag in flag_table().items():
+        value = getattr(settings, field)
+        if not settings.is_given(field) or value == flag.default:
+            continue
+        if flag.declaration.no_effect is not None:
+            yield f"{{{field}}}: {flag.declaration.no_effect}"
+        elif not is_read(flag, settings):
+            yield f"{{{field}}}: has no effect {_condition(flag, settings)}"
+        elif (parent := parent_of(flag)) is not None and parent[0].declaration.no_effect is not None:
+            yield f"{{{field}}}: {parent[0].declaration.no_effect}"
+
+
+def _condition(flag: Flag, settings: Settings) -> str:
+    """What the flag lacks: "without --other", "with --no-other" or "while --other is 1"."""
+    parent = parent_of(flag)
+    assert parent is not None
+    other, required = parent
+    value = getattr(settings, other.field)
+    if required:
+        return f"without {other.spelling} {required}"
+    if other.switch is not None and not other.switch[other.spelling]:
+        return f"with {other.spelling}"
+    return f"without {other.spelling}" if value is None or value is False else f"while {other.spelling} is {value}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conditions that a declaration cannot express
+
+
+def _attention(s: Settings) -> Iterator[str]:
+    if s.multi_latent_attention and s.is_given("kv_channels"):
+        yield "{kv_channels:name}: has no effect with {multi_latent_attention}, which has head widths of its own"
+
+
+def _experts(s: Settings) -> Iterator[str]:
     if s.num_moe_experts is None:
+        return
+    pattern = s.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) == s.num_layers and not any(pattern):
+        yield "{num_moe_experts}: has no effect, since {moe_layer_freq:name} gives experts to no layer"
         return
     if s.moe_router_pre_softmax and s.moe_router_score_function == "sigmoid":
         yield "{moe_router_pre_softmax}: has no effect with {moe_router_score_function}"
-    if s.expert_model_parallel_size > 1:
+    kinds, coefficients = listed(s.moe_router_load_balancing_type), listed(s.moe_aux_loss_coeff)
+    if kinds == ["none"] and any(coefficients):
+        yield "{moe_aux_loss_coeff}: has no effect with {moe_router_load_balancing_type}"
+    by_bias = s.moe_router_enable_expert_bias and not s.is_given("moe_router_load_balancing_type")
+    coefficients *= len(kinds) if len(coefficients) == 1 else 1
+    idle = [kind for kind, weight in zip(kinds, coefficients, strict=True) if kind in BALANCE_LOSSES and not weight]
+    if idle and not by_bias:
+        yield (
+            f"{{moe_router_load_balancing_type}}: {' and '.join(idle)} does not balance the experts with "
+            "{moe_aux_loss_coeff}; a coefficient above 0 does, such as 0.01"
+        )
+
+
+def _expert_overlap(s: Settings) -> Iterator[str]:
+    if s.num_moe_experts is None or s.expert_model_parallel_size > 1:
         return
+    nothing_to_hide = "has no effect with {expert_model_parallel_size}: tokens are not sent to other ranks"
     if s.moe_shared_expert_overlap and s.moe_shared_expert_intermediate_size is not None:
-        yield f"{{moe_shared_expert_overlap}}: {_AT_HOME}"
+        yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
     if s.overlap_moe_expert_parallel_comm and (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1:
-        yield f"{{overlap_moe_expert_parallel_comm}}: {_AT_HOME}; it only keeps one micro-batch's activations more"
+        yield (
+            f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"
+        )
+
+
+def _data(s: Settings) -> Iterator[str]:
+    if s.is_given("split") and s.mock_data:
+        yield "{split}: has no effect with {mock_data}, which makes up data for training, validation and test"
+    elif s.split is not None and s.eval_iters == 0 and any(parse_split(s.split)[1:]):
+        yield "{split}: the validation and test parts are not read with {eval_iters}; {split:name} 1 trains on all data"
+    if s.skip_train and s.train_data_path is not None:
+        yield "{train_data_path}: has no effect with {skip_train}"
+    for field in ("valid_data_path", "test_data_path"):
+        if s.eval_iters == 0 and getattr(s, field) is not None:
+            yield f"{{{field}}}: has no effect with {{eval_iters}}"
+
+
+def _evaluation(s: Settings) -> Iterator[str]:
+    if s.eval_iters == 0 and s.eval_interval is not None:
+        yield "{eval_interval}: has no effect with {eval_iters}"

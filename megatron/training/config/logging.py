@@ -1,12 +1,13 @@
-"""What a run says of itself: lines, metrics, TensorBoard, profiles."""
+"""Log lines, metrics, TensorBoard and profiles."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
 
 _TENSORBOARD = "tensorboard_dir"
-_TIMING = "not yet: the time of whole steps is logged, not of their parts"
+_TIMING = "not yet: only the time of whole steps is logged"
 _WANDB = "not yet: metrics go to metrics.jsonl and to TensorBoard"
 
 
@@ -18,48 +19,49 @@ class LoggingConfig:
     """Steps between two log lines."""
 
     metrics_path: str | None = None
-    """File for the metrics of every step, one JSON object a line; metrics.jsonl beside --save when not given."""
+    """File for the metrics of every step, one JSON object per line; metrics.jsonl in the folder of --save when not
+    given."""
 
     log_throughput: bool = False
-    """Put TFLOP/s a GPU into the log line."""
+    """Add TFLOP/s per GPU to the log line."""
 
     log_params_norm: bool = False
     """Log the 2-norm of all weights."""
 
     log_progress: bool = not_yet(False)
-    """Keep a file of progress beside --save."""
+    """Write a progress file into the folder of --save."""
 
     logging_level: int | None = None
     """Level of Python's loggers, as a number: 10 debug, 20 info, 30 warning, 40 error."""
 
     timing_log_level: Literal[0, 1, 2] = flag(0, no_effect=_TIMING)
-    """Detail of timing: 0 the step alone, 1 its parts, 2 everything."""
+    """Detail of timing: 0 the step, 1 its main parts, 2 everything."""
 
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", no_effect=_TIMING)
-    """Over ranks, log the longest time, shortest and longest, or all."""
+    """Times to log: the longest over all ranks, the shortest and longest, or all."""
 
     # TensorBoard -----------------------------------------------------------------------------------------------------
 
     tensorboard_dir: str | None = None
-    """Folder for TensorBoard."""
+    """Folder for TensorBoard files."""
 
     tensorboard_log_interval: int = flag(1, only_with=_TENSORBOARD)
     """Steps between two points in TensorBoard."""
 
     tensorboard_queue_size: int = flag(1000, only_with=_TENSORBOARD)
-    """Points that wait before they are written."""
+    """Points that are collected before they are written."""
 
     log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
-    """Timers in TensorBoard."""
+    """Write timers to TensorBoard."""
 
     log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
-    """Memory in TensorBoard."""
+    """Write memory use to TensorBoard."""
 
     log_validation_ppl_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
-    """Perplexity of validation in TensorBoard."""
+    """Write the validation perplexity to TensorBoard."""
 
     log_world_size_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
-    """Number of ranks in TensorBoard."""
+    """Write the number of ranks to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = flag(
         True,
@@ -67,38 +69,38 @@ class LoggingConfig:
         aliases=["--disable-log-loss-scale-to-tensorboard"],
         only_with=_TENSORBOARD,
     )
-    """Loss scale in TensorBoard."""
+    """Write the loss scale to TensorBoard."""
 
     # Weights & Biases ------------------------------------------------------------------------------------------------
 
     wandb_project: str | None = flag(None, no_effect=_WANDB)
-    """Project on Weights & Biases."""
+    """Weights & Biases project."""
 
     wandb_exp_name: str | None = flag(None, only_with="wandb_project")
-    """Name of the run on Weights & Biases."""
+    """Weights & Biases: name of the run."""
 
     wandb_entity: str | None = flag(None, only_with="wandb_project")
-    """Whose project it is."""
+    """Weights & Biases: user or team that owns the project."""
 
     wandb_save_dir: str | None = flag(None, only_with="wandb_project")
-    """Folder for its local files."""
+    """Weights & Biases: folder for local files."""
 
     # Profiling -------------------------------------------------------------------------------------------------------
 
     profile: bool = False
-    """Profile some steps: with Nsight Systems, or --use-pytorch-profiler."""
+    """Profile some steps with Nsight Systems, or with PyTorch's profiler (--use-pytorch-profiler)."""
 
     use_pytorch_profiler: bool = flag(False, only_with="profile")
-    """With --profile: profile with PyTorch's profiler, into --tensorboard-dir."""
+    """With --profile: use PyTorch's profiler and write into --tensorboard-dir."""
 
     profile_step_start: int = flag(10, only_with="profile")
-    """With --profile: first step."""
+    """With --profile: first step that is profiled."""
 
     profile_step_end: int = flag(12, only_with="profile")
-    """With --profile: step before which it ends."""
+    """With --profile: first step that is no longer profiled."""
 
     profile_ranks: list[int] = flag(default_factory=lambda: [0], nargs="+", only_with="profile")
-    """With --profile: ranks."""
+    """With --profile: ranks that are profiled."""
 
     record_shapes: bool = flag(False, only_with="profile")
     """With --profile: record the shapes of tensors."""
@@ -111,3 +113,10 @@ class LoggingConfig:
 
     record_memory_history: bool = not_yet(False)
     """Record allocations of GPU memory."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`."""
+        yield from too_small(self, ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"), 1)
+        yield from too_small(self, ("profile_step_start",), 0)
+        if self.profile and self.profile_step_end <= self.profile_step_start:
+            yield "{profile_step_end} must be larger than {profile_step_start}"

@@ -1,12 +1,14 @@
-"""The model, as far as TransformerConfig does not say it: positions, activations by name, vocabulary."""
+"""The model's settings that are not fields of TransformerConfig: positions, activations by name, vocabulary."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ONE_KERNEL = "kernels are chosen with their backend when a layer is built"
+_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
+_ONE_KERNEL = "the backend of a layer chooses its kernels when the layer is built"
 
 _ROPE_SCALED = "give --position-embedding-type rope --rope-scaling-type "
 _OTHER_POSITIONS = {word: _ROPE_SCALED + word for word in ("linear", "dynamic", "llama3", "longrope")} | {
@@ -19,102 +21,114 @@ _OTHER_POSITIONS = {word: _ROPE_SCALED + word for word in ("linear", "dynamic", 
 
 @dataclass(kw_only=True, frozen=True)
 class ModelConfig:
-    """What GPTModel is built from."""
+    """The settings that GPTModel is built from."""
 
     transformer: TransformerConfig = not_a_flag()
-    """The stack of layers."""
+    """Config of the transformer layers."""
 
     # Positions -------------------------------------------------------------------------------------------------------
 
     max_position_embeddings: int
-    """Positions that the model knows; as --seq-length when not given."""
+    """Largest number of positions; --seq-length when not given."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = flag(
         "learned_absolute", supported=["learned_absolute", "rope", "none"], hints=_OTHER_POSITIONS
     )
-    """How the model knows positions: a learnt vector for each, rotation of queries and keys (rope), or not at all."""
+    """Position information: learned_absolute (a learned vector per position), rope (rotation of queries and keys), or
+    none."""
 
     rotary_base: int = flag(10000, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """With rope: base of the frequencies."""
 
     rotary_percent: float = flag(1.0, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
-    """With rope: part of each head that is rotated; with --multi-latent-attention, of --qk-pos-emb-head-dim."""
+    """With rope: fraction of each head's channels that is rotated; with --multi-latent-attention, fraction of
+    --qk-pos-emb-head-dim."""
 
     rotary_seq_len_interpolation_factor: int | None = flag(None, only_with="position_embedding_type=rope")
-    """With rope: divide positions by this, to reach longer sequences."""
+    """With rope: divide positions by this, so that the model accepts longer sequences."""
 
     use_rope_scaling: bool = flag(False, only_with="position_embedding_type=rope")
     """With rope: stretch the low frequencies as Llama 3.1 does."""
 
     rope_scaling_factor: float = flag(8.0, only_with="position_embedding_type=rope")
-    """With --use-rope-scaling or --rope-scaling-type: how many times longer the context becomes."""
+    """With --use-rope-scaling or --rope-scaling-type: factor by which the context becomes longer."""
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
     group_query_attention: bool = False
-    """Let groups of query heads share their keys and values; --num-query-groups says how many groups."""
+    """Share keys and values among groups of query heads; --num-query-groups sets the number of groups."""
 
     swiglu: bool = False
-    """Gated MLP with SiLU."""
+    """Activation: gated MLP with SiLU."""
 
     squared_relu: bool = False
-    """MLP with the square of ReLU."""
+    """Activation: square of ReLU."""
 
     quick_geglu: bool = False
-    """Gated MLP with the sigmoid form of GELU."""
+    """Activation: gated MLP with GELU's sigmoid approximation."""
 
     geglu: bool = False
-    """Gated MLP with GELU in its tanh form."""
+    """Activation: gated MLP with GELU's tanh approximation."""
 
     openai_gelu: bool = False
-    """MLP with GELU in its tanh form."""
+    """Activation: GELU's tanh approximation."""
 
     bias_gelu_fusion: bool = flag(True, off="--no-bias-gelu-fusion")
-    """GELU takes its tanh form where linear layers have biases; otherwise the exact one."""
+    """Use GELU's tanh approximation where linear layers have biases, and exact GELU elsewhere."""
 
     bias_swiglu_fusion: bool = flag(True, off="--no-bias-swiglu-fusion", no_effect=_ONE_KERNEL)
-    """SwiGLU and its bias in one kernel."""
+    """Compute SwiGLU and its bias in one kernel."""
 
     init_method_xavier_uniform: bool = False
-    """Draw weights uniformly, with bounds from their shapes (Glorot and Bengio 2010), instead of normally."""
+    """Draw initial weights from a uniform distribution with bounds from their shapes (Glorot and Bengio 2010), instead
+    of a normal distribution."""
 
     spec: list[str] | None = not_yet(None, nargs="*")
-    """Module and name of a description of the layers to build."""
+    """Python module and function that return the layer specification."""
 
     # Vocabulary ------------------------------------------------------------------------------------------------------
 
     untie_embeddings_and_output_weights: bool = False
-    """The output layer has weights of its own, apart from the embedding's."""
+    """Give the output layer weights of its own instead of the embedding's."""
 
     make_vocab_size_divisible_by: int = 128
-    """Round the vocabulary up to a multiple of this times the tensor parallel size. It sizes memory, not the model: the
-    added entries hold zeros and take no part in the softmax."""
+    """Round the vocabulary up to a multiple of this times the tensor parallel size. The added entries contain zeros and
+    are left out of the softmax, so they change memory, not the model."""
 
     # Encoders and decoders -------------------------------------------------------------------------------------------
 
     encoder_num_layers: int | None = None
-    """Layers of an encoder; for GPT another spelling of --num-layers."""
+    """Layers of the encoder; for GPT another spelling of --num-layers."""
 
     decoder_num_layers: int | None = not_yet(None)
     """Layers of the decoder of an encoder-decoder model."""
 
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", no_effect="GPT has no such head")
-    """BERT predicts whether two segments belong together."""
+    """BERT: train a head that predicts whether two segments belong together."""
 
-    # Of older releases -----------------------------------------------------------------------------------------------
+    # Older releases --------------------------------------------------------------------------------------------------
 
     use_legacy_models: bool = not_yet(False)
-    """The models before megatron.core."""
+    """Older releases: models from before megatron.core."""
 
     deprecated_use_mcore_models: bool = flag(
         False, on="--use-mcore-models", no_effect="there are no other models than megatron.core's"
     )
-    """The models of megatron.core."""
+    """Older releases: models of megatron.core."""
 
     use_flash_attn: bool = flag(
-        False, no_effect="--attention-backend chooses; flash attention is taken where it can be"
+        False, no_effect="--attention-backend chooses the kernel; auto uses flash attention where it can"
     )
-    """Of older releases: flash attention."""
+    """Older releases: flash attention."""
 
     fp16_lm_cross_entropy: bool = not_yet(False)
     """Compute the cross entropy in half precision."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`. Does not look at
+        `transformer`, which may be None."""
+        sizes = ("max_position_embeddings", "make_vocab_size_divisible_by")
+        yield from too_small(self, (*sizes, "rotary_base", "rotary_seq_len_interpolation_factor"), 1)
+        given = [f"{{{field}}}" for field in _ACTIVATIONS if getattr(self, field)]
+        if len(given) > 1:
+            yield f"{' and '.join(given)} choose different activations; give one"

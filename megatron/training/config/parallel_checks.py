@@ -1,7 +1,7 @@
-"""Rules about layouts: sizes of the grid of ranks against the world, the model, the sequence and the batch.
+"""Rules about layouts: whether the parallel sizes fit the number of ranks, the sequence, the layers and the batch.
 
-What a model's own sizes allow stands in `megatron.core.transformer.transformer_config`; here are the rules that need
-the run around it. As in `checks`, every rule bears missing and impossible values, which another rule speaks of.
+The library's configs check the parallel sizes against the model's own sizes. As in `checks`, all rules must accept
+missing and impossible values; other rules report these.
 """
 
 import math
@@ -12,7 +12,7 @@ from megatron.training.config.settings import Settings
 
 
 def ranks(s: Settings) -> Iterator[str]:
-    """The world is a whole number of models."""
+    """The number of ranks is a multiple of the ranks of one model."""
     size = s.tensor_model_parallel_size * s.pipeline_model_parallel_size * s.context_parallel_size
     if size < 1 or s.world_size % size == 0:
         return
@@ -28,7 +28,8 @@ def ranks(s: Settings) -> Iterator[str]:
 
 
 def ranks_of_experts(s: Settings) -> Iterator[str]:
-    """The world is a whole number of grids of experts, and each of its ranks has tokens of its own."""
+    """The number of ranks is a multiple of the ranks of one set of experts, and training with TP uses sequence
+    parallelism."""
     if s.num_moe_experts is None:
         return
     tensor = s.tensor_model_parallel_size
@@ -49,25 +50,26 @@ def ranks_of_experts(s: Settings) -> Iterator[str]:
         )
     if tensor > 1 and not s.sequence_parallel and not s.skip_train:
         yield (
-            "{num_moe_experts} with {tensor_model_parallel_size}: experts are trained with {sequence_parallel:name} "
-            "only, since without it all tensor parallel ranks would send the same tokens; add it"
+            "{num_moe_experts} with {tensor_model_parallel_size}: training needs {sequence_parallel:name}, since "
+            "without it all tensor parallel ranks send the same tokens to the experts; add it"
         )
 
 
-def parts_of_a_sequence(s: Settings) -> Iterator[str]:
-    """Context parallel ranks take two equal pieces of a sequence each, sequence parallel ones equal shares of those."""
+def sequence_length(s: Settings) -> Iterator[str]:
+    """A sequence divides into two equal chunks per context parallel rank, and each rank's part into equal slices for
+    sequence parallelism."""
     length, context, tensor = s.seq_length or 0, s.context_parallel_size, s.tensor_model_parallel_size
     if length < 1 or context < 1 or tensor < 1:
         return
-    pieces = 2 * context if context > 1 else 1
-    if length % pieces:
+    chunks = 2 * context if context > 1 else 1
+    if length % chunks:
         yield (
-            f"{{seq_length}} does not divide by {pieces}, two pieces for each rank of {{context_parallel_size}}; "
-            f"{_multiples_near(length, pieces)} does"
+            f"{{seq_length}} does not divide by {chunks}, two chunks for each rank of {{context_parallel_size}}; "
+            f"{_multiples_near(length, chunks)} does"
         )
     elif s.sequence_parallel and length // context % tensor:
         share = f", of which a context parallel rank has {length // context}," if context > 1 else ""
-        near = _multiples_near(length, math.lcm(pieces, context * tensor))
+        near = _multiples_near(length, math.lcm(chunks, context * tensor))
         yield (
             f"{{sequence_parallel}}: {{seq_length}}{share} does not divide by {{tensor_model_parallel_size}}; "
             f"{near} does"
@@ -75,18 +77,15 @@ def parts_of_a_sequence(s: Settings) -> Iterator[str]:
 
 
 def virtual_stages(s: Settings) -> Iterator[str]:
-    """One way of saying how many model chunks a pipeline stage has, and it comes out even."""
+    """The number of model chunks per pipeline stage is given in one way, and divides the layers evenly."""
     stages, layers = s.pipeline_model_parallel_size, s.num_layers or 0
     fields = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     given = [field for field in (*fields, "pipeline_model_parallel_layout") if getattr(s, field) is not None]
-    if s.pipeline_model_parallel_layout == "auto":  # which cuts by cost, for as many chunks as are asked for
+    if s.pipeline_model_parallel_layout == "auto":  # auto balances the requested number of chunks
         given.remove("pipeline_model_parallel_layout")
     if len(given) > 1:
         names = " and ".join(f"{{{field}}}" for field in given)
         yield f"{names} say in {len(given)} ways how many chunks a pipeline stage has; give one"
-    for field in fields:
-        if getattr(s, field) is not None and getattr(s, field) < 1:
-            yield f"{{{field}}} must be at least 1"
     each = s.num_layers_per_virtual_pipeline_stage
     ends = s.num_layers_in_first_pipeline_stage, s.num_layers_in_last_pipeline_stage
     if each is None or each < 1 or stages < 2 or layers < 1 or ends != (None, None):
@@ -101,11 +100,11 @@ def virtual_stages(s: Settings) -> Iterator[str]:
 
 
 def sharding(s: Settings) -> Iterator[str]:
-    """What is spread over data parallel ranks is said once, and over a number of ranks that comes out even."""
+    """The sharding strategy is given in one way, and the number of optimizer instances divides the replicas."""
     if s.use_torch_fsdp2 and s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "optim_grads_params":
         yield (
-            "{use_torch_fsdp2} shards weights, gradients and optimizer state, {data_parallel_sharding_strategy} less; "
-            "give one"
+            "{use_torch_fsdp2} shards weights, gradients and optimizer state, {data_parallel_sharding_strategy} shards "
+            "less; give one"
         )
     if s.num_distributed_optimizer_instances < 1:
         yield "{num_distributed_optimizer_instances} must be at least 1"
@@ -114,7 +113,7 @@ def sharding(s: Settings) -> Iterator[str]:
 
 
 def _instances(s: Settings) -> Iterator[str]:
-    """Copies of the shards come out even, among the replicas of dense weights and among those of experts."""
+    """The number of optimizer instances divides the replicas of dense weights and those of experts."""
     replicas = {"data and context parallel ranks": s.data_parallel_size * s.context_parallel_size}
     if s.num_moe_experts is not None:
         tensor = s.expert_tensor_parallel_size or s.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""Everything that a run is told, checked, complete and frozen."""
+"""The complete, checked and frozen settings of a run."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,6 @@ from megatron.core.rank_grid import DEFAULT_ORDER, RankGrid
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
-from megatron.training.config.evaluation import EvaluationConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -20,12 +19,12 @@ from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Source
 from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.config.training import TrainingConfig
+from megatron.training.config.training import EvaluationConfig, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig:
-    """The settings of a run. Made by `megatron.training.arguments`; nothing reads the command line after that."""
+    """The settings of a run. `megatron.training.arguments` builds it; after that, nothing reads the command line."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -40,20 +39,21 @@ class PretrainConfig:
     logging: LoggingConfig
     resilience: ResilienceConfig
     provenance: Mapping[str, Source]
-    """Where each field's value comes from, by field name."""
+    """Source of each value, by field name."""
     notes: tuple[str, ...] = ()
-    """Lines to print once at the start: what was taken otherwise than written, and what changes nothing here."""
+    """Lines to print once at the start: flags that are read differently from how they are written, and flags without
+    effect."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Values of the arguments that a user's script added."""
 
     @property
     def transformer(self) -> TransformerConfig:
-        """The stack of layers."""
+        """Config of the transformer layers."""
         return self.model.transformer
 
     @property
     def world_size(self) -> int:
-        """Processes of the run."""
+        """Number of processes of the run."""
         return self.parallel.world_size
 
     @property
@@ -77,7 +77,7 @@ class PretrainConfig:
         )
 
     def parts(self) -> list[Any]:
-        """The config objects; where two have a field of one name, the first is the one whose flag it is."""
+        """Returns the config objects. If two have a field with the same name, its flag belongs to the first."""
         return [
             self.transformer,
             self.optimizer,
@@ -95,7 +95,7 @@ class PretrainConfig:
         ]
 
     def flat(self) -> dict[str, Any]:
-        """Every value by field name."""
+        """Returns all values by field name."""
         values: dict[str, Any] = {}
         for part in self.parts():
             for field in dataclasses.fields(part):

@@ -1,33 +1,34 @@
-"""What happens when something goes wrong."""
+"""Non-finite numbers, signals and faults."""
 
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_fields import flag, not_yet
 
-_ALWAYS = "SIGTERM is always handled: ranks agree on a step, save and exit"
+_ALWAYS = "SIGTERM is always handled: all ranks save after the same step and exit"
 
 
 @dataclass(kw_only=True, frozen=True)
 class ResilienceConfig:
-    """Non-finite numbers, signals, and checks of the machine."""
+    """Reaction to non-finite numbers and to signals, and checks of the hardware."""
 
     check_for_nan_in_loss_and_grad: bool = flag(True, off="--no-check-for-nan-in-loss-and-grad")
-    """Look for non-finite losses and gradients, and name rank, iteration, micro-batch and sample ids of each."""
+    """Look for non-finite losses and gradients, and report rank, iteration, micro-batch and sample ids of each."""
 
     nonfinite_action: Literal["stop", "skip"] = flag("stop", only_with="check_for_nan_in_loss_and_grad")
-    """What to do about a non-finite loss or gradient: stop the run, or skip the update and go on. (An overflow under
+    """What to do after a non-finite loss or gradient: stop the run, or skip the update and continue. (An overflow under
     the dynamic loss scale of --fp16 always skips.)"""
 
     exit_signal_handler: bool = flag(False, no_effect=_ALWAYS)
-    """Save and exit on --exit-signal."""
+    """Save and exit after --exit-signal."""
 
     exit_signal: signal.Signals = signal.SIGTERM
-    """Signal upon which ranks agree on a step, save and exit."""
+    """Signal after which all ranks save at the same step and exit."""
 
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, no_effect="not yet: replicas are not compared while training runs"
+        None, no_effect="not yet: replicas are not compared during training"
     )
     """Steps between two comparisons of the weights of data parallel replicas."""
 
@@ -37,9 +38,14 @@ class ResilienceConfig:
     """Run suspicious steps again, to tell broken hardware from bad data."""
 
     error_injection_rate: int = not_yet(0)
-    """Plant an error once in so many steps, to test the reaction."""
+    """Inject one error in this many steps, to test the reaction to it."""
 
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
         "transient_error", only_with="error_injection_rate"
     )
-    """With --error-injection-rate: the kind of error."""
+    """With --error-injection-rate: kind of the injected error."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`."""
+        if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
+            yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

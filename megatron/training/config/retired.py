@@ -1,11 +1,11 @@
-"""Flags of older releases that published commands still use, and what they are today."""
+"""Flags of older Megatron-LM releases that commands in circulation still use, and the flags that replace them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A flag where it stands on the command line, with its words."""
+    """A flag on the command line, with the words that follow it."""
 
     spelling: str
     words: tuple[str, ...] = ()
@@ -13,17 +13,20 @@ class Occurrence:
 
 @dataclass(frozen=True)
 class Translation:
-    """What a retired flag becomes, and the line that says so."""
+    """The flags that replace a retired flag."""
 
     occurrences: tuple[Occurrence, ...]
+    """Flags with the same meaning."""
     implied: tuple[Occurrence, ...]
+    """Flags that it also sets unless the command line gives them."""
     warning: str
+    """Line that tells the user."""
 
 
 def translate_all(occurrences: list[Occurrence]) -> tuple[list[Occurrence], list[str]]:
-    """The command line with retired flags replaced by those of today, and a warning for each.
+    """Returns the command line with retired flags replaced, and a warning for each of them.
 
-    What a retired flag only implies comes first, so that a flag that says otherwise wins.
+    Implied flags come first, so that a later flag on the command line overrides them.
     """
     implied: list[Occurrence] = []
     today: list[Occurrence] = []
@@ -42,12 +45,12 @@ def translate_all(occurrences: list[Occurrence]) -> tuple[list[Occurrence], list
 
 
 def translate(occurrence: Occurrence) -> Translation | None:
-    """The flags of today for a retired one; None if it is not retired."""
+    """Returns the flags that replace a retired flag; None if the flag is not retired."""
     spelling, words = occurrence.spelling, occurrence.words
     if spelling in _FULL_RECOMPUTATION:
         method = Occurrence("--recompute-method", words or ("uniform",))
         return _becomes(occurrence, (_FULL, method), implied=(Occurrence("--recompute-num-layers", ("1",)),))
-    if spelling == "--no-position-embedding":  # beside --use-rotary-position-embeddings it only means: not learnt ones
+    if spelling == "--no-position-embedding":  # with --use-rotary-position-embeddings it means: no learned positions
         return _NO_POSITIONS
     if spelling in _RENAMED:
         return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
@@ -59,17 +62,17 @@ def translate(occurrence: Occurrence) -> Translation | None:
 
 
 def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurrence, ...] = ()) -> Translation:
-    return Translation(new, implied, f"{text_of(old)}: retired; taken as {' '.join(map(text_of, (*new, *implied)))}")
+    return Translation(new, implied, f"{text_of(old)}: retired; read as {' '.join(map(text_of, (*new, *implied)))}")
 
 
 def text_of(occurrence: Occurrence) -> str:
-    """A flag as it was written."""
+    """Returns the flag and its words as they were written."""
     return " ".join((occurrence.spelling, *occurrence.words))
 
 
 _POSITIONS = "--position-embedding-type"
 _NO_POSITIONS = _becomes(Occurrence("--no-position-embedding"), (), implied=(Occurrence(_POSITIONS, ("none",)),))
-_SAID_ELSEWHERE = f"--no-position-embedding: retired; the positions are those of {_POSITIONS}"
+_SAID_ELSEWHERE = f"--no-position-embedding: retired; {_POSITIONS} sets the positions"
 
 _FULL_RECOMPUTATION = frozenset({"--activations-checkpoint-method", "--checkpoint-activations"})
 _FULL = Occurrence("--recompute-granularity", ("full",))
@@ -88,16 +91,16 @@ _NOW = {
 _GONE = {
     "--DDP-impl": "there is one data parallel implementation",
     "--dataset-impl": "indexed data files are mapped into memory",
-    "--no-contiguous-buffers-in-local-ddp": "gradients always lie in contiguous buffers",
-    "--no-scatter-gather-tensors-in-pipeline": "pipeline stages exchange what each needs",
-    "--onnx-safe": "it belonged to an exporter",
+    "--no-contiguous-buffers-in-local-ddp": "gradients are always in contiguous buffers",
+    "--no-scatter-gather-tensors-in-pipeline": "pipeline stages always send only what the next stage needs",
+    "--onnx-safe": "there is no ONNX export",
 }
 
 REFUSED = {
-    "--moe-router-topk-limited-devices": "of older releases; it would make a token's experts depend on the number of "
-    "expert parallel ranks; set --moe-router-num-groups to that number and --moe-router-group-topk to this one",
+    "--moe-router-topk-limited-devices": "retired: with it, a token's experts depend on the number of expert parallel "
+    "ranks; give --moe-router-num-groups (that number) and --moe-router-group-topk (this value) instead",
 }
-"""Flags of older releases that stand for something else on every layout, and the way that works."""
+"""Flags of older releases whose meaning depends on the layout, and what to give instead."""
 
 RETIRED = frozenset({"--no-position-embedding", *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
-"""Every flag that `translate` knows."""
+"""All flags that `translate` replaces."""

@@ -1,8 +1,9 @@
-"""All values of a run by field name while they are being completed, and where each comes from."""
+"""The values of a run while they are completed and checked, and the source of each value."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -10,23 +11,28 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine
 
 Source = Literal["default", "flag", "derived", "script"]
+"""Where a value comes from: the field's default, a flag, another value, or the user's script."""
+
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What a run is started in."""
+    """The environment in which a run is started."""
 
     world_size: int
+    """Number of ranks."""
     has_cuda: bool
+    """Whether this machine has a CUDA device."""
     world_size_is_given: bool = True
-    """Whether somebody, as torchrun does, has said how many ranks there are."""
+    """Whether the environment variable WORLD_SIZE is set, as under torchrun."""
     looks_at_files: bool = False
-    """Whether this process checks that files are there: the first one does, for all."""
+    """Whether this process checks that files exist. The first rank does it for all."""
 
     @classmethod
     def of_this_process(cls) -> "LaunchEnvironment":
-        """From WORLD_SIZE and RANK, which torchrun sets, and the devices of this machine. UserError if the former is no
-        number."""
+        """Reads WORLD_SIZE and RANK, which torchrun sets, and looks for devices. Raises UserError if WORLD_SIZE is not
+        a positive number."""
         words = os.environ.get("WORLD_SIZE", "1")
         if not words.isdecimal() or int(words) < 1:
             raise UserError(f"WORLD_SIZE {words}: expected the number of ranks, such as 8")
@@ -39,7 +45,7 @@ class LaunchEnvironment:
 
 
 class Settings:
-    """Attribute access to every value; `derive` changes one and remembers that it was derived."""
+    """All values by field name, as attributes. `provenance` holds the source of each value."""
 
     def __init__(self, line: CommandLine, launch_environment: LaunchEnvironment) -> None:
         self.values: dict[str, Any] = dict(line.values)
@@ -47,7 +53,7 @@ class Settings:
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")
         self.provenance.update(dict.fromkeys(line.script, "script"))
         self.provenance.update(dict.fromkeys(line.given, "flag"))
-        self.derive("world_size", launch_environment.world_size)
+        self.set_derived("world_size", launch_environment.world_size)
 
     def __getattr__(self, field: str) -> Any:
         try:
@@ -55,11 +61,18 @@ class Settings:
         except KeyError:
             raise AttributeError(field) from None
 
-    def derive(self, field: str, value: Any) -> None:
-        """Set a value that follows from others."""
+    def set_derived(self, field: str, value: Any) -> None:
+        """Sets a value that follows from other values, and records this as its source."""
         self.values[field] = value
         self.provenance[field] = "derived"
 
     def is_given(self, field: str) -> bool:
-        """A flag, or the user's script, has set it."""
+        """Whether a flag or the user's script has set the value."""
         return self.provenance.get(field) in ("flag", "script")
+
+    def build(self, config_class: type[_Config], **fixed: Any) -> _Config:
+        """Returns an object of a config dataclass whose fields have the values of the same names. `fixed` gives or
+        replaces single fields."""
+        assert dataclasses.is_dataclass(config_class)
+        names = {field.name for field in dataclasses.fields(config_class)}
+        return config_class(**{name: value for name, value in self.values.items() if name in names} | fixed)

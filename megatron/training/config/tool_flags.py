@@ -1,7 +1,7 @@
-"""Flags of a tool: config dataclasses as for the app, without what only a run needs."""
+"""Command lines of the programs in tools/: flags from config dataclasses, as in the app."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,34 +12,35 @@ from megatron.training.config.flag_table import Flag, flags_of
 from megatron.training.config.help_text import help_of_flags
 from megatron.training.config.retired import Occurrence
 
-Rule = Callable[[Any], Any]
-
 
 @dataclass(frozen=True)
 class Section:
-    """A config dataclass of a tool, its heading in --help, and the rule that finds what is wrong with its values."""
+    """A group of a tool's flags: one config dataclass under one heading of --help."""
 
     title: str
+    """Heading in --help."""
     config_class: type
-    problems: Rule | None = None
+    """Dataclass whose fields are the flags. Its `validate()`, if it has one, yields what is wrong with the values."""
+    problems: Callable[[Any], Iterable[str]] | None = None
+    """Another function that finds what is wrong with an object of `config_class`, for a class without `validate()`."""
 
 
 @dataclass(frozen=True)
 class ToolFlags:
-    """What a tool was told."""
+    """The values of a tool's command line."""
 
     configs: tuple[Any, ...]
-    """An object of each section's dataclass, in order."""
+    """One object of each section's dataclass, in the order of the sections."""
     warnings: tuple[str, ...]
-    """Flags that are taken for others, or that change nothing here."""
+    """Lines about renamed flags and about flags without effect."""
 
 
 def read_tool_flags(
     argv: Sequence[str], sections: Sequence[Section], usage: str, about: str, renamed: Mapping[str, str] | None = None
 ) -> ToolFlags:
-    """Read the words after a tool's name. Prints help and exits if they ask for it.
+    """Reads the words after a tool's name. Prints help and exits after --help.
 
-    `renamed` maps flags of older releases to those of today. Raises UserError with every mistake, a line each.
+    `renamed` maps flags of older releases to their new names. Raises UserError with all mistakes, one per line.
     """
     flags = {flag.field: flag for section in sections for flag in flags_of(section.config_class, section.title)}
     by_spelling = {spelling: flag for flag in flags.values() for spelling in flag.spellings}
@@ -64,7 +65,7 @@ def _take(
 ) -> None:
     today = renamed.get(occurrence.spelling)
     if today is not None:
-        line.warnings.append(f"{occurrence.spelling}: taken as {today}")
+        line.warnings.append(f"{occurrence.spelling}: read as {today}")
         occurrence = Occurrence(today, occurrence.words)
     if occurrence.spelling in by_spelling:
         take_flag(line, by_spelling[occurrence.spelling], occurrence)
@@ -78,8 +79,9 @@ def _make(config_class: type, values: Mapping[str, Any]) -> Any:
 
 def _problems_of(section: Section, config: Any, line: CommandLine, flags: Mapping[str, Flag]) -> list[str]:
     problems = unsupported_values(config)
-    if section.problems is not None:
-        problems += section.problems(config)
+    validate = section.problems or getattr(section.config_class, "validate", None)
+    if validate is not None:
+        problems += validate(config)
     spelled = [describe_problem(problem, config, lambda field: flags[field].spelling) for problem in problems]
     return [text for text in spelled if not any(flags[field].spelling in text for field in line.broken)]
 

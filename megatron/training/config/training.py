@@ -1,9 +1,10 @@
-"""How long to train, and in which batches."""
+"""How long to train, in which batches, and when to evaluate."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -11,70 +12,135 @@ class TrainingConfig:
     """Batches and iterations."""
 
     micro_batch_size: int
-    """Sequences that one rank takes through the model at once. Required."""
+    """Sequences that one rank processes in one forward and backward pass. Required."""
 
     global_batch_size: int
-    """Sequences of one step, over all ranks; micro batch size x data parallel ranks when not given."""
+    """Sequences of one training step, over all ranks; micro batch size x data parallel ranks when not given."""
 
     rampup_batch_size: list[int] | None = flag(None, nargs=3)
-    """Begin with a smaller global batch: first size, increment, and samples over which it grows to --global-batch-size.
-    Needs --train-samples."""
+    """Start with a smaller global batch. Three numbers: first size, increment, and the number of samples over which it
+    grows to --global-batch-size. Needs --train-samples."""
 
     decrease_batch_size_if_needed: bool = False
-    """Round the global batch down to what the data parallel ranks can share evenly."""
+    """Round the global batch size down to a multiple of what the data parallel ranks process at once."""
 
     step_batch_size_schedule: str | None = not_yet(None)
-    """Global batch sizes from given numbers of tokens on."""
+    """Change the global batch size at given numbers of tokens."""
 
     train_iters: int
-    """Steps to train, over all runs. This or --train-samples is required, except for a dry run or --skip-train."""
+    """Training steps in total, earlier starts of the run included. This or --train-samples is required, except for a
+    dry run or --skip-train."""
 
     train_samples: int | None = None
-    """Sequences to train on, over all runs, instead of --train-iters."""
+    """Training sequences in total, earlier starts of the run included. Replaces --train-iters."""
 
     exit_interval: int | None = None
-    """Save and exit after an iteration that this divides."""
+    """Save and exit after an iteration that is a multiple of this."""
 
     exit_duration_in_mins: int | None = None
-    """Save and exit once so many minutes have passed."""
+    """Save and exit after this many minutes."""
 
     manual_gc: bool = False
-    """Run Python's garbage collector at chosen steps only, the same on every rank."""
+    """Run Python's garbage collector only at fixed steps, which are the same on all ranks."""
 
     manual_gc_interval: int = flag(0, only_with="manual_gc")
-    """With --manual-gc: steps between two collections; 0: none."""
+    """With --manual-gc: steps between two garbage collections; 0: no collections."""
 
     manual_gc_eval: bool = flag(
         True, off="--no-manual-gc-eval", aliases=["--disable-manual-gc-eval"], only_with="manual_gc"
     )
-    """With --manual-gc: collect before and after evaluation."""
+    """With --manual-gc: collect before and after each evaluation."""
 
     empty_unused_memory_level: Literal[0, 1, 2] = flag(
-        0, no_effect="buffers keep their place through the run; there is little for torch's allocator to give back"
+        0, no_effect="buffers are allocated once and kept, so torch's allocator caches little that it could give back"
     )
-    """How often to give cached GPU memory back."""
+    """How often to return cached GPU memory to the device."""
 
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
 
-    disable_jit_fuser: bool = flag(False, no_effect="nothing is compiled behind your back")
-    """No just-in-time fusion."""
+    disable_jit_fuser: bool = flag(False, no_effect="layers are not compiled just in time")
+    """Do not fuse operations with a just-in-time compiler."""
 
     optimizer_cuda_graph: bool = not_yet(False)
     """Replay the optimizer's step as a CUDA graph."""
 
-    enable_experimental: bool = flag(False, no_effect="there is no switch before new features; each has its own flag")
+    enable_experimental: bool = flag(False, no_effect="each new feature has a flag of its own")
     """Allow experimental features."""
 
     sft: bool = not_yet(False)
     """Fine-tune on conversations."""
 
     dry_run: bool = False
-    """Check everything, print what the run would be (parameters, tokens, bytes) and exit: 0, or 2 on errors. The number
-    of ranks is WORLD_SIZE."""
+    """Check all flags, print parameters, tokens and memory of the run, and exit: code 0, or 2 after errors. Set the
+    environment variable WORLD_SIZE to choose the number of ranks."""
 
     print_config: bool = False
-    """Print every value and where it comes from: default, flag or derived."""
+    """Print every value and its source: default, flag or derived."""
 
     layout_invariant: bool = False
-    """Refuse settings whose result depends on how the run is spread over ranks."""
+    """Promise the same numbers for every layout at one --micro-batch-size and one --global-batch-size. Refuses settings
+    that depend on the layout even then."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`."""
+        sizes = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples")
+        yield from too_small(self, (*sizes, "exit_interval", "exit_duration_in_mins"), 1)
+        yield from too_small(self, ("manual_gc_interval",), 0)
+        total, size = self.train_samples, self.global_batch_size
+        if total is not None and size is not None and 0 < total < size:
+            yield "{train_samples} is less than one batch of {global_batch_size}"
+        yield from self._ramp_problems()
+
+    def _ramp_problems(self) -> Iterator[str]:
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = self.rampup_batch_size
+        if min(start, increment, samples) < 1:
+            yield "{rampup_batch_size}: start, increment and samples must be at least 1"
+            return
+        if self.train_samples is None:
+            yield "{rampup_batch_size} counts in samples; give {train_samples:name} instead of {train_iters:name}"
+        if self.global_batch_size is None:
+            return
+        if start >= self.global_batch_size:
+            yield "{rampup_batch_size} begins at or above {global_batch_size}; begin below it"
+        elif (self.global_batch_size - start) % increment:
+            near = self.global_batch_size - (self.global_batch_size - start) % increment
+            yield (
+                f"{{rampup_batch_size}}: from {start} in steps of {increment} the batch does not reach "
+                f"{{global_batch_size}}; it reaches {near} or {near + increment}"
+            )
+
+
+@dataclass(kw_only=True, frozen=True)
+class EvaluationConfig:
+    """Validation during training, and validation and test after the last step."""
+
+    eval_interval: int | None = None
+    """Steps between two validations. Without it, validation runs once, after training."""
+
+    eval_iters: int = 100
+    """Global batches of one evaluation; 0: never evaluate."""
+
+    skip_train: bool = False
+    """Evaluate once and exit without training."""
+
+    full_validation: bool = not_yet(False)
+    """Evaluate on the whole validation data each time."""
+
+    multiple_validation_sets: bool = not_yet(False)
+    """Report the loss of each validation data set separately."""
+
+    eval_global_batch_size: int | None = not_yet(None)
+    """Global batch size of evaluation; the training value when not given."""
+
+    eval_micro_batch_size: int | None = not_yet(None)
+    """Micro-batch size of evaluation; the training value when not given."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`."""
+        yield from too_small(self, ("eval_interval",), 1)
+        yield from too_small(self, ("eval_iters",), 0)
+        if self.skip_train and self.eval_iters == 0:
+            yield "{skip_train} with {eval_iters} leaves nothing to do"

@@ -1,6 +1,6 @@
-"""Flags of Megatron-LM that have no counterpart here so far.
+"""Flags of Megatron-LM that are not supported yet.
 
-Knowing their names makes the difference between "not yet" and "did you mean".
+With this list, the error for such a flag says "not yet" instead of suggesting a similar flag.
 """
 
 _NAMES = """

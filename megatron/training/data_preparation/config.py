@@ -65,19 +65,18 @@ class PreparationConfig:
     chunk_size: int | None = flag(None, no_effect="workers take blocks of the input")
     """Of older releases: lines handed to a worker at a time."""
 
-
-def preparation_problems(config: PreparationConfig) -> Iterator[str]:
-    """What is wrong with these values, before any file is looked at; `{field}` stands for a flag."""
-    if not config.input:
-        yield "{input:name}: missing; name one or more .jsonl or .jsonl.gz files"
-    if not config.output_prefix:
-        yield "{output_prefix:name}: missing; name where the data set goes"
-    if len(set(config.json_keys)) < len(config.json_keys):
-        yield "{json_keys}: a key comes twice"
-    if any("/" in key for key in config.json_keys):
-        yield "{json_keys}: a key that holds a slash cannot be part of a file's name"
-    for field in ("workers", "max_line_bytes", "partitions", "log_interval"):
-        if getattr(config, field) < 1:
-            yield f"{{{field}}}: must be at least 1"
-    if config.max_line_bytes > 1 << 30:
-        yield f"{{max_line_bytes}}: must be at most {1 << 30}"
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
+        if not self.input:
+            yield "{input:name}: missing; give one or more .jsonl or .jsonl.gz files"
+        if not self.output_prefix:
+            yield "{output_prefix:name}: missing; give the path of the data set, without .bin"
+        if len(set(self.json_keys)) < len(self.json_keys):
+            yield "{json_keys}: a key is given twice"
+        if any("/" in key for key in self.json_keys):
+            yield "{json_keys}: a key with a slash cannot be part of a file name"
+        for field in ("workers", "max_line_bytes", "partitions", "log_interval"):
+            if getattr(self, field) < 1:
+                yield f"{{{field}}}: must be at least 1"
+        if self.max_line_bytes > 1 << 30:
+            yield f"{{max_line_bytes}}: must be at most {1 << 30}"

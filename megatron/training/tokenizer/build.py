@@ -2,7 +2,7 @@
 
 from megatron.core.config_fields import refuse, unsupported_values
 from megatron.core.exceptions import UserError
-from megatron.training.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -13,7 +13,7 @@ from megatron.training.tokenizer.tiktoken import TikTokenizer
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Read the files that the flags name. UserError, naming flag and file, when something is missing or wrong."""
-    refuse([*unsupported_values(config), *tokenizer_problems(config)], config)
+    refuse([*unsupported_values(config), *config.validate()], config)
     tokenizer = _build(config)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size and config.family != "NullTokenizer":
         raise UserError(

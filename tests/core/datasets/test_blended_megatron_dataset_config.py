@@ -12,7 +12,7 @@ def test_without_a_split_the_published_one_is_taken_and_said(caplog):
     config = BlendedMegatronDatasetConfig(1, 8, blend=BLEND)
     assert config.split == "969,30,1"
     assert config.split_matrix == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]
-    assert "divided 969,30,1" in caplog.text
+    assert "test data as 969,30,1" in caplog.text
 
 
 @pytest.mark.parametrize("given", [{"split": "90,5,5"}, {"blend_per_split": [None] * 3}, {"mock": True}])

@@ -46,7 +46,7 @@ def test_what_the_line_says(saved):
     config = config_of(f"--load {saved} --hidden-size 64 --vocab-size 50 --seq-length 8 --moe-grouped-gemm")
     assert config.transformer.hidden_size == 32
     assert config.tokenizer.vocab_size == 50 and config.data.seq_length == 8 and config.transformer.moe_grouped_gemm
-    assert "--use-checkpoint-args replaces --hidden-size 64 by 32" in config.notes
+    assert "--use-checkpoint-args replaces --hidden-size 64 with 32" in config.notes
 
 
 def test_a_run_goes_on_with_it(saved, tmp_path):
@@ -58,6 +58,6 @@ def test_without_a_checkpoint(tmp_path):
     with pytest.raises(UserError, match="--use-checkpoint-args needs a checkpoint: --load or --pretrained-checkpoint"):
         config_of(TINY)
     config = config_of(f"{TINY} --load {tmp_path}")
-    assert f"--use-checkpoint-args: no checkpoint in {tmp_path} yet: the flags that are given stand" in config.notes
+    assert f"--use-checkpoint-args: no checkpoint in {tmp_path} yet: the given flags are used" in config.notes
     with pytest.raises(UserError, match=f"--use-checkpoint-args: {tmp_path} has no checkpoint of iteration 7"):
         config_of(f"{TINY} --load {tmp_path} --ckpt-step 7")

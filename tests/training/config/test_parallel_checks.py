@@ -44,7 +44,7 @@ LAYOUTS = [
     (
         4,
         "--context-parallel-size 4 --seq-length 100",
-        "--seq-length 100 does not divide by 8, two pieces for each rank of --context-parallel-size 4; 96 or 104 does",
+        "--seq-length 100 does not divide by 8, two chunks for each rank of --context-parallel-size 4; 96 or 104 does",
     ),
     (
         4,
@@ -124,7 +124,7 @@ LAYOUTS = [
     (
         2,
         "--use-torch-fsdp2 --use-megatron-fsdp --data-parallel-sharding-strategy optim",
-        "--use-torch-fsdp2 shards weights, gradients and optimizer state, --data-parallel-sharding-strategy optim less",
+        "--use-torch-fsdp2 shards weights, gradients and optimizer state, --data-parallel-sharding-strategy optim s",
     ),
     (
         2,
@@ -202,6 +202,6 @@ def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
     words += "--num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --tokenizer-type NullTokenizer"
     alone = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(1, False, False))
     assert alone.world_size == 8 and alone.grid.data == 1
-    assert "--dry-run of 8 ranks, which one model takes; WORLD_SIZE=N says for how many" in alone.notes
+    assert "--dry-run: for 8 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.notes
     told = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(16, False))
     assert told.world_size == 16 and told.grid.data == 2

@@ -62,7 +62,7 @@ def test_values():
 
 def test_what_is_taken_otherwise_is_said():
     assert read("--nom x --old 1 --gears 3").warnings == (
-        "--nom: taken as --name",
+        "--nom: read as --name",
         "--old: no effect: nobody needs it",
         "--gears: no effect without --mode slow",
     )

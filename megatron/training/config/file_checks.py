@@ -1,0 +1,60 @@
+"""Rules about files and folders: those that flags name must exist.
+
+Only the first rank looks, for all ranks (`LaunchEnvironment.looks_at_files`).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.exceptions import UserError
+from megatron.training.config.settings import Settings
+
+
+def files_exist(s: Settings) -> Iterator[str]:
+    """Every data file and tokenizer file exists."""
+    if not s.launch_environment.looks_at_files:
+        return
+    for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
+        path = getattr(s, field)
+        if path is not None and not Path(path).is_file():
+            yield f"{{{field}}}: no such file"
+    if s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
+        yield "{tokenizer_model}: no such file or folder"
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        try:
+            blend = get_blend_from_list(getattr(s, field))
+        except UserError as error:
+            yield _escaped(str(error))
+            continue
+        for prefix in blend[0] if blend is not None else ():
+            yield from _data_set_exists(field, prefix)
+
+
+def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
+    """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names."""
+    missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
+    if missing:
+        folder, name = Path(prefix).parent, Path(prefix).name
+        near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
+        hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
+        yield f"{{{field}:name}} " + _escaped(f"{prefix}{missing[0]}: no such file{hint}")
+
+
+def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
+    """A folder that must contain a checkpoint exists. Its contents are checked later, when it is read.
+
+    A run that resumes from --load no longer needs --pretrained-checkpoint.
+    """
+    if not s.launch_environment.looks_at_files or (s.load is not None and Path(s.load).is_dir()):
+        return
+    if s.pretrained_checkpoint is not None:
+        if not Path(s.pretrained_checkpoint).is_dir():
+            yield "{pretrained_checkpoint}: no such folder"
+    elif s.load is not None and s.exit_on_missing_checkpoint:
+        yield "{load}: no such folder, and {exit_on_missing_checkpoint:name} is given"
+
+
+def _escaped(text: str) -> str:
+    """The text as a problem that names no field."""
+    return text.replace("{", "{{").replace("}", "}}")

@@ -1,0 +1,82 @@
+"""The words of the command line that a field accepts, by the field's type annotation."""
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words of the command line that a flag accepts."""
+
+    kind: type
+    """Type of one value."""
+    parse: Callable[[str], Any]
+    """Turns one word into a value. Raises ValueError that says what works."""
+    choices: tuple[str, ...] | None = None
+    """All words that work; None: any word that `parse` accepts."""
+    is_list: bool = False
+    """Whether the field holds a list, with one value per word."""
+
+
+def word_type(annotation: Any) -> Words:
+    """Returns the words that a field with this type annotation accepts."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (types.UnionType, typing.Union):
+        members = [word_type(argument) for argument in arguments if argument is not type(None)]
+        return members[-1]  # `str | list[str]`: a list, or one word without it
+    if origin is Literal:
+        return Words(type(arguments[0]), choice({str(word): word for word in arguments}), tuple(map(str, arguments)))
+    if origin is list:
+        return dataclasses.replace(word_type(arguments[0]), is_list=True)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return Words(annotation, choice({member.name: member for member in annotation}), tuple(annotation.__members__))
+    parsers: dict[Any, Callable[[str], Any]] = {int: whole_number, float: number, str: str}
+    return Words(annotation if isinstance(annotation, type) else str, parsers.get(annotation, str))
+
+
+def takes_one_or_list(annotation: Any) -> bool:
+    """Whether the annotation is like `str | list[str]`: a single word gives a value, several words a list."""
+    members = [member for member in typing.get_args(annotation) if member is not type(None)]
+    return len(members) == 2 and typing.get_origin(members[1]) is list
+
+
+def choice(values: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Returns a parser that maps the keys to their values. It raises ValueError with all keys for any other word."""
+
+    def parse(word: str) -> Any:
+        if word not in values:
+            raise ValueError(f"choose from {', '.join(values)}")
+        return values[word]
+
+    return parse
+
+
+def whole_number(word: str) -> int:
+    """Returns the word as an integer. Raises ValueError; for other numbers it names the nearest integer."""
+    try:
+        return int(word)
+    except ValueError:
+        pass
+    try:
+        value = float(word)
+    except ValueError:
+        raise ValueError("expected a whole number") from None
+    near = f"; {round(value)} works" if math.isfinite(value) and abs(value) < 1e18 else ""
+    raise ValueError(f"expected a whole number{near}")
+
+
+def number(word: str) -> float:
+    """Returns the word as a finite number. Raises ValueError."""
+    try:
+        value = float(word)
+    except ValueError:
+        raise ValueError("expected a number") from None
+    if not math.isfinite(value):
+        raise ValueError("expected a finite number")
+    return value

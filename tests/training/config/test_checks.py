@@ -1,0 +1,215 @@
+"""Rules between values: each problem names flags, values and what works."""
+
+from pathlib import Path
+
+import pytest
+from support.command_lines import SMALL, configured, problems_of, without
+
+
+@pytest.mark.parametrize(
+    "flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"]
+)
+def test_what_every_run_needs(flag: str) -> None:
+    problems = problems_of(base=without(flag))
+    assert len(problems) == 1 and problems[0].startswith(f"{flag} is missing: ")
+
+
+def test_a_run_needs_a_length_and_data() -> None:
+    assert problems_of(base=without("--train-iters")) == [
+        "--train-iters or --train-samples is missing: how long to train"
+    ]
+    assert problems_of(base=without("--mock-data"))[0].startswith("--data-path is missing")
+
+
+def test_a_dry_run_needs_neither() -> None:
+    config = configured("--dry-run", base=" ".join(w for w in without("--train-iters").split() if w != "--mock-data"))
+    assert any("--train-iters or --train-samples is missing" in note for note in config.notes)
+
+
+RULES = [
+    # batches and ranks
+    (
+        "--global-batch-size 5",
+        "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6",
+    ),
+    ("--rampup-batch-size 1 1 100", "--rampup-batch-size 1 1 100 counts in samples; give --train-samples"),
+    ("--micro-batch-size 0", "--micro-batch-size 0 must be at least 1"),
+    ("--train-iters 5 --train-samples 5", "--train-iters 5 and --train-samples 5 say how long to train in two ways"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 must be at least 1"),
+    # the model
+    ("--hidden-size 66", "--hidden-size 66 does not divide by --num-attention-heads 4; 64 or 68 works, or set"),
+    ("--group-query-attention --num-query-groups 3", "--num-query-groups 3 does not divide --num-attention-heads 4"),
+    ("--max-position-embeddings 100", "--seq-length 128 is longer than --max-position-embeddings 100"),
+    ("--position-embedding-type rope --rotary-percent 1.5", "--rotary-percent 1.5 must be larger than 0 and at most 1"),
+    (
+        "--position-embedding-type rope --rotary-percent 0.2",
+        "--rotary-percent 0.2 of --kv-channels 16 rotates 3 channels",
+    ),
+    (
+        "--position-embedding-type mrope",
+        "--position-embedding-type mrope: not yet; what works so far is learned_absolute",
+    ),
+    ("--swiglu --squared-relu", "--swiglu and --squared-relu choose different activations; give one"),
+    (
+        "--glu-linear-offset 1",
+        "--glu-linear-offset 1.0 is for an MLP with a gate; add --swiglu, --geglu or --quick-geglu",
+    ),
+    ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0 is for an MLP with a gate"),
+    ("--hidden-dropout 1", "--hidden-dropout 1.0 must be at least 0 and less than 1"),
+    ("--seed 0", "--seed 0 must be larger than 0"),
+    ("--expert-model-parallel-size 8", "--expert-model-parallel-size 8 spreads experts over ranks: it needs"),
+    ("--num-experts 8 --expert-model-parallel-size 2", "1 ranks (WORLD_SIZE) do not divide by 2, which is"),
+    (
+        "--num-experts 8 --tensor-model-parallel-size 2",
+        "--num-experts 8 with --tensor-model-parallel-size 2: training needs --sequence-parallel",
+    ),
+    ("--fp8-format hybrid", "--fp8-format hybrid: not yet"),
+    # number formats
+    ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
+    ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),
+    # optimizer and schedule
+    ("--optimizer muon", "--optimizer muon: not yet; what works so far is adam or sgd"),
+    ("--clip-grad -1", "--clip-grad -1.0 must be at least 0; 0 turns clipping off"),
+    ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
+    ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is larger than --lr 0.001"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 say how long to",
+    ),
+    ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be at least 0 and less than 1"),
+    (
+        "--lr-warmup-iters 10",
+        "--lr-warmup-iters 10 leaves nothing of --train-iters 10 to decay over; it must be less",
+    ),
+    ("--lr-warmup-samples 10", "--lr-warmup-samples 10 does not go with --train-iters; give --lr-warmup-iters"),
+    ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
+    ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    ("--weight-decay-incr-style linear", "--weight-decay-incr-style linear needs --start-weight-decay"),
+    ("--end-weight-decay 0.5", "--end-weight-decay 0.5 needs --weight-decay-incr-style linear or cosine"),
+    (
+        "--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler",
+        "--override-opt_param-scheduler and --use-",
+    ),
+    # data
+    ("--data-path x", "--data-path and --mock-data say in 2 ways where data is; give one"),
+    ("--dataloader-type external", "--dataloader-type external: not yet; what works so far is single or cyclic"),
+    # tokenizer
+    ("--tokenizer-type GPT2BPETokenizer", "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
+    ("--tokenizer-type SFTTokenizer", "--tokenizer-type SFTTokenizer: not yet"),
+    # evaluation, checkpoints, logs, faults
+    ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
+    ("--skip-train --eval-iters 0", "--skip-train with --eval-iters 0 leaves nothing to do"),
+    ("--ckpt-step 5", "--ckpt-step 5 needs --load: the folder to load from"),
+    ("--save x --keep-last 0", "--keep-last 0 must be at least 1"),
+    ("--log-interval 0", "--log-interval 0 must be at least 1"),
+    ("--profile --profile-step-end 5", "--profile-step-end 5 must be larger than --profile-step-start 10"),
+    ("--exit-signal SIGKILL", "--exit-signal SIGKILL cannot be caught by any program; SIGTERM or SIGUSR1 can"),
+    ("--error-injection-rate 5", "--error-injection-rate 5: not yet"),
+    ("--layout-invariant", "--layout-invariant needs --global-batch-size: without it, the batch grows"),
+    ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and less than 1"),
+    ("--split 90,20,x", "--split 90,20,x: 'x' is not a number; expected shares such as 969,30,1"),
+    ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
+    (
+        "--recompute-activations --recompute-modules mlp moe",
+        "--recompute-modules mlp moe: moe is a part of a layer",
+    ),
+    ("--recompute-activations --recompute-modules gelu", "--recompute-modules gelu: gelu is no part of a layer"),
+    (
+        "--distribute-saved-activations --recompute-activations",
+        "--distribute-saved-activations spreads inputs of layers: it needs --recompute-granularity full",
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), RULES, ids=[flags for flags, _ in RULES])
+def test_a_rule_names_flags_values_and_what_works(flags: str, message: str) -> None:
+    assert any(problem.startswith(message) for problem in problems_of(flags)), problems_of(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--rampup-batch-size 2 4 100 --global-batch-size 16",
+            "the batch does not reach --global-batch-size 16; it reaches 14 or 18",
+        ),
+        ("--rampup-batch-size 16 4 100 --global-batch-size 16", "begins at or above --global-batch-size 16"),
+        (
+            "--rampup-batch-size 3 1 100 --global-batch-size 16",
+            "the batch size 3 of --rampup-batch-size does not divide",
+        ),
+        (
+            "--train-samples 3 --global-batch-size 16",
+            "--train-samples 3 is less than one batch of --global-batch-size 16",
+        ),
+        ("--lr-warmup-iters 1", "--lr-warmup-iters 1 does not go with --train-samples; give --lr-warmup-samples"),
+    ],
+)
+def test_rules_of_runs_by_samples(flags: str, message: str) -> None:
+    problems = problems_of(f"--train-samples 1000 {flags}", base=without("--train-iters"))
+    assert any(message in problem for problem in problems), problems
+
+
+def test_what_is_derived_is_called_by_what_it_is_derived_from() -> None:
+    assert problems_of("--train-iters 0") == ["--train-iters 0 must be at least 1"]
+    assert problems_of("--lr-warmup-iters 10") == [
+        "--lr-warmup-iters 10 leaves nothing of --train-iters 10 to decay over; it must be less"
+    ]
+    assert problems_of("--lr-warmup-iters 10 --lr-decay-iters 9") == [
+        "--lr-warmup-iters 10 leaves nothing of --lr-decay-iters 9 to decay over; it must be less"
+    ]
+    assert problems_of("--lr -1") == ["--lr -1.0 must be at least 0"]
+
+
+def test_a_split_without_shares_is_refused_whatever_the_data() -> None:
+    assert problems_of("--split 0,0,0")[0].startswith("--split 0,0,0: expected up to three shares")
+    assert problems_of("--split {}") != []
+
+
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_number_of_experts_is_refused_once(number: str) -> None:
+    (problem,) = problems_of(f"--num-experts {number}")
+    assert problem == f"--num-experts {number} must be at least 1"
+
+
+def test_tokens_that_no_sample_has_are_not_predicted() -> None:
+    assert configured("--mtp-num-layers 127").transformer.mtp_num_layers == 127
+    (problem,) = problems_of("--mtp-num-layers 128")
+    assert problem.startswith("--mtp-num-layers 128 must be less than --seq-length 128")
+
+
+def test_a_split_for_data_that_is_used_whole(tmp_path: Path) -> None:
+    base = SMALL.replace("--mock-data", "--train-data-path a --valid-data-path b")
+    assert problems_of(base=base) == []
+    assert problems_of("--split 1,0,0", base=base)[0].startswith("--split 1,0,0 does not go with --train-data-path")
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            "--decrease-batch-size-if-needed",
+            "makes the batch depend on the number of data parallel ranks; leave it out",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+            "global_aux_loss of --moe-router-load-balancing-type global_aux_loss depends on the order in which data "
+            "parallel ranks process micro-batches; aux_loss and seq_aux_loss do not",
+        ),
+    ],
+)
+def test_layout_invariant_refuses_what_depends_on_the_layout(flags: str, problem: str) -> None:
+    (found,) = problems_of(f"--layout-invariant --global-batch-size 4 {flags}")
+    assert found.startswith("--layout-invariant: ") and found.endswith(problem)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--eod-mask-loss",
+        "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 1",
+        "--calculate-per-token-loss",
+    ],
+)
+def test_layout_invariant_accepts_what_depends_on_the_micro_batch_size_alone(flags: str) -> None:
+    assert problems_of(f"--layout-invariant --global-batch-size 4 {flags}") == []

@@ -1,0 +1,102 @@
+"""Values that follow from other values, and notes about them."""
+
+import pytest
+import torch
+from support.command_lines import SMALL, configured, without
+
+from megatron.training.config.derived_values import iterations_of_samples
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(64, 128), (4096, 10880), (768, 2048)])
+def test_swiglu_shrinks_the_mlp_to_a_multiple_of_64(hidden: int, ffn: int) -> None:
+    assert configured(f"--swiglu --hidden-size {hidden}").transformer.ffn_hidden_size == ffn
+    assert configured("--swiglu --ffn-hidden-size 100").transformer.ffn_hidden_size == 100
+
+
+def test_query_groups_count_only_with_their_switch() -> None:
+    assert configured("--num-query-groups 2").transformer.num_query_groups == 4
+    assert configured("--group-query-attention --num-query-groups 2").transformer.num_query_groups == 2
+    assert configured("--group-query-attention").transformer.num_query_groups == 1
+
+
+def test_number_formats() -> None:
+    config = configured("--bf16")
+    assert config.transformer.params_dtype is config.optimizer.params_dtype is torch.bfloat16
+    assert config.optimizer.bf16 and config.ddp.grad_reduce_in_fp32
+    assert not configured("--bf16 --grad-reduce-in-bf16").ddp.grad_reduce_in_fp32
+    assert configured("--fp64").transformer.params_dtype is torch.float64
+
+
+def test_ranks_and_batches() -> None:
+    config = configured("--global-batch-size 32", ranks=8)
+    assert config.grid.data == config.parallel.data_parallel_size == config.world_size == 8
+    assert configured(ranks=8).training.global_batch_size == 16
+
+
+def test_the_backend_follows_the_device() -> None:
+    assert configured(has_cuda=True).parallel.distributed_backend == "nccl"
+    assert configured("--distributed-backend gloo", has_cuda=True).parallel.distributed_backend == "gloo"
+    config = configured("--distributed-backend nccl")
+    assert config.parallel.distributed_backend == "gloo"
+    assert "--distributed-backend nccl: this machine has no GPU; gloo is used" in config.notes
+
+
+def test_the_length_in_samples() -> None:
+    base = without("--train-iters")
+    config = configured("--train-samples 101 --global-batch-size 4", base=base)
+    assert config.training.train_iters == 25 and config.schedule.lr_decay_samples == 101
+    assert config.schedule.lr_decay_iters is None
+
+
+def test_iterations_of_a_ramp_count_every_step() -> None:
+    def simulated(samples: int, size: int, start: int, increment: int, over: int) -> int:
+        consumed = steps = 0
+        while True:
+            per = over / ((size - start) / increment)
+            batch = size if consumed > over else min(size, start + int(consumed / per) * increment)
+            if consumed + batch > samples and consumed > over:
+                return steps
+            consumed += batch
+            steps += 1
+
+    assert iterations_of_samples(1000, 16, [4, 4, 100]) == simulated(1000, 16, 4, 4, 100)
+    assert iterations_of_samples(5000, 64, [8, 8, 777]) == simulated(5000, 64, 8, 8, 777)
+    assert iterations_of_samples(100, 10, None) == 10
+
+
+def test_the_split_and_the_metrics_file_have_defaults_that_are_said() -> None:
+    base = SMALL.replace("--mock-data", "--data-path some/prefix")
+    config = configured(base=base)
+    assert config.data.split == "969,30,1" and any("969,30,1" in note for note in config.notes)
+    assert configured("--save somewhere").logging.metrics_path == "somewhere/metrics.jsonl"
+    assert configured("--save x --metrics-path y").logging.metrics_path == "y"
+
+
+def test_formats_of_other_programs_save_in_ours_and_say_so() -> None:
+    config = configured("--ckpt-format torch_dist --transformer-impl transformer_engine")
+    assert config.checkpoint.ckpt_format == "safetensors"
+    assert [note for note in config.notes if note.startswith(("--ckpt-format torch_dist", "--transformer-impl"))]
+
+
+def test_other_names_of_one_size() -> None:
+    base = without("--num-layers").replace("--seq-length", "--encoder-seq-length")
+    config = configured("--encoder-num-layers 3", base=base)
+    assert config.transformer.num_layers == 3 and config.data.seq_length == 128
+
+
+def test_latent_attention_says_that_learned_positions_are_added() -> None:
+    def told(flags: str) -> bool:
+        return any(
+            "learned_absolute adds learned positions" in note
+            for note in configured(f"--multi-latent-attention {flags}").notes
+        )
+
+    assert told("") and not told("--position-embedding-type rope")
+    assert not told("--position-embedding-type learned_absolute"), "who asks for it knows"
+
+
+def test_defaults_that_are_not_the_published_ones_are_said_once() -> None:
+    line = "defaults that differ from Megatron-LM's: --ckpt-format safetensors, --transformer-impl auto"
+    assert configured(has_cuda=True).notes[0] == line
+    given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")
+    assert not any("defaults that differ" in note for note in given.notes)

@@ -1,0 +1,53 @@
+"""Files and folders that flags name must exist."""
+
+from pathlib import Path
+
+import pytest
+from support.command_lines import SMALL
+
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import LaunchEnvironment
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("--pretrained-checkpoint /no/such", ["--pretrained-checkpoint /no/such: no such folder"]),
+        ("--pretrained-checkpoint /no/such --load {there}", []),  # the run has checkpoints of its own
+        ("--pretrained-checkpoint {there} --load /no/such", []),
+        ("--load /no/such", []),
+        (
+            "--load /no/such --exit-on-missing-checkpoint",
+            ["--load /no/such: no such folder, and --exit-on-missing-checkpoint is given"],
+        ),
+    ],
+)
+def test_folders_that_must_hold_a_checkpoint(flags: str, problems: list[str], tmp_path: Path) -> None:
+    words = [*SMALL.split(), *flags.format(there=tmp_path).split()]
+    for looks in (True, False):
+        try:
+            configure(words, launch_environment=LaunchEnvironment(1, False, looks_at_files=looks))
+        except ConfigurationError as error:
+            assert looks and error.problems == problems
+        else:
+            assert not (looks and problems)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "corpus_text_document.idx").touch()
+    (tmp_path / "half.idx").touch()
+    words = SMALL.replace("--mock-data", f"--data-path 1 {tmp_path}/corpus 2 {tmp_path}/half").split()
+    words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "/no/vocab", "--merge-file", "/no/merges"]
+    with pytest.raises(ConfigurationError) as caught:
+        configure(
+            [*words, "--tokenizer-model", "/no/model"],
+            launch_environment=LaunchEnvironment(1, False, looks_at_files=True),
+        )
+    assert caught.value.problems == [
+        "--vocab-file /no/vocab: no such file",
+        "--merge-file /no/merges: no such file",
+        "--tokenizer-model /no/model: no such file or folder",
+        f"--data-path {tmp_path}/corpus.idx: no such file; there is {tmp_path}/corpus_text_document",
+        f"--data-path {tmp_path}/half.bin: no such file",
+    ]

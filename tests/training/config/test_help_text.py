@@ -1,0 +1,43 @@
+"""What --help prints."""
+
+import dataclasses
+
+from megatron.core.config_fields import FlagDeclaration
+from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
+from megatron.training.config.help_text import help_of_flags, help_text
+
+
+def entry(spelling: str) -> str:
+    text = help_of_flags("usage: tool", "About.", [flags_by_spelling()[spelling]])
+    return " ".join(text.split(":\n", 1)[1].split())
+
+
+def test_an_entry_has_placeholder_help_and_default() -> None:
+    assert entry("--log-interval") == "--log-interval N Steps between two log lines. [100]"
+    assert entry("--lr-wsd-decay-style").startswith(
+        "--lr-wsd-decay-style {exponential,linear,cosine,minus_sqrt} With WSD"
+    )
+    assert entry("--rampup-batch-size").startswith("--rampup-batch-size N N N Start with a smaller")
+    assert entry("--no-mmap-bin-files").startswith("--no-mmap-bin-files Turn this off: Map data files")
+
+
+def test_flags_without_effect_and_unsupported_flags_are_listed_by_name() -> None:
+    text = help_text("script.py", "extra help")
+    working, names = text.split("accepted without effect:")
+    ineffective, unsupported = names.split("not supported yet")
+    assert "--use-flash-attn" in ineffective and "--use-flash-attn" not in working
+    assert "--optimizer-cuda-graph" in unsupported and "--log-interval N" in working
+    assert text.startswith("usage: [torchrun ...] script.py [flags]") and text.rstrip().endswith("extra help")
+
+
+def test_every_flag_appears_once() -> None:
+    words = help_text("script.py").replace(",", " ").split()
+    missing = [flag.spelling for flag in flag_table().values() if flag.spelling not in words]
+    assert missing == []
+
+
+def test_choices_that_are_not_supported_are_left_out() -> None:
+    flag: Flag = flags_by_spelling()["--dataloader-type"]
+    assert "{single,cyclic}" in help_of_flags("usage", "about", [flag])
+    free = dataclasses.replace(flag, declaration=FlagDeclaration())
+    assert "{single,cyclic,external}" in help_of_flags("usage", "about", [free])

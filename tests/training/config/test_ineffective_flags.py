@@ -1,0 +1,115 @@
+"""Notes about flags that were given and change nothing."""
+
+import pytest
+from support.command_lines import SMALL, configured, without
+
+
+def test_what_hides_exchanges_says_where_there_are_none() -> None:
+    def said(flags: str, ranks: int = 1) -> list[str]:
+        notes = configured(f"--num-experts 4 {flags}", ranks=ranks).notes
+        return [note.partition(":")[0] for note in notes if "has no effect with --expert-model-parallel-size 1" in note]
+
+    shared = "--moe-shared-expert-overlap"
+    both = f"--overlap-moe-expert-parallel-comm {shared} --moe-shared-expert-intermediate-size 64"
+    assert said(both) == [shared, "--overlap-moe-expert-parallel-comm"]
+    assert said(f"{both} --expert-model-parallel-size 2", ranks=2) == said("") == said(shared) == []
+    assert said(f"{both} --expert-tensor-parallel-size 2", ranks=2) == [shared]  # an expert's channels are elsewhere
+    assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
+
+
+def test_without_experts_their_sizes_change_no_grid() -> None:
+    config = configured("--expert-tensor-parallel-size 2")
+    assert config.grid == configured().grid
+    assert "--expert-tensor-parallel-size 2: has no effect without --num-experts" in config.notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        ("--use-mcore-models", "--use-mcore-models: there are no other models"),
+        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion: weight gradients always"),
+        (
+            "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap",
+            "--overlap-param-gather: has no effect without --use-distributed-optimizer",
+        ),
+        ("--tp-comm-overlap --disable-tp-comm-bulk-wgrad", "--tp-comm-overlap: tensor parallel communication always"),
+        ("--tp-comm-overlap-cfg x", "--tp-comm-overlap-cfg x: has no effect without --tp-comm-overlap"),
+        ("--decoder-first-pipeline-num-layers 1", "--decoder-first-pipeline-num-layers 1: has no effect while --pipe"),
+        ("--cp-comm-type a2a", "--cp-comm-type a2a: has no effect while --context-parallel-size is 1"),
+        ("--data-parallel-sharding-strategy optim", "--data-parallel-sharding-strategy optim: has no effect without"),
+        (
+            "--num-distributed-optimizer-instances 2",
+            "--num-distributed-optimizer-instances 2: has no effect without --use-distributed-optimizer",
+        ),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2: read as --use-megatron-fsdp --data-parallel-sharding-strategy"),
+        ("--async-save --use-persistent-ckpt-worker", "--use-persistent-ckpt-worker: not yet asynchronous"),
+        ("--sequence-parallel", "--sequence-parallel: has no effect while --tensor-model-parallel-size is 1"),
+        ("--moe-router-topk 4", "--moe-router-topk 4: has no effect without --num-experts"),
+        ("--save-interval 3", "--save-interval 3: has no effect without --save"),
+        ("--fp8-amax-history-len 8", "--fp8-amax-history-len 8: has no effect without --fp8-format"),
+        ("--rotary-base 5", "--rotary-base 5: has no effect without --position-embedding-type rope"),
+        (
+            "--no-check-for-nan-in-loss-and-grad --nonfinite-action skip",
+            "--nonfinite-action skip: has no effect with --no-check-for-nan-in-loss-and-grad",
+        ),
+        ("--manual-gc-interval 5", "--manual-gc-interval 5: has no effect without --manual-gc"),
+        ("--eval-interval 5 --eval-iters 0", "--eval-interval 5: has no effect with --eval-iters 0"),
+    ],
+)
+def test_a_flag_without_effect_is_accepted_with_a_reason(flags: str, note: str) -> None:
+    assert any(line.startswith(note) for line in configured(flags).notes), configured(flags).notes
+
+
+def notes_about(flag: str, flags: str, base: str = SMALL, ranks: int = 1) -> list[str]:
+    return [note for note in configured(flags, base=base, ranks=ranks).notes if note.startswith(f"{flag} ")]
+
+
+def test_a_split_that_nothing_reads() -> None:
+    made_up = "--split 9,1,0: has no effect with --mock-data, which makes up data for training, validation and test"
+    assert notes_about("--split", "--split 9,1,0") == [made_up]
+    assert notes_about("--split", "") == []
+    base = without("--mock-data") + " --data-path some/prefix"
+    unread = (
+        "--split 9,1,0: the validation and test parts are not read with --eval-iters 0; --split 1 trains on all data"
+    )
+    assert notes_about("--split", "--split 9,1,0 --eval-iters 0", base) == [unread]
+    assert (
+        notes_about("--split", "--split 1 --eval-iters 0", base) == notes_about("--split", "--split 9,1,0", base) == []
+    )
+
+
+def test_data_of_a_split_that_nothing_reads() -> None:
+    base = without("--mock-data") + " --train-data-path a --valid-data-path b --test-data-path c"
+    for field, path in (("valid", "b"), ("test", "c")):
+        (note,) = notes_about(f"--{field}-data-path", "--eval-iters 0", base)
+        assert note == f"--{field}-data-path {path}: has no effect with --eval-iters 0"
+        assert notes_about(f"--{field}-data-path", "", base) == []
+    assert notes_about("--train-data-path", "--skip-train", base)
+
+
+def test_a_balance_loss_without_a_coefficient_says_that_it_balances_nothing() -> None:
+    flag = "--moe-router-load-balancing-type"
+    (note,) = notes_about(flag, "--num-experts 4")
+    assert note == (
+        f"{flag} aux_loss: aux_loss does not balance the experts with --moe-aux-loss-coeff 0.0; a coefficient above 0 "
+        "does, such as 0.01"
+    )
+    (note,) = notes_about(flag, f"--num-experts 4 {flag} aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 0")
+    assert ": seq_aux_loss does not balance" in note
+    for balanced in ("--moe-aux-loss-coeff 0.01", f"{flag} none", f"{flag} sinkhorn --moe-router-topk 1"):
+        assert notes_about(flag, f"--num-experts 4 {balanced}") == []
+    bias = "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+    assert notes_about(flag, bias) == [] and notes_about(flag, f"{bias} {flag} aux_loss")
+
+
+def test_the_cyclic_order_ignores_data_sharding_and_says_so() -> None:
+    notes = configured("--dataloader-type cyclic --no-data-sharding").notes
+    assert any(note.startswith("--no-data-sharding: the cyclic order is one permutation") for note in notes)
+
+
+def test_a_default_that_is_given_needs_no_line() -> None:
+    quiet = configured().notes
+    given = configured(
+        "--moe-router-topk 2 --tensor-model-parallel-size 1 --cross-entropy-fusion-impl native --manual-gc-interval 0"
+    )
+    assert given.notes == quiet

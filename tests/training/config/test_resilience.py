@@ -1,0 +1,26 @@
+"""Rules of the flags about faults and signals."""
+
+import signal
+
+import pytest
+from support.command_lines import problems_of_config
+
+from megatron.training.config.resilience import ResilienceConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL cannot be caught by any program"),
+    ],
+)
+def test_impossible_values(values: dict[str, object], problem: str) -> None:
+    found = problems_of_config(ResilienceConfig, **{**GOOD, **values})
+    assert len(found) == 1 and found[0].startswith(problem), found
+
+
+GOOD: dict[str, object] = {}
+
+
+def test_possible_values_are_no_problem() -> None:
+    assert problems_of_config(ResilienceConfig, **GOOD) == []

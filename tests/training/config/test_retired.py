@@ -1,0 +1,72 @@
+"""Flags of older releases become the flags that replace them."""
+
+import pytest
+from support.command_lines import configured
+
+from megatron.training.config.command_line import read_command_line
+from megatron.training.config.flag_table import flag_table
+
+
+def read(words: str) -> dict[str, object]:
+    line = read_command_line(words.split())
+    assert line.problems == []
+    return line.values
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("--activations-checkpoint-method uniform", ("full", "uniform", 1)),
+        ("--activations-checkpoint-method block --activations-checkpoint-num-layers 2", ("full", "block", 2)),
+        ("--activations-checkpoint-num-layers 2 --activations-checkpoint-method block", ("full", "block", 2)),
+        ("--checkpoint-activations", ("full", "uniform", 1)),
+    ],
+)
+def test_old_recomputation(words: str, fields: tuple[str, str, int]) -> None:
+    line = read_command_line(words.split())
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    assert tuple(line.values[name] for name in names) == fields
+    assert all("retired" in warning for warning in line.warnings) and line.warnings
+
+
+def test_old_positions() -> None:
+    assert read("--use-rotary-position-embeddings")["position_embedding_type"] == "rope"
+    assert read("--no-position-embedding")["position_embedding_type"] == "none"
+    assert read("--use-rotary-position-embeddings --no-position-embedding")["position_embedding_type"] == "rope"
+    assert read("--no-position-embedding --position-embedding-type rope")["position_embedding_type"] == "rope"
+
+
+@pytest.mark.parametrize("words", ["--position-embedding-type rope", "--use-rotary-position-embeddings"])
+def test_no_learnt_positions_beside_rotary_ones_are_not_said_to_be_none(words: str) -> None:
+    config = configured(f"{words} --no-position-embedding")
+    assert config.model.position_embedding_type == "rope"
+    (note,) = (note for note in config.notes if note.startswith("--no-position-embedding"))
+    assert note == "--no-position-embedding: retired; --position-embedding-type sets the positions"
+    (note,) = (note for note in configured("--no-position-embedding").notes if note.startswith("--no-position"))
+    assert note.endswith("read as --position-embedding-type none")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_flag_that_goes_by_ranks_is_refused_with_the_way_that_works(asks: bool) -> None:
+    words = ["--num-experts", "8", "--moe-router-topk-limited-devices", "2"]
+    line = read_command_line(words, ignore_unknown_args=asks)
+    (problem,) = line.problems
+    assert problem.startswith("--moe-router-topk-limited-devices 2: retired: with it, a token's experts depend")
+    assert problem.endswith(
+        "give --moe-router-num-groups (that number) and --moe-router-group-topk (this value) instead"
+    )
+    assert not line.warnings
+
+
+def test_each_retired_flag_warns_once() -> None:
+    config = configured("--DDP-impl local --DDP-impl local --no-scatter-gather-tensors-in-pipeline")
+    assert sum("--DDP-impl local: retired" in note for note in config.notes) == 1
+    assert any(note.startswith("--no-scatter-gather-tensors-in-pipeline: retired") for note in config.notes)
+
+
+@pytest.mark.parametrize("word", flag_table()["position_embedding_type"].declaration.hints)
+def test_what_a_hint_says_to_give_is_a_command_line_that_works(word: str) -> None:
+    hint = flag_table()["position_embedding_type"].declaration.hints[word]
+    way = hint.partition("give ")[2].partition(" (")[0]
+    more = {"longrope": "--rope-scaling-short-factor 1 --rope-scaling-long-factor 1"}.get(word, "")
+    assert configured(f"{way} {more}").model.position_embedding_type in ("rope", "none")
