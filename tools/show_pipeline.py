@@ -4,8 +4,8 @@ python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatche
 python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --pipeline-schedule zb-v \
     --output zb-v.svg
 
-The picture is drawn from the lists of actions that training executes. Times are in any unit, for one rank's whole share
-of the model; with several chunks a rank each takes its part.
+The picture is drawn from the lists of actions that training executes. Times are in any unit, for all chunks of one
+rank together; with several chunks on a rank each takes an equal part.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.action_lists import actions_of
-from megatron.core.pipeline_parallel.actions import show
+from megatron.core.pipeline_parallel.action_lists import rank_actions
+from megatron.core.pipeline_parallel.actions import format_actions
 from megatron.core.pipeline_parallel.drawing import as_svg, as_text, summary
 from megatron.core.pipeline_parallel.orders import SCHEDULES, Schedule, schedule_name
 from megatron.core.pipeline_parallel.simulator import Costs, simulate
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(args.output)
     elif args.actions:
         for rank in range(schedule.pipeline.pipeline_size):
-            print(f"{rank}: {show(actions_of(schedule, rank))}")
+            print(f"{rank}: {format_actions(rank_actions(schedule, rank))}")
     else:
         print(*as_text(timeline), sep="\n")
     return 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
@@ -65,7 +65,7 @@ class Stage:
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
     """What the model chunks of a pipeline rank are, in the order of the rank's chunks."""
     stages = stage_map(config.transformer)
-    parts = [stages.part(pipeline_rank, chunk) for chunk in range(stages.chunks)]
+    parts = [stages.stage_at(pipeline_rank, chunk) for chunk in range(stages.chunks)]
     several = len(parts) > 1
     return [Stage(part.embedding, part.loss, number if several else None) for number, part in enumerate(parts)]
 

@@ -21,7 +21,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.stages import StageMap, embedding_ranks, stage_map
+from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
+from megatron.core.pipeline_parallel.stages import embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.stage_costs import resolve_auto_layout
@@ -94,7 +95,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     plain: list[GPTModel] = []
     initial: list[Piece] = []
     for number in range(cell.layout.pipeline.chunks):
-        part = stages.part(groups.rank("pp"), number)
+        part = stages.stage_at(groups.rank("pp"), number)
         virtual = number if cell.layout.pipeline.chunks > 1 else None
         chunk = build_model(cell.model, config, groups, part.embedding, part.loss, virtual).to(device)
         initial += pieces(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))

@@ -16,7 +16,7 @@ def test_a_picture_for_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "1f1b: 3 ranks, 4 micro-batches",
         "length 18, bubble 33.3% of all ranks' time",
-        "peak activations by rank, in micro-batches of a rank's whole share: 3 2 1",
+        "peak activations by rank, in micro-batches through all chunks of a rank: 3 2 1",
         "0 |F0 F1 F2             B0=== F3 B1===    B2===    B3===",
         "1 |   F0 F1       B0=== F2 B1=== F3 B2===    B3===",
         "2 |      F0 B0=== F1 B1=== F2 B2=== F3 B3===",

@@ -1,4 +1,4 @@
-"""Schedules of micro-batches: orders as data, and what runs them."""
+"""Pipeline parallelism: schedules of micro-batches as data, and the runner that executes them."""
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 

@@ -1,121 +1,123 @@
-"""All that a rank of a pipeline does in a step, as data: a list that a test can read and a runner executes.
+"""The action list of each rank: data that a test can read and the runner executes.
 
-The order of computations is the schedule's (`orders`). In between go the exchanges with other ranks, and the moments
-from which gradients may be reduced. Pure functions: nothing here communicates.
+`orders` gives the order in which a rank computes. This module adds the sends and receives between ranks, and the SYNC
+actions, from which gradients may be reduced. All functions are pure: nothing here communicates.
 """
 
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from megatron.core.pipeline_parallel.actions import COMPUTES, Action, Kind
-from megatron.core.pipeline_parallel.orders import Schedule, computations
+from megatron.core.pipeline_parallel.actions import COMPUTES, Action, ActionKind
+from megatron.core.pipeline_parallel.orders import Schedule, compute_orders
 from megatron.core.pipeline_parallel.stages import Pipeline
 
 
 def one_stage(num_microbatches: int, forward_only: bool = False, pairs: bool = False) -> tuple[Action, ...]:
-    """Without pipeline parallelism: each micro-batch forward and backward, one after the other; with `pairs` each one's
-    backward beside the forward of the next."""
-    return actions_of(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
+    """Returns the actions without pipeline parallelism: forward and backward of each micro-batch, one after the other;
+    with `pairs`, each backward takes turns with the next forward."""
+    return rank_actions(Schedule("1f1b", Pipeline(1), num_microbatches, forward_only, pairs=pairs), 0)
 
 
-def actions_of(schedule: Schedule, rank: int) -> tuple[Action, ...]:
-    """All that one rank does.
-
-    A result is sent right after it is there. Messages from one rank to another arrive in the order in which they were
-    sent, activations and gradients alike, so receives are posted in that order: up to the one that a computation needs,
-    `ahead` computations before it. Between two chunks of one rank nothing is sent.
-    """
-    return lists_of(schedule)[rank]
+def rank_actions(schedule: Schedule, rank: int) -> tuple[Action, ...]:
+    """Returns the actions of one pipeline rank, in order."""
+    return all_rank_actions(schedule)[rank]
 
 
 @functools.lru_cache(maxsize=8)
-def lists_of(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does."""
-    return lists_of_orders(computations(schedule), schedule)
+def all_rank_actions(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Returns the actions of all pipeline ranks."""
+    return add_communication(compute_orders(schedule), schedule)
 
 
-def lists_of_orders(order: Sequence[Sequence[Action]], schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """Returns what each rank does so that it computes in the given order, one list per rank. Of `schedule`, the
-    pipeline and `ahead` are read."""
-    mail = [defaultdict[int, list[Action]](list) for _ in order]  # [to][from]: what to receive, in order of sending
-    for rank, actions in enumerate(order):
+def add_communication(orders: Sequence[Sequence[Action]], schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """Returns the actions of all ranks: the computations of `orders`, one list per rank, with sends, receives and SYNC
+    between them. Reads only `schedule.pipeline` and `schedule.ahead`.
+
+    A result is sent right after it is computed. Messages from one rank to another, activations and gradients alike,
+    arrive in the order in which they were sent. So receives are posted in that order, `schedule.ahead` computations
+    before the one that needs the message. Two chunks of one rank exchange nothing.
+    """
+    incoming = [defaultdict[int, list[Action]](list) for _ in orders]
+    """[rank][sender]: the receives to post, in the order of sending."""
+    for rank, actions in enumerate(orders):
         for action in actions:
-            for sent in _sent(schedule.pipeline, rank, action):
-                assert sent.peer is not None
-                mail[sent.peer][rank].append(_received(schedule.pipeline, rank, sent))
+            for send in _sends_after(schedule.pipeline, rank, action):
+                assert send.peer is not None
+                incoming[send.peer][rank].append(_receive_of(schedule.pipeline, rank, send))
     return tuple(
-        tuple(_with_sync(_with_exchange(schedule, rank, actions, mail[rank]))) for rank, actions in enumerate(order)
+        tuple(_with_sync(_with_messages(schedule, rank, actions, incoming[rank])))
+        for rank, actions in enumerate(orders)
     )
 
 
-def _sent(pipeline: Pipeline, rank: int, action: Action) -> Iterator[Action]:
-    """The send that follows a computation; two may follow a pair."""
-    for part in action.parts:
-        stage = pipeline.stage(rank, part.chunk)
-        if part.kind is Kind.FORWARD:
-            kind, to = Kind.SEND_FORWARD, stage + 1
-        elif part.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
-            kind, to = Kind.SEND_BACKWARD, stage - 1
+def _sends_after(pipeline: Pipeline, rank: int, action: Action) -> Iterator[Action]:
+    """Yields the send that follows a computation; a pair can have two."""
+    for member in action.members:
+        stage = pipeline.stage_index(rank, member.chunk)
+        if member.kind is ActionKind.FORWARD:
+            kind, to = ActionKind.SEND_FORWARD, stage + 1
+        elif member.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            kind, to = ActionKind.SEND_BACKWARD, stage - 1
         else:
             continue
-        if 0 <= to < pipeline.num_stages and pipeline.place(to)[0] != rank:
-            yield Action(kind, part.micro_batch, part.chunk, pipeline.place(to)[0])
+        if 0 <= to < pipeline.num_stages and pipeline.locate(to)[0] != rank:
+            yield Action(kind, member.micro_batch, member.chunk, pipeline.locate(to)[0])
 
 
-def _received(pipeline: Pipeline, rank: int, sent: Action) -> Action:
-    """The other end of what `rank` sends."""
-    stage = pipeline.stage(rank, sent.chunk)
-    if sent.kind is Kind.SEND_FORWARD:
-        return Action(Kind.RECEIVE_FORWARD, sent.micro_batch, pipeline.place(stage + 1)[1], rank)
-    return Action(Kind.RECEIVE_BACKWARD, sent.micro_batch, pipeline.place(stage - 1)[1], rank)
+def _receive_of(pipeline: Pipeline, rank: int, send: Action) -> Action:
+    """Returns the receive that matches a send of `rank`."""
+    stage = pipeline.stage_index(rank, send.chunk)
+    if send.kind is ActionKind.SEND_FORWARD:
+        return Action(ActionKind.RECEIVE_FORWARD, send.micro_batch, pipeline.locate(stage + 1)[1], rank)
+    return Action(ActionKind.RECEIVE_BACKWARD, send.micro_batch, pipeline.locate(stage - 1)[1], rank)
 
 
-_NEEDS = {
-    Kind.FORWARD: Kind.RECEIVE_FORWARD,
-    Kind.BACKWARD: Kind.RECEIVE_BACKWARD,
-    Kind.INPUT_GRADIENT: Kind.RECEIVE_BACKWARD,
+_NEEDED_RECEIVE = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
 }
-"""What a computation takes from the mail, if it comes by mail."""
+"""The receive that a computation waits for, if its input comes from another rank."""
 
 
-def _with_exchange(
-    schedule: Schedule, rank: int, actions: Sequence[Action], mail: dict[int, list[Action]]
+def _with_messages(
+    schedule: Schedule, rank: int, actions: Sequence[Action], incoming: dict[int, list[Action]]
 ) -> Iterator[Action]:
-    found: dict[tuple[Kind | None, int, int], tuple[int, int]] = {
-        (receive.kind, receive.micro_batch, receive.chunk): (peer, place)
-        for peer, receives in mail.items()
-        for place, receive in enumerate(receives)
+    messages: dict[tuple[ActionKind | None, int, int], tuple[int, int]] = {
+        (receive.kind, receive.micro_batch, receive.chunk): (peer, number)
+        for peer, receives in incoming.items()
+        for number, receive in enumerate(receives)
     }
-    coming = [(place, part) for place, action in enumerate(actions) for part in action.parts]
-    forwards = {(part.micro_batch, part.chunk): place for place, part in coming if part.kind is Kind.FORWARD}
+    members = [(step, member) for step, action in enumerate(actions) for member in action.members]
+    forwards = {(m.micro_batch, m.chunk): step for step, m in members if m.kind is ActionKind.FORWARD}
     posted: dict[int, int] = defaultdict(int)
-    looked = 0
-    for place, action in enumerate(actions):
-        while looked < len(coming) and coming[looked][0] <= place + schedule.ahead:
-            part = coming[looked][1]
-            peer, last = found.get((_NEEDS.get(part.kind), part.micro_batch, part.chunk), (rank, -1))
-            due = mail[peer][posted[peer] : last + 1]
-            # Nobody listens for a gradient before its forward, which says what the gradient looks like.
-            early = (r for r in due if r.kind is Kind.RECEIVE_BACKWARD and forwards[r.micro_batch, r.chunk] >= place)
-            if any(early):
+    handled = 0
+    for step, action in enumerate(actions):
+        while handled < len(members) and members[handled][0] <= step + schedule.ahead:
+            member = members[handled][1]
+            key = _NEEDED_RECEIVE.get(member.kind), member.micro_batch, member.chunk
+            peer, last = messages.get(key, (rank, -1))
+            due = incoming[peer][posted[peer] : last + 1]
+            # The receive of a gradient is posted after its forward, which determines the gradient's shape.
+            if any(r.kind is ActionKind.RECEIVE_BACKWARD and forwards[r.micro_batch, r.chunk] >= step for r in due):
                 break
             yield from due
             posted[peer] = max(posted[peer], last + 1)
-            looked += 1
+            handled += 1
         yield action
-        yield from _sent(schedule.pipeline, rank, action)
+        yield from _sends_after(schedule.pipeline, rank, action)
 
 
 def _with_sync(actions: Iterator[Action]) -> list[Action]:
-    """A SYNC before each chunk's last computation of gradients."""
-    found = list(actions)
+    """Returns the actions with a SYNC before the last computation of gradients of each chunk."""
+    result = list(actions)
     last = {
-        part.chunk: (place, part.micro_batch)
-        for place, action in enumerate(found)
-        for part in action.parts
-        if part.kind in COMPUTES - {Kind.FORWARD}
+        member.chunk: (step, member.micro_batch)
+        for step, action in enumerate(result)
+        for member in action.members
+        if member.kind in COMPUTES - {ActionKind.FORWARD}
     }
-    for chunk, (place, micro_batch) in sorted(last.items(), key=lambda item: -item[1][0]):
-        found.insert(place, Action(Kind.SYNC, micro_batch, chunk))
-    return found
+    for chunk, (step, micro_batch) in sorted(last.items(), key=lambda item: -item[1][0]):
+        result.insert(step, Action(ActionKind.SYNC, micro_batch, chunk))
+    return result

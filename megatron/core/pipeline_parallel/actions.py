@@ -1,20 +1,20 @@
-"""What a rank of a pipeline may be told to do."""
+"""The actions of a pipeline schedule: one step of one rank for one micro-batch."""
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
-    """What is done."""
+class ActionKind(enum.Enum):
+    """What an action does. The value is its letter in `format_actions`."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The gradients of a chunk's input and of its weights."""
     INPUT_GRADIENT = "X"
-    """Backward without the products that give weight gradients, which are put off."""
+    """A backward pass that defers the matrix products of weight gradients."""
     WEIGHT_GRADIENT = "W"
-    """The products that were put off."""
+    """The deferred matrix products of weight gradients."""
     SEND_FORWARD = ">F"
     RECEIVE_FORWARD = "<F"
     SEND_BACKWARD = ">B"
@@ -22,46 +22,54 @@ class Kind(enum.Enum):
     PAIR = "P"
     """A forward and the backward of another micro-batch, which take turns (see `interleaving`)."""
     SYNC = "S"
-    """From here on gradients of the chunk may be reduced: only its last micro-batch still adds to them."""
+    """From here on the chunk's gradients may be reduced: only its last micro-batch still adds to them."""
 
 
-COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT, Kind.PAIR})
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+COMPUTES = frozenset(
+    {
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.INPUT_GRADIENT,
+        ActionKind.WEIGHT_GRADIENT,
+        ActionKind.PAIR,
+    }
+)
+SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
+RECEIVES = frozenset({ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing to do for one micro-batch of one model chunk of this rank."""
+    """One step for one micro-batch of one model chunk of this rank."""
 
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
     chunk: int = 0
     peer: int | None = None
     """The pipeline rank that a send goes to or a receive comes from."""
     backward: "Action | None" = None
-    """Of a pair, whose other fields are those of its forward."""
+    """The backward of a pair. The other fields of a pair describe its forward."""
 
     @property
-    def parts(self) -> tuple["Action", ...]:
-        """A pair's forward and backward; of everything else, itself."""
+    def members(self) -> tuple["Action", ...]:
+        """The forward and the backward of a pair; any other action is its own only member."""
         if self.backward is None:
             return (self,)
-        return Action(Kind.FORWARD, self.micro_batch, self.chunk), self.backward
+        return Action(ActionKind.FORWARD, self.micro_batch, self.chunk), self.backward
 
     def __str__(self) -> str:
         if self.backward is not None:
-            return "|".join(map(str, self.parts))
+            return "|".join(map(str, self.members))
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind.value}{self.micro_batch}{chunk}"
 
 
 def pair(forward: Action, backward: Action) -> Action:
-    """The two as one."""
-    assert (forward.kind, backward.kind) == (Kind.FORWARD, Kind.BACKWARD), (forward, backward)
-    return Action(Kind.PAIR, forward.micro_batch, forward.chunk, backward=backward)
+    """Returns the pair of a forward and a backward."""
+    assert (forward.kind, backward.kind) == (ActionKind.FORWARD, ActionKind.BACKWARD), (forward, backward)
+    return Action(ActionKind.PAIR, forward.micro_batch, forward.chunk, backward=backward)
 
 
-def show(actions: Sequence[Action]) -> str:
-    """One line: F0 B0 F1 S1 B1; of a pair F1|B0."""
+def format_actions(actions: Sequence[Action]) -> str:
+    """Returns the actions on one line, such as `F0 B0 F1 S1 B1`; a pair is written F1|B0."""
     return " ".join(map(str, actions))

@@ -1,4 +1,4 @@
-"""What a config and a model chunk may bring along: hooks around micro-batches and reductions, optional methods."""
+"""Optional hooks of a config and optional methods of a model chunk that the runner calls."""
 
 import contextlib
 import inspect
@@ -13,9 +13,12 @@ from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 
 
-def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
-    """What holds reductions back, for each chunk: the config's hook (or list of hooks), else the wrapper's own method,
-    else nothing. One hook for several chunks is entered once."""
+def no_sync_contexts(
+    chunks: Sequence[nn.Module], config: Any
+) -> list[Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """Returns, for each chunk, the context manager that delays its gradient reductions: `config.no_sync_func` (one, or
+    a list with one for each chunk), else the wrapper's own `no_sync`, else an empty context. A single hook for several
+    chunks is entered once. Raises UserError if the list has another length than `chunks`."""
     given = config.no_sync_func
     if given is None:
         return [getattr(chunk, "no_sync", None) or contextlib.nullcontext for chunk in chunks]
@@ -26,13 +29,13 @@ def no_sync_of(chunks: Sequence[nn.Module], config: Any) -> list[Callable[[], co
     return [given] + [contextlib.nullcontext] * (len(chunks) - 1)
 
 
-def of_chunk(hooks: Any, chunk: int) -> Callable[..., Any] | None:
-    """A chunk's own hook, of a list of them or of one for all."""
+def hook_of_chunk(hooks: Any, chunk: int) -> Callable[..., Any] | None:
+    """Returns the hook of a chunk, from a list with one for each chunk or from a single hook for all."""
     return hooks[chunk] if isinstance(hooks, list | tuple) else hooks
 
 
-def method_of(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """A method of the model or of what it wraps; None where none has it."""
+def find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
+    """Returns a method of the model or of the module that it wraps; None if neither has it."""
     inner: Any = model
     while inner is not None:
         if hasattr(inner, name):
@@ -41,16 +44,16 @@ def method_of(model: nn.Module, name: str) -> Callable[..., Any] | None:
     return None
 
 
-def set_input_of(model: nn.Module) -> Callable[[Tensor], None]:
-    """The method by which a stage is given its input. Raises UserError where there is none."""
-    found = method_of(model, "set_input_tensor")
+def input_setter(model: nn.Module) -> Callable[[Tensor], None]:
+    """Returns the method that sets the input of a stage. Raises UserError if the model has none."""
+    found = find_method(model, "set_input_tensor")
     if found is None:
         raise UserError(f"{type(model).__name__} is a pipeline stage and has no set_input_tensor(hidden states)")
     return found
 
 
 def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
-    """The model, or the module that it wraps, whose forward takes `micro_batch`; None if there is none.
+    """Returns the model, or the module that it wraps, whose forward takes `micro_batch`; None if there is none.
 
     Raises UserError for a forward that overrides one with `micro_batch` and does not take it itself.
     """
@@ -75,7 +78,8 @@ def _declares_micro_batch(base: type) -> bool:
 
 @contextlib.contextmanager
 def supply_micro_batch(receiver: nn.Module | None, micro_batch: MicroBatch) -> Iterator[None]:
-    """Every call of `receiver` in here gets the record as keyword `micro_batch`, unless the caller passes one itself.
+    """Passes the record as keyword `micro_batch` to every call of `receiver` inside, unless the caller passes one
+    itself.
 
     A `forward_step(data_iterator, model)` of Megatron-LM's form knows nothing of the record; this adds it to its call.
     """
@@ -92,14 +96,14 @@ def supply_micro_batch(receiver: nn.Module | None, micro_batch: MicroBatch) -> I
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """The function has a parameter of this name, or takes any."""
+    """Whether a function has a parameter of this name, or takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def device_of(chunks: Sequence[nn.Module]) -> torch.device:
-    """Where hidden states live: with the parameters of this rank's chunks, or, if they have none, where their buffers
-    would be: on this process's GPU, if torch.distributed communicates between GPUs."""
+    """Returns the device of hidden states: that of the chunks' parameters. Chunks without parameters use this process's
+    GPU if torch.distributed communicates between GPUs, else the CPU."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             return parameter.device

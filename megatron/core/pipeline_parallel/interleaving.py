@@ -1,16 +1,16 @@
-"""Two micro-batches in one process that take turns: one's forward and another's backward.
+"""Cooperative multitasking of two micro-batches in one process: the forward of one and the backward of another.
 
-A layer of experts sends its tokens to other ranks and can do nothing until the others' tokens have come. Whoever has
-started such an exchange hands over, the other micro-batch computes, and the exchange is waited for when the turn comes
-back. So what hides it is whatever the other has to do until its own next exchange: attention, experts, the head.
+A layer with experts sends its tokens to other ranks and must wait for theirs. After it has started such a
+communication, a micro-batch yields its turn; the other one computes until its own next communication, and thereby
+hides the first one's. When the turn comes back, the first micro-batch waits for its result and continues.
 
-The backward runs in a thread of its own, and still only one of the two ever runs: a turn is handed over, never taken.
-The order of everything, collectives included, is therefore a function of the program alone and the same on all ranks,
-and the numbers are those of the two in a row. If one has no exchanges left, or is done, the other goes on. On a GPU
-a turn is what the host puts into the one stream of computation; nobody waits there.
+The backward runs in its own thread, but only the side that has the turn runs: a turn is yielded, never taken away. The
+order of all operations, collectives included, is therefore determined by the program alone and equal on all ranks, and
+the results are those of the two passes in sequence. A side without communication left, or at its end, lets the other
+continue. On a GPU, taking turns means that the host issues kernels of both sides to one stream; the device never waits.
 
-Backward hands over from inside autograd's nodes, so a forward step must not run a backward pass of its own on a GPU:
-the engine's one thread for the device may be waiting for the turn.
+Backward yields inside autograd nodes. So a forward step must not run a backward pass of its own on a GPU: autograd's
+only thread for the device may be waiting for its turn.
 """
 
 import contextlib
@@ -27,47 +27,50 @@ _FORWARD, _BACKWARD = 0, 1
 
 
 class MicroBatchTurn:
-    """The turn (see `layer_inputs.CooperativeTurn`) of one micro-batch in one model chunk. It goes with what its
-    forward keeps, so its backward and its recomputation find it too. Does nothing while the micro-batch is alone."""
+    """The turn (see `micro_batch.CooperativeTurn`) of one micro-batch in one model chunk.
+
+    The tensors that forward saves refer to it, so backward and recomputation of the micro-batch find it too. Yielding
+    does nothing while the micro-batch runs alone.
+    """
 
     def __init__(self) -> None:
-        self._turns: _CooperativePair | None = None
+        self._pair: _CooperativePair | None = None
         self._side = _FORWARD
-        self._first: Callable[[], None] | None = None
+        self._own_work: Callable[[], None] | None = None
 
     def yield_turn(self) -> None:
-        """Let the other micro-batch compute; returns when it is this one's turn again."""
-        if self._first is not None:
-            self._first()
-        if self._turns is not None:
-            self._turns.yield_turn(self._side)
+        """Lets the other micro-batch compute; returns when this one has the turn again."""
+        if self._own_work is not None:
+            self._own_work()
+        if self._pair is not None:
+            self._pair.yield_turn(self._side)
 
     @contextlib.contextmanager
-    def doing_first(self, work: Callable[[], None]) -> Iterator[None]:
-        """Within, what this micro-batch can do itself while an exchange is under way is done before handing over, also
-        while it is alone."""
-        self._first = work
+    def own_work_first(self, work: Callable[[], None]) -> Iterator[None]:
+        """Inside, every `yield_turn` calls `work` first: this micro-batch's own computation hides its communication.
+        Holds also while the micro-batch runs alone."""
+        self._own_work = work
         try:
             yield
         finally:
-            self._first = None
+            self._own_work = None
 
     @contextlib.contextmanager
-    def _taking_turns(self, turns: "_CooperativePair", side: int) -> Iterator[None]:
-        self._turns, self._side = turns, side
+    def _paired(self, pair: "_CooperativePair", side: int) -> Iterator[None]:
+        self._pair, self._side = pair, side
         try:
             yield
         finally:
-            if not (turns.is_abandoned and side == _BACKWARD):  # which is still to meet its end
-                self._turns = None
+            if not (pair.is_abandoned and side == _BACKWARD):  # an abandoned backward still runs until its next turn
+                self._pair = None
 
 
-class _TheOtherFailed(Exception):
-    """Ends one micro-batch because the other one has raised an error, which is the one that is shown."""
+class _PartnerFailed(Exception):
+    """Ends one side of a pair because the other one has raised an error. Only the other error is shown."""
 
 
 class _CooperativePair:
-    """Whose turn it is. Only who has it reads or writes anything here, unless the pair is abandoned."""
+    """Keeps which side has the turn. Only that side reads or writes this object, unless the pair is abandoned."""
 
     def __init__(self) -> None:
         self.now = _FORWARD
@@ -77,36 +80,38 @@ class _CooperativePair:
         self._failed = False
 
     def yield_turn(self, side: int) -> None:
-        assert self.now == side, "a turn is handed over by who has the turn"
+        assert self.now == side, "only the side that has the turn can yield it"
         if not self._ended[1 - side]:
             draws = _RandomState.here()
             self._give(1 - side)
             self.wait(side)
             draws.restore()
         if self._failed:
-            raise _TheOtherFailed
+            raise _PartnerFailed
 
     def wait(self, side: int) -> None:
-        """Until it is this side's turn."""
+        """Blocks until this side has the turn."""
         self._wakes[side].acquire()
 
     def end(self, side: int, failed: bool) -> bool:
-        """This side is done, well or not; the other goes on, if it is not. Returns whether it does."""
+        """Marks this side as ended and gives the turn to the other one. Returns whether the other side is still
+        running."""
         if self.now != side and not self.is_abandoned:  # interrupted while waiting
             self.wait(side)
-        goes_on = not self._ended[1 - side]
+        other_runs = not self._ended[1 - side]
         self._ended[side] = True
         if failed:
             self.fail()
         self._give(1 - side)
-        return goes_on
+        return other_runs
 
     def fail(self) -> None:
-        """Who goes on is to stop at its next turn."""
+        """Makes the side that still runs stop at its next turn."""
         self._failed = True
 
     def abandon(self) -> None:
-        """The forward goes away whoever has the turn: the backward stops at its next one, or where it waits for one."""
+        """Ends the forward without waiting for the turn. The backward stops at its next turn, or where it waits for
+        one."""
         self.is_abandoned = self._failed = self._ended[_FORWARD] = True
         self._wakes[_BACKWARD].release()
 
@@ -117,19 +122,23 @@ class _CooperativePair:
 
 @dataclass(frozen=True)
 class _RandomState:
-    """Where torch's generators stand. A layer that is computed again, and is a user's own, repeats what it drew: it
-    sets them back meanwhile. So each side of a pair goes on where it stood itself."""
+    """The states of torch's random number generators.
+
+    Recomputing a user's layer sets the generators back for a while, to repeat its draws. Each side of a pair therefore
+    restores the states at which it yielded.
+    """
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None
-    """Of the current device; None without CUDA."""
+    """State of the current device; None without CUDA."""
 
     @classmethod
     def here(cls) -> "_RandomState":
+        """Returns the current states."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
 
     def restore(self) -> None:
-        """Neither this nor `here` waits for a device."""
+        """Sets the generators back to these states. Like `here`, it does not wait for a device."""
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
@@ -137,26 +146,27 @@ class _RandomState:
 
 @dataclass
 class _Job:
-    """A backward for the other thread."""
+    """A backward that the other thread runs."""
 
     function: Callable[[], None]
-    turns: _CooperativePair
+    pair: _CooperativePair
     state: "ThreadState"
     error: BaseException | None = None
 
     def run(self) -> None:
-        self.turns.wait(_BACKWARD)
+        """Runs the backward when it has the turn; keeps its error."""
+        self.pair.wait(_BACKWARD)
         try:
             with self.state.entered():
                 self.state.context.run(self.function)
-        except BaseException as error:  # raised again where the pair was started
+        except BaseException as error:  # raised again by `Interleaver.run`
             self.error = error
         finally:
-            self.turns.end(_BACKWARD, self.error is not None)
+            self.pair.end(_BACKWARD, self.error is not None)
 
 
 class Interleaver:
-    """Runs pairs of a forward and a backward; a context manager, which has a thread from the first pair on."""
+    """Runs pairs of a forward and a backward. A context manager: it starts a thread at the first pair and ends it."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -178,41 +188,44 @@ class Interleaver:
         forward_turn: MicroBatchTurn,
         backward_turn: MicroBatchTurn,
     ) -> None:
-        """Run both, the forward in this thread, which begins. An error of either ends both, at the next turn, and is
-        raised as it was. So does an interrupt; a second one does not wait for the backward's turn to end."""
-        turns = _CooperativePair()
-        job = _Job(backward, turns, ThreadState.here())
-        with forward_turn._taking_turns(turns, _FORWARD), backward_turn._taking_turns(turns, _BACKWARD):
+        """Runs both functions in turns: first the forward, in this thread.
+
+        An error of one side ends the other at its next turn, and is raised unchanged. An interrupt does the same; a
+        second interrupt does not wait until the backward has stopped.
+        """
+        pair = _CooperativePair()
+        job = _Job(backward, pair, ThreadState.here())
+        with forward_turn._paired(pair, _FORWARD), backward_turn._paired(pair, _BACKWARD):
             try:
                 error = self._run_both(forward, job)
             except BaseException:
-                turns.abandon()
+                pair.abandon()
                 self._leave_thread()
                 raise
-        if error is None or isinstance(error, _TheOtherFailed):
+        if error is None or isinstance(error, _PartnerFailed):
             error = job.error
         if error is not None:
             try:
                 raise error
             finally:
-                del error, job  # whose frames hold this one
+                del error, job  # their frames refer to this frame
 
     def _run_both(self, forward: Callable[[], None], job: _Job) -> BaseException | None:
-        """What ended the forward too early. Raises a second interrupt only, or one between turns."""
-        error, turns = None, job.turns
+        """Returns the error that ended the forward, or None. Raises only a second interrupt, or one between turns."""
+        error, pair = None, job.pair
         self._start(job)
         try:
             forward()
         except BaseException as raised:
             error = raised
         draws = _RandomState.here()
-        if turns.end(_FORWARD, error is not None):
+        if pair.end(_FORWARD, error is not None):
             try:
-                turns.wait(_FORWARD)
-            except BaseException as raised:  # an interrupt; nothing is left running
+                pair.wait(_FORWARD)
+            except BaseException as raised:  # an interrupt: wait until the backward has stopped too
                 error = raised
-                turns.fail()
-                turns.wait(_FORWARD)
+                pair.fail()
+                pair.wait(_FORWARD)
             draws.restore()
         return error
 
@@ -225,7 +238,7 @@ class Interleaver:
         self._jobs.put(job)
 
     def _leave_thread(self) -> None:
-        """The thread ends when its job does; nobody waits for that."""
+        """Lets the thread end after its job, without waiting for it."""
         self._jobs.put(None)
         self._jobs, self._thread = queue.SimpleQueue(), None
 
@@ -233,25 +246,25 @@ class Interleaver:
     def _work(jobs: "queue.SimpleQueue[_Job | None]") -> None:
         while (job := jobs.get()) is not None:
             job.run()
-            del job  # not held until the next comes
+            del job  # frees its tensors before the next job comes
 
 
 @dataclass(frozen=True)
 class ThreadState:
-    """What torch and Python keep by thread and a computation depends on."""
+    """The per-thread settings of torch and Python that a computation depends on."""
 
     grad_enabled: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
-    """Device types that cast by themselves, and to what."""
+    """Device types under autocast, and the type that each casts to."""
     caches_casts: bool
     stream: Any
     """The current CUDA stream, which names its device; None without CUDA."""
     context: contextvars.Context
-    """To be run in."""
+    """A copy of the context variables."""
 
     @classmethod
     def here(cls) -> "ThreadState":
-        """That of this thread."""
+        """Returns the settings of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
             tuple(
@@ -264,7 +277,8 @@ class ThreadState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The same in the thread that enters."""
+        """Applies the settings in the thread that enters, except for `context`, in which the caller runs its
+        function."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
             for kind, dtype in self.autocast:

@@ -1,4 +1,4 @@
-"""From what a loss function returns to the part of the step's loss that a micro-batch is."""
+"""From the result of a loss function to the loss of one micro-batch, scaled as a part of the step's loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-class Losses:
-    """The losses of a step's micro-batches, and what they report."""
+class StepLosses:
+    """Scales the losses of a step's micro-batches, and collects what the loss function reports."""
 
     def __init__(
         self, config: Any, groups: ProcessGroupCollection, num_microbatches: int, collect_non_loss_data: bool
@@ -20,13 +20,14 @@ class Losses:
         self.config, self.groups, self.num_microbatches = config, groups, num_microbatches
         self.collect_non_loss_data = collect_non_loss_data
         self.reports: list[Any] = []
-        """What the loss function reports, one entry a micro-batch; empty on ranks without the last stage."""
+        """The reports of the loss function, one per micro-batch; empty on ranks without the last stage."""
         self.num_tokens: Tensor | None = None
-        """Tokens of all micro-batches, as three-value loss functions count them: a float64 scalar on the device. None
-        on ranks without the last stage."""
+        """Tokens of all micro-batches, summed from loss functions that return three values: a float64 scalar on the
+        device. None on ranks without the last stage."""
 
-    def take(self, output: Tensor, loss_func: Callable[..., Any] | None) -> Tensor:
-        """Keep what the last stage reports of an output; returns what backward begins from."""
+    def record(self, output: Tensor, loss_func: Callable[..., Any] | None) -> Tensor:
+        """Calls the loss function on an output of the last stage and keeps its report. Returns the tensor from which
+        backward starts."""
         if loss_func is None:
             self.reports.append(output)
             return output
@@ -36,18 +37,18 @@ class Losses:
         return self._loss(loss_func(output))
 
     def auxiliary_scale(self, device: torch.device) -> Tensor:
-        """What a loss that a layer adds to the model's, such as the balance of its experts, counts by in the gradients
-        of a micro-batch: as the model's loss does, the loss scale included. A float64 scalar on the device.
+        """Returns the gradient of an auxiliary loss, which a layer adds to the model's loss (for example to balance its
+        experts): a float64 scalar on the device. It is scaled as the model's loss is, loss scale included.
 
-        Each rank's part of such a loss is taken as a part of a sum over context parallel ranks; with a loss per token
-        it is one that the layer has multiplied by the tokens it stands for.
+        An auxiliary loss is a sum over context parallel ranks, of which each rank has its addend. With a loss per token
+        the layer has already multiplied it by its number of tokens.
         """
         scale = 1.0 if self.config.calculate_per_token_loss else self.groups.size("cp") / self.num_microbatches
         one = torch.full((), scale, dtype=torch.float64, device=device)
         return one if self.config.grad_scale_func is None else self.config.grad_scale_func(one)
 
     def _loss(self, result: Sequence[Any]) -> Tensor:
-        parts, count = self.groups.size("cp"), self.num_microbatches
+        context_parallel, count = self.groups.size("cp"), self.num_microbatches
         if len(result) == 2:
             loss, report = result
             if self.config.calculate_per_token_loss:
@@ -55,20 +56,20 @@ class Losses:
                     "--calculate-per-token-loss needs a loss function that returns three values (sum, number of "
                     "tokens, report); this one returned two"
                 )
-            # Gradients are averaged over context parallel ranks too, each of which has a part of the sequence.
-            loss = loss * parts / count
+            # Gradients are also averaged over context parallel ranks, although each has only a part of the sequence.
+            loss = loss * context_parallel / count
         else:
             loss, tokens, report = result
             if not isinstance(tokens, Tensor):
-                tokens = torch.full((), tokens, device=loss.device)  # a kernel, not a copy that waits
+                tokens = torch.full((), tokens, device=loss.device)  # fills on the device; a copy would wait
             self._count(tokens)
             if not self.config.calculate_per_token_loss:
-                loss = loss * parts / self._of_whole_sequences(tokens).clamp(min=1) / count
+                loss = loss * context_parallel / self._over_context_parallel(tokens).clamp(min=1) / count
         self.reports.append(report)
         return loss
 
-    def _of_whole_sequences(self, tokens: Tensor) -> Tensor:
-        """Tokens of the micro-batch over all its context parallel parts."""
+    def _over_context_parallel(self, tokens: Tensor) -> Tensor:
+        """Returns the tokens of the micro-batch on all context parallel ranks."""
         if self.groups.size("cp") == 1:
             return tokens
         return all_reduce(tokens.clone(), self.groups.cp)

@@ -1,8 +1,7 @@
-"""What the ranks of a pipeline send each other: hidden states down the stages, their gradients up.
+"""Messages between the ranks of a pipeline: hidden states to the next stage, their gradients to the stage before.
 
-Nothing here waits unless it is asked to: a send is posted and forgotten, a receive is posted ahead and waited for by
-the computation that needs it; on a GPU the host never waits, later kernels do. The one exception is stated:
-`variable_seq_lengths` has the host wait for the shape of what comes.
+Sends do not wait. A receive is posted ahead, and the computation that needs it waits for it. On a GPU the host never
+waits, later kernels do, with one exception: with `variable_seq_lengths` the host waits for the shape of a message.
 """
 
 import dataclasses
@@ -22,22 +21,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass(frozen=True)
-class Wire:
-    """What a message between stages looks like."""
+class MessageFormat:
+    """Shape, type and device of a message between stages."""
 
     shape: tuple[int, ...]
-    """[s, b, h] of hidden states, s being this rank's share of the sequence."""
+    """[s, b, h] of hidden states, where s is the length of this rank's part of the sequence."""
     dtype: torch.dtype
     device: torch.device
     shape_is_sent: bool = False
-    """Sequence lengths differ between micro-batches: the shape goes ahead of hidden states."""
+    """Sequence lengths differ between micro-batches: the shape is sent before the hidden states."""
 
     def shape_of(self, states: int) -> tuple[int, ...]:
-        """The shape of the hidden states of several layers, one behind the other along the sequence."""
+        """Returns the shape of several hidden states, concatenated along the sequence."""
         return (states * self.shape[0], *self.shape[1:])
 
-    def adjusted(self, adjust: Callable[..., Any] | None) -> "Wire":
-        """With the shape that the published `adjust_tensor_shapes_fn` makes of it, for what is received and sent."""
+    def adjusted(self, adjust: Callable[..., Any] | None) -> "MessageFormat":
+        """Returns the format with the shape that Megatron-LM's `adjust_tensor_shapes_fn` gives for receives and
+        sends."""
         if adjust is None:
             return self
         (shape,), _ = adjust([self.shape], [self.shape])
@@ -45,10 +45,11 @@ class Wire:
 
 
 def max_sends_in_flight(pipeline: Pipeline) -> int:
-    """How many sends to one rank may be unfinished before the oldest is waited for.
+    """Returns how many sends to one rank may be unfinished; the next send waits for the oldest.
 
-    Their memory is held until then, so there is a bound. With this one no rank waits for a receive that could only be
-    posted once it has gone on itself: the tests play all schedules through with it.
+    There is a bound because an unfinished send keeps its memory. With this bound no schedule gets stuck, that is, no
+    rank waits for a receive that its peer posts only after that rank has continued. Tests simulate all schedules with
+    it.
     """
     return 2 * pipeline.num_stages
 
@@ -56,8 +57,8 @@ def max_sends_in_flight(pipeline: Pipeline) -> int:
 class PipelineP2P:
     """The messages of one rank during a step."""
 
-    def __init__(self, groups: ProcessGroupCollection, pipeline: Pipeline, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, groups: ProcessGroupCollection, pipeline: Pipeline, message_format: MessageFormat) -> None:
+        self.format = message_format
         self._bound = max_sends_in_flight(pipeline)
         self._ranks = groups.ranks("pp")
         self._channels = _channels(groups, pipeline)
@@ -65,46 +66,50 @@ class PipelineP2P:
         self._sent: dict[int, deque[Pending]] = defaultdict(deque)
 
     def send_hidden(self, hidden: Tensor, peer: int, states: int = 1) -> None:
-        """Hidden states to the pipeline rank `peer`: of `states` layers, one behind the other along the sequence."""
-        if self.wire.shape_is_sent:
+        """Sends hidden states to the pipeline rank `peer`; several `states` are concatenated along the sequence.
+
+        Raises UserError if they do not have the shape of the message format, or a type that it would round.
+        """
+        if self.format.shape_is_sent:
             shape = torch.tensor(hidden.shape, dtype=torch.int64)
-            self._send(shape.to(self.wire.device, non_blocking=True), peer)
-        elif hidden.numel() != torch.Size(self.wire.shape_of(states)).numel():
+            self._send(shape.to(self.format.device, non_blocking=True), peer)
+        elif hidden.numel() != torch.Size(self.format.shape_of(states)).numel():
             raise UserError(
                 f"a pipeline stage gives hidden states of shape {tuple(hidden.shape)}, while seq_length and "
-                f"micro_batch_size say {self.wire.shape_of(states)}; pass what fits, or set config.variable_seq_lengths"
+                f"micro_batch_size say {self.format.shape_of(states)}; pass sizes that fit, or "
+                "set config.variable_seq_lengths"
             )
-        if torch.promote_types(hidden.dtype, self.wire.dtype) != self.wire.dtype:
+        if torch.promote_types(hidden.dtype, self.format.dtype) != self.format.dtype:
             raise UserError(
                 f"a pipeline stage gives hidden states in {hidden.dtype}, which config.pipeline_dtype "
-                f"{self.wire.dtype} would round; set it to that"
+                f"{self.format.dtype} would round; set it to that"
             )
-        self._send(hidden.to(self.wire.dtype), peer)
+        self._send(hidden.to(self.format.dtype), peer)
 
     def send_gradient(self, gradient: Tensor, peer: int) -> None:
-        """The gradient of hidden states to the rank that they came from."""
-        self._send(gradient.to(self.wire.dtype), peer)
+        """Sends the gradient of hidden states to the rank that they came from."""
+        self._send(gradient.to(self.format.dtype), peer)
 
     def receive_hidden(self, peer: int, states: int = 1) -> Pending:
-        """Post a receive of hidden states, as they were sent."""
-        shape = self.wire.shape_of(states)
-        if self.wire.shape_is_sent:
-            lengths = self._receive(torch.empty(len(shape), dtype=torch.int64, device=self.wire.device), peer)
+        """Posts a receive of hidden states, shaped as `send_hidden` sends them."""
+        shape = self.format.shape_of(states)
+        if self.format.shape_is_sent:
+            lengths = self._receive(torch.empty(len(shape), dtype=torch.int64, device=self.format.device), peer)
             shape = tuple(lengths.wait().tolist())
         return self._receive(self._empty(shape), peer)
 
     def receive_gradient(self, shape: tuple[int, ...], peer: int) -> Pending:
-        """Post a receive of the gradient of hidden states of this shape."""
+        """Posts a receive of the gradient of hidden states of this shape."""
         return self._receive(self._empty(shape), peer)
 
     def finish(self) -> None:
-        """Wait until all that was sent is out (on a GPU: have later kernels wait)."""
+        """Waits until all sends have ended (on a GPU, later kernels wait)."""
         for sent in self._sent.values():
             while sent:
                 sent.popleft().wait()
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, dtype=self.wire.dtype, device=self.wire.device)
+        return torch.empty(shape, dtype=self.format.dtype, device=self.format.device)
 
     def _send(self, tensor: Tensor, peer: int) -> None:
         sent = self._sent[peer]
@@ -117,13 +122,13 @@ class PipelineP2P:
 
 
 def _channels(groups: ProcessGroupCollection, pipeline: Pipeline) -> dict[tuple[int, int], Group]:
-    """The group for each direction between this rank and its neighbours, by (from, to) as pipeline ranks.
+    """Returns the group for each direction between this rank and its neighbours, by (from, to) as pipeline ranks.
 
-    With NCCL every one is a communicator by itself, made and used once in an order that is the same on all ranks, so
-    that none waits for another while a step is under way.
+    With NCCL each direction has its own communicator. They are made, and used once, in an order that is the same on all
+    ranks, so that no communicator waits for another during a step.
     """
     me, ranks = groups.rank("pp"), groups.ranks("pp")
-    pairs = {(pipeline.place(s)[0], pipeline.place(s + 1)[0]) for s in range(pipeline.num_stages - 1)}
+    pairs = {(pipeline.locate(s)[0], pipeline.locate(s + 1)[0]) for s in range(pipeline.num_stages - 1)}
     directed = sorted({pair for a, b in pairs if a != b and me in (a, b) for pair in ((a, b), (b, a))})
     if not directed or "nccl" not in dist.get_backend_config(groups.pp):  # type: ignore[arg-type]
         return dict.fromkeys(directed, groups.pp if directed else None)
@@ -138,17 +143,17 @@ def _channels(groups: ProcessGroupCollection, pipeline: Pipeline) -> dict[tuple[
     return found
 
 
-def wire_of(
+def message_format_of(
     config: Any,
     groups: ProcessGroupCollection,
     device: torch.device,
     seq_length: int | None,
     micro_batch_size: int | None,
-) -> Wire:
-    """The wire of a config: a sequence is cut by context parallel ranks, and under sequence parallelism by tensor
-    parallel ones. Raises UserError for sizes that are missing or do not divide."""
+) -> MessageFormat:
+    """Returns the message format of a config. Context parallel ranks divide the sequence, and under sequence
+    parallelism tensor parallel ranks too. Raises UserError for sizes that are missing or do not divide."""
     if seq_length is None or micro_batch_size is None:
-        raise UserError("a pipeline needs seq_length and micro_batch_size: stages must know what they will receive")
+        raise UserError("a pipeline needs seq_length and micro_batch_size: a stage must know the shape of its messages")
     parts = groups.size("cp") * (groups.size("tp") if config.sequence_parallel else 1)
     if seq_length % parts:
         raise UserError(
@@ -156,4 +161,4 @@ def wire_of(
             f"{seq_length // parts * parts or parts} does"
         )
     shape = (seq_length // parts, micro_batch_size, config.hidden_size)
-    return Wire(shape, config.pipeline_dtype, device, config.variable_seq_lengths)
+    return MessageFormat(shape, config.pipeline_dtype, device, config.variable_seq_lengths)

@@ -1,4 +1,4 @@
-"""Executes a list of actions for one rank. Knows micro-batches, stages, losses and gradients; nothing about models."""
+"""Executes the action list of one rank: micro-batches, stages, losses and gradients. Knows nothing about models."""
 
 import contextlib
 from collections.abc import Sequence
@@ -12,107 +12,113 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.collectives import Pending
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.pipeline_parallel.actions import Action, Kind
+from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.chunk_hooks import (
     device_of,
-    method_of,
+    find_method,
+    hook_of_chunk,
+    input_setter,
     micro_batch_receiver,
-    no_sync_of,
-    of_chunk,
-    set_input_of,
+    no_sync_contexts,
     supply_micro_batch,
 )
 from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
-from megatron.core.pipeline_parallel.losses import Losses
+from megatron.core.pipeline_parallel.losses import StepLosses
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
-from megatron.core.pipeline_parallel.task import Task
+from megatron.core.pipeline_parallel.task import PipelineTask
 
 
 @dataclass
 class _Forward:
-    """What backward needs of a micro-batch that went forward through a chunk."""
+    """What the backward of a micro-batch through a chunk needs from its forward."""
 
     hidden_in: Tensor | None
-    """The stage's input, whose gradient goes to the stage before."""
+    """The stage's input. Its gradient goes to the stage before."""
     hidden_out: GradientEdge | None = None
-    """Where the gradient of the stage's output enters: its numbers are not kept."""
+    """The point of the graph where the gradient of the stage's output enters. The output itself is not kept."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     loss: Tensor | None = None
-    """Of the last stage."""
+    """The loss, on the last stage."""
 
 
 MicroBatchKey = tuple[int, int]
-"""A micro-batch and a chunk."""
+"""(number of the micro-batch, chunk)."""
 
 
 class Runner:
-    """Runs a list of actions over a task; results gather in `losses`."""
+    """Runs an action list; results are collected in `losses`."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PipelineTask) -> None:
         self.task = task
-        self.losses = Losses(task.config, task.groups, task.num_microbatches, task.collect_non_loss_data)
-        self._to_come: set[MicroBatchKey] = set()
-        """Forwards whose backward is still to come."""
+        self.losses = StepLosses(task.config, task.groups, task.num_microbatches, task.collect_non_loss_data)
+        self._trained: set[MicroBatchKey] = set()
+        """Micro-batches and chunks that get a backward in this step."""
         self._forwards: dict[MicroBatchKey, _Forward] = {}
         self._hidden: dict[MicroBatchKey, Pending] = {}
-        """Inputs of stages, on their way or here."""
+        """Inputs of stages that are being received or have arrived."""
         self._gradients: dict[MicroBatchKey, Pending] = {}
-        """Gradients of stages' outputs, on their way or here."""
-        self._outgoing: dict[tuple[Kind, int, int], Tensor] = {}
-        """What the next sends take, by their kind and key."""
+        """Gradients of stages' outputs that are being received or have arrived."""
+        self._outgoing: dict[tuple[ActionKind, int, int], Tensor] = {}
+        """The tensors of coming sends, by kind, micro-batch and chunk of the send."""
         self._turns: dict[MicroBatchKey, MicroBatchTurn] = {}
-        """Of micro-batches in flight, if any are to be interleaved."""
+        """The turns of the micro-batches, if the actions have pairs."""
         self._interleaver = Interleaver()
-        self._held_back: list[contextlib.ExitStack] = []
-        self._last: set[int] = set()
-        """Chunks of which one computation of gradients is left."""
+        self._no_sync: list[contextlib.ExitStack] = []
+        """For each chunk, the context that delays the reduction of its gradients."""
+        self._synced: set[int] = set()
+        """Chunks after their SYNC action: one computation of gradients is left."""
         self._receivers = [micro_batch_receiver(chunk) for chunk in task.chunks]
-        """The module of each chunk that is told about its micro-batches."""
+        """For each chunk, the module whose forward takes the `MicroBatch` record; None if there is none."""
         self._auxiliary_scales: list[Tensor | None] = [None] * len(task.chunks)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Execute the actions in order. No reduction of a chunk's gradients starts before its SYNC action."""
-        backward = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-        parts = [part for action in actions for part in action.parts]
-        self._to_come = {(part.micro_batch, part.chunk) for part in parts if part.kind in backward}
-        if any(action.kind is Kind.PAIR for action in actions):
-            self._turns = {key: MicroBatchTurn() for key in self._to_come}
-        if self._to_come:
+        backward = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+        members = [member for action in actions for member in action.members]
+        self._trained = {(member.micro_batch, member.chunk) for member in members if member.kind in backward}
+        if any(action.kind is ActionKind.PAIR for action in actions):
+            self._turns = {key: MicroBatchTurn() for key in self._trained}
+        if self._trained:
             self._auxiliary_scales = [self._auxiliary_scale(chunk) for chunk in range(len(self.task.chunks))]
         steps = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.INPUT_GRADIENT: self._input_gradient,
-            Kind.WEIGHT_GRADIENT: self._weight_gradient,
-            Kind.PAIR: self._pair,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECEIVE_FORWARD: self._receive_forward,
-            Kind.RECEIVE_BACKWARD: self._receive_backward,
-            Kind.SYNC: self._sync,
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.INPUT_GRADIENT: self._input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self._weight_gradient,
+            ActionKind.PAIR: self._pair,
+            ActionKind.SEND_FORWARD: self._send_forward,
+            ActionKind.SEND_BACKWARD: self._send_backward,
+            ActionKind.RECEIVE_FORWARD: self._receive_forward,
+            ActionKind.RECEIVE_BACKWARD: self._receive_backward,
+            ActionKind.SYNC: self._sync,
         }
-        self._held_back = [contextlib.ExitStack() for _ in self.task.chunks]
-        with contextlib.ExitStack() as whatever_happens:
-            whatever_happens.enter_context(self._interleaver)
-            for held in self._held_back:
-                whatever_happens.push(held)
-            if self._to_come:
-                for held, hold in zip(self._held_back, no_sync_of(self.task.chunks, self.task.config), strict=True):
-                    held.enter_context(hold())
+        self._no_sync = [contextlib.ExitStack() for _ in self.task.chunks]
+        with contextlib.ExitStack() as cleanup:
+            cleanup.enter_context(self._interleaver)
+            for stack in self._no_sync:
+                cleanup.push(stack)
+            if self._trained:
+                contexts = no_sync_contexts(self.task.chunks, self.task.config)
+                for stack, no_sync in zip(self._no_sync, contexts, strict=True):
+                    stack.enter_context(no_sync())
             for action in actions:
                 steps[action.kind](action)
-                for part in action.parts:
-                    if part.chunk in self._last and part.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT):
-                        self._start_reductions(part.chunk)
+                for member in action.members:
+                    if member.chunk in self._synced and member.kind in (
+                        ActionKind.BACKWARD,
+                        ActionKind.WEIGHT_GRADIENT,
+                    ):
+                        self._start_reductions(member.chunk)
         if self.task.p2p is not None:
             self.task.p2p.finish()
         assert not any((self._forwards, self._hidden, self._gradients, self._outgoing)), (
-            "the list left something undone"
+            "the action list left tensors that no action uses"
         )
 
     def _auxiliary_scale(self, chunk: int) -> Tensor | None:
-        """The gradient of losses that a chunk's layers add in this step; None for a chunk that is not told."""
+        """Returns the gradient of auxiliary losses of a chunk's layers; None if the chunk takes no `MicroBatch`
+        record."""
         if self._receivers[chunk] is None:
             return None
         return self.losses.auxiliary_scale(device_of([self.task.chunks[chunk]]))
@@ -126,20 +132,20 @@ class Runner:
         )
 
     def _sync(self, action: Action) -> None:
-        self._held_back[action.chunk].close()
-        self._last.add(action.chunk)
+        self._no_sync[action.chunk].close()
+        self._synced.add(action.chunk)
 
     def _start_reductions(self, chunk: int) -> None:
-        """The published hook that starts them; our own wrapper does by itself."""
-        start = of_chunk(getattr(self.task.config, "grad_sync_func", None), chunk)
+        """Calls Megatron-LM's hook `grad_sync_func`. Our own wrapper starts reductions without it."""
+        start = hook_of_chunk(getattr(self.task.config, "grad_sync_func", None), chunk)
         if start is not None:
             start(self.task.chunks[chunk].parameters())
 
     def _start_gather(self, chunk: int) -> None:
-        """The published hook that gathers a chunk's weights; our own wrapper does by itself."""
+        """Calls Megatron-LM's hook `param_sync_func`. Our own wrapper gathers weights without it."""
         start = None
         if chunk < len(self.task.chunks):
-            start = of_chunk(getattr(self.task.config, "param_sync_func", None), chunk)
+            start = hook_of_chunk(getattr(self.task.config, "param_sync_func", None), chunk)
         if start is not None:
             start(self.task.chunks[chunk].parameters())
 
@@ -147,36 +153,36 @@ class Runner:
 
     def _forward(self, action: Action) -> None:
         task, number, chunk = self.task, action.micro_batch, action.chunk
-        trains = (number, chunk) in self._to_come
+        trains = (number, chunk) in self._trained
         model = task.chunks[chunk]
         if number == 0:
             self._start_gather(chunk + 1)
         hidden_in = None
-        if task.stage(chunk) > 0:
+        if task.stage_index(chunk) > 0:
             hidden_in = self._hidden.pop((number, chunk)).wait().detach().requires_grad_(trains)
-            set_input_of(model)(hidden_in)
+            input_setter(model)(hidden_in)
         with supply_micro_batch(self._receivers[chunk], self._micro_batch(number, chunk)):
             output, loss_func = task.forward_step_func(task.data_iterators[chunk], model)
         kept = _Forward(hidden_in)
-        if task.stage(chunk) == task.pipeline.num_stages - 1:
-            kept.loss = self.losses.take(output, loss_func)
+        if task.stage_index(chunk) == task.pipeline.num_stages - 1:
+            kept.loss = self.losses.record(output, loss_func)
         else:
-            self._pass_on(output, kept, number, chunk)
+            self._forward_output(output, kept, number, chunk)
         if trains:
             self._forwards[number, chunk] = kept
 
-    def _pass_on(self, hidden: Tensor, kept: _Forward, number: int, chunk: int) -> None:
-        """The output of a stage that is not the last, to the next chunk of this rank or to be sent."""
+    def _forward_output(self, hidden: Tensor, kept: _Forward, number: int, chunk: int) -> None:
+        """Hands the output of a stage that is not the last to the next chunk of this rank, or keeps it for its send."""
         kept.shape, kept.dtype = tuple(hidden.shape), hidden.dtype
-        if (number, chunk) in self._to_come:
+        if (number, chunk) in self._trained:
             if not hidden.requires_grad:
                 raise UserError(
-                    f"the output of pipeline stage {self.task.stage(chunk)} depends on nothing that is trained"
+                    f"the output of pipeline stage {self.task.stage_index(chunk)} depends on nothing that is trained"
                 )
             kept.hidden_out = get_gradient_edge(hidden)
-        to = self.task.neighbour(chunk, +1)
+        to = self.task.local_neighbour(chunk, +1)
         if to is None:
-            self._outgoing[Kind.SEND_FORWARD, number, chunk] = hidden.detach()
+            self._outgoing[ActionKind.SEND_FORWARD, number, chunk] = hidden.detach()
         else:
             self._hidden[number, to] = Pending(hidden.detach(), None)
 
@@ -184,10 +190,10 @@ class Runner:
 
     def _backward(self, action: Action) -> None:
         turn = self._turns.get((action.micro_batch, action.chunk))
-        lag = method_of(self.task.chunks[action.chunk], "deferred_weight_gradients")
-        if turn is None or lag is None or not getattr(self.task.config, "delay_wgrad_compute", False):
+        defer = find_method(self.task.chunks[action.chunk], "deferred_weight_gradients")
+        if turn is None or defer is None or not getattr(self.task.config, "delay_wgrad_compute", False):
             return self._run_backward(action)
-        with lag() as catch_up, turn.doing_first(catch_up):
+        with defer() as compute_deferred, turn.own_work_first(compute_deferred):
             return self._run_backward(action)
 
     def _run_backward(self, action: Action) -> None:
@@ -203,50 +209,50 @@ class Runner:
         if kept.hidden_in is not None:
             gradient = kept.hidden_in.grad
             if gradient is None:
-                raise UserError(f"pipeline stage {self.task.stage(chunk)} does not use its input")
-            to = self.task.neighbour(chunk, -1)
+                raise UserError(f"pipeline stage {self.task.stage_index(chunk)} does not use its input")
+            to = self.task.local_neighbour(chunk, -1)
             if to is None:
-                self._outgoing[Kind.SEND_BACKWARD, number, chunk] = gradient
+                self._outgoing[ActionKind.SEND_BACKWARD, number, chunk] = gradient
             else:
                 self._gradients[number, to] = Pending(gradient, None)
 
     def _input_gradient(self, action: Action) -> None:
-        put_off = method_of(self.task.chunks[action.chunk], "defer_weight_gradients")
-        with contextlib.nullcontext() if put_off is None else put_off(action.micro_batch):
+        defer = find_method(self.task.chunks[action.chunk], "defer_weight_gradients")
+        with contextlib.nullcontext() if defer is None else defer(action.micro_batch):
             self._backward(action)
 
     def _pair(self, action: Action) -> None:
-        forward, backward = action.parts
-        turns = [self._turns[part.micro_batch, part.chunk] for part in action.parts]
+        forward, backward = action.members
+        turns = [self._turns[member.micro_batch, member.chunk] for member in action.members]
         self._interleaver.run(partial(self._forward, forward), partial(self._backward, backward), *turns)
 
     def _weight_gradient(self, action: Action) -> None:
-        compute = method_of(self.task.chunks[action.chunk], "compute_weight_gradients")
+        compute = find_method(self.task.chunks[action.chunk], "compute_weight_gradients")
         if compute is not None:
             compute(action.micro_batch)
 
-    # The mail --------------------------------------------------------------------------------------------------------
+    # Messages --------------------------------------------------------------------------------------------------------
 
     def _send_forward(self, action: Action) -> None:
-        p2p, peer = self._line(action)
+        p2p, peer = self._route(action)
         hidden = self._outgoing.pop((action.kind, action.micro_batch, action.chunk))
-        p2p.send_hidden(hidden, peer, self.task.states_into(self.task.stage(action.chunk) + 1))
+        p2p.send_hidden(hidden, peer, self.task.states_into(self.task.stage_index(action.chunk) + 1))
 
     def _send_backward(self, action: Action) -> None:
-        p2p, peer = self._line(action)
+        p2p, peer = self._route(action)
         p2p.send_gradient(self._outgoing.pop((action.kind, action.micro_batch, action.chunk)), peer)
 
     def _receive_forward(self, action: Action) -> None:
-        p2p, peer = self._line(action)
-        states = self.task.states_into(self.task.stage(action.chunk))
+        p2p, peer = self._route(action)
+        states = self.task.states_into(self.task.stage_index(action.chunk))
         self._hidden[action.micro_batch, action.chunk] = p2p.receive_hidden(peer, states)
 
     def _receive_backward(self, action: Action) -> None:
-        p2p, peer = self._line(action)
+        p2p, peer = self._route(action)
         key = action.micro_batch, action.chunk
         self._gradients[key] = p2p.receive_gradient(self._forwards[key].shape, peer)
 
-    def _line(self, action: Action) -> tuple[PipelineP2P, int]:
+    def _route(self, action: Action) -> tuple[PipelineP2P, int]:
         assert self.task.p2p is not None and action.peer is not None, action
         return self.task.p2p, action.peer
 

@@ -1,4 +1,4 @@
-"""get_forward_backward_func: run the micro-batches of a step. The public face of orders and runner."""
+"""get_forward_backward_func: runs the micro-batches of a step. The public interface of orders and runner."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -7,22 +7,28 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.action_lists import actions_of
+from megatron.core.pipeline_parallel.action_lists import rank_actions
 from megatron.core.pipeline_parallel.chunk_hooks import device_of, takes
 from megatron.core.pipeline_parallel.orders import Schedule, schedule_name
-from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, wire_of
+from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P, message_format_of
 from megatron.core.pipeline_parallel.runner import Runner
-from megatron.core.pipeline_parallel.stage_checks import interleaves
-from megatron.core.pipeline_parallel.stages import Pipeline, pipeline_of, states_into_stages
-from megatron.core.pipeline_parallel.task import ForwardStep, Task
+from megatron.core.pipeline_parallel.stages import (
+    Pipeline,
+    overlaps_expert_communication,
+    pipeline_of,
+    states_into_stages,
+)
+from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tokens import RngPosition
 
 
 def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> Callable[..., list[Any]]:
-    """The function that runs a step's micro-batches for a pipeline of this size (default: the default groups').
+    """Returns the function that runs a step's micro-batches for a pipeline of this size (default: that of the default
+    process groups).
 
-    All take the arguments of `forward_backward_no_pipelining`. Which order is run, config.pipeline_schedule says.
+    All three functions take the arguments of `forward_backward_no_pipelining`; config.pipeline_schedule selects the
+    order.
     """
     ranks = pp_size if pp_size is not None else default_collection().size("pp")
     if (vp_size or 1) > 1:
@@ -48,7 +54,7 @@ def forward_backward_no_pipelining(
     pg_collection: ProcessGroupCollection | None = None,
     rng_position_of: Callable[[int], RngPosition] | None = None,
 ) -> list[Any]:
-    """Forward and backward of all micro-batches of a step; returns what each reported.
+    """Runs forward and backward of all micro-batches of a step; returns the report of each.
 
     `forward_step_func(data_iterator, model)` returns (output, loss_func). loss_func(output) returns
 
@@ -56,34 +62,37 @@ def forward_backward_no_pipelining(
     - (sum of losses, number of tokens, report): by default the mean over micro-batches of sum / number, with
       config.calculate_per_token_loss the sum, which `finalize_model_grads` divides by the tokens of the global batch.
 
-    With `collect_non_loss_data` it is called as loss_func(output, non_loss_data=True) and what it returns is reported.
-    A loss_func of None reports the output itself. Gradients are scaled by config.grad_scale_func, reduced with the last
-    micro-batch only, and finished by config.finalize_model_grads_func([model], tokens or None), unless `forward_only`.
+    With `collect_non_loss_data` it is called as loss_func(output, non_loss_data=True), and its result is the report. If
+    loss_func is None, the report is the output itself. Gradients are scaled by config.grad_scale_func, reduced with the
+    last micro-batch only, and finished by config.finalize_model_grads_func([model], tokens or None), unless
+    `forward_only`.
 
     `rng_position_of(number)` returns the position in the run of a micro-batch, for random numbers (dropout, router
     noise). A model whose forward takes `micro_batch` is given it, with the scale of auxiliary losses and the
     micro-batch's turn, as one `MicroBatch`, whatever `forward_step_func` passes. Nothing here waits for the device.
 
-    In a pipeline `model` and `data_iterator` are lists, one entry for each model chunk of this rank (each draws all
-    micro-batches), or a single one. A stage that is not the first is given its input by `set_input_tensor`, and its
-    forward step is called as any other; loss functions and reports are the last stage's alone, other ranks return [].
-    What stages exchange has `seq_length` / (context and sequence parallel ranks) x `micro_batch_size` x hidden size
-    elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` may say otherwise.
+    In a pipeline `model` and `data_iterator` are lists with one entry for each model chunk of this rank (each iterator
+    yields all micro-batches), or single objects. A stage that is not the first gets its input by `set_input_tensor`
+    before its forward step. Only the last stage calls loss functions; ranks without it return [].
+    A message between stages has [seq_length / (context and sequence parallel ranks), micro_batch_size, hidden size]
+    elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` can change the shape.
+
+    Raises UserError for arguments that do not fit the config or the process groups.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     config = config_of(chunks[0])
     groups = pg_collection or getattr(chunks[0], "pg_collection", None) or default_collection()
     pipeline = pipeline_of_chunks(config, groups, len(chunks))
-    iterators = _one_a_chunk(data_iterator, len(chunks))
+    iterators = _one_per_chunk(data_iterator, len(chunks))
     if p2p_communicator is not None:
         raise UserError("p2p_communicator: stages exchange through pg_collection.pp; leave it out")
     p2p = None
     if pipeline.pipeline_size > 1:
         if decoder_seq_length not in (None, seq_length):
             raise UserError(f"not yet: decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}")
-        wire = wire_of(config, groups, device_of(chunks), seq_length, micro_batch_size)
-        p2p = PipelineP2P(groups, pipeline, wire.adjusted(adjust_tensor_shapes_fn))
-    task = Task(
+        message_format = message_format_of(config, groups, device_of(chunks), seq_length, micro_batch_size)
+        p2p = PipelineP2P(groups, pipeline, message_format.adjusted(adjust_tensor_shapes_fn))
+    task = PipelineTask(
         forward_step_func,
         iterators,
         chunks,
@@ -94,13 +103,13 @@ def forward_backward_no_pipelining(
         p2p,
         collect_non_loss_data,
         rng_position_of,
-        states=states_into_stages(config, pipeline),
+        num_states=states_into_stages(config, pipeline),
     )
     runner = Runner(task)
     timed = config.timers("forward-backward", log_level=1) if config.timers is not None else None
     if timed is not None:
         timed.start(barrier=config.barrier_with_L1_time)
-    runner.run(actions_of(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
+    runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
     if not forward_only and config.finalize_model_grads_func is not None:
         _finalize(config, chunks, runner, pg_collection, force_all_reduce)
     if timed is not None:
@@ -109,17 +118,18 @@ def forward_backward_no_pipelining(
 
 
 def forward_backward_pipelining_without_interleaving(**arguments: Any) -> list[Any]:
-    """A pipeline with one model chunk a rank: see `forward_backward_no_pipelining`."""
+    """Runs a pipeline with one model chunk on each rank; see `forward_backward_no_pipelining`."""
     return forward_backward_no_pipelining(**arguments)
 
 
 def forward_backward_pipelining_with_interleaving(**arguments: Any) -> list[Any]:
-    """A pipeline with several model chunks a rank: see `forward_backward_no_pipelining`."""
+    """Runs a pipeline with several model chunks on each rank; see `forward_backward_no_pipelining`."""
     return forward_backward_no_pipelining(**arguments)
 
 
 def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int) -> Pipeline:
-    """How the stages lie on the ranks of these groups, each of which has so many chunks."""
+    """Returns the assignment of stages to the ranks of these groups, with `chunks` model chunks on each rank. Raises
+    UserError if the config describes another pipeline."""
     ranks = groups.size("pp")
     if ranks == 1 and chunks == 1:
         return Pipeline(1)
@@ -135,12 +145,12 @@ def pipeline_of_chunks(config: Any, groups: ProcessGroupCollection, chunks: int)
 
 
 def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_only: bool = False) -> Schedule:
-    """The schedule that a config asks for."""
-    pairs = interleaves(config) and not forward_only
+    """Returns the schedule that a config asks for."""
+    pairs = overlaps_expert_communication(config) and not forward_only
     if pipeline.num_stages == 1:
         return Schedule("1f1b", pipeline, num_microbatches, forward_only, pairs=pairs)
     group = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    # A shape that is not known yet is waited for where the receive is posted: not earlier than needed.
+    # With an unknown shape the receive waits when it is posted, so it is posted as late as possible.
     overlaps = config.overlap_p2p_comm and not config.variable_seq_lengths
     return Schedule(
         schedule_name(config.pipeline_schedule, pipeline),
@@ -168,17 +178,17 @@ def _finalize(
         extra["force_all_reduce"] = force_all_reduce
     tokens: Tensor | None = None
     if config.calculate_per_token_loss:
-        # Zero where the loss is not: their sum over the pipeline is the count, whichever rank has it.
+        # Zero on ranks without the loss, so that the sum over the pipeline is the count, whichever rank has it.
         zero = torch.zeros((), dtype=torch.float64, device=device_of(chunks))
         tokens = zero if runner.losses.num_tokens is None else runner.losses.num_tokens
     function(chunks, tokens, **extra)
 
 
-def _one_a_chunk(iterators: Any, chunks: int) -> list[Any]:
+def _one_per_chunk(iterators: Any, chunks: int) -> list[Any]:
     if not isinstance(iterators, list | tuple):
         if iterators is not None and chunks > 1:
             raise UserError(
-                f"data_iterator is one for {chunks} model chunks; each draws every micro-batch: give a list"
+                f"data_iterator is a single one for {chunks} model chunks; each reads all micro-batches: give a list"
             )
         return [iterators] * chunks
     if len(iterators) != chunks:
@@ -187,7 +197,7 @@ def _one_a_chunk(iterators: Any, chunks: int) -> list[Any]:
 
 
 def config_of(model: nn.Module) -> Any:
-    """The model's `config`, of the model itself or of what it wraps. Raises UserError where there is none."""
+    """Returns the `config` of the model or of the module that it wraps. Raises UserError if there is none."""
     inner: Any = model
     while not hasattr(inner, "config"):
         inner = getattr(inner, "module", None)

@@ -1,15 +1,15 @@
-"""Plays the ranks' lists of actions through: when each computation begins and ends, what waits, what is held.
+"""Simulates the ranks' action lists: when each computation starts and ends, what waits, how many activations are kept.
 
-The lists are those that the runner executes, exchanges included, under the same rules: a send is posted and forgotten,
-messages from one rank to another arrive in order, a computation waits for the message that it needs.
+The simulator executes the same lists as the runner, under the same rules: a send does not wait, messages from one rank
+to another arrive in order, a computation waits for the message that it needs.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.action_lists import lists_of
-from megatron.core.pipeline_parallel.actions import COMPUTES, RECEIVES, SENDS, Action, Kind
+from megatron.core.pipeline_parallel.action_lists import all_rank_actions
+from megatron.core.pipeline_parallel.actions import COMPUTES, RECEIVES, SENDS, Action, ActionKind
 from megatron.core.pipeline_parallel.orders import Schedule
 from megatron.core.pipeline_parallel.p2p_communication import max_sends_in_flight
 from megatron.core.pipeline_parallel.stages import Pipeline
@@ -17,23 +17,24 @@ from megatron.core.pipeline_parallel.stages import Pipeline
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each computation of one chunk takes, in any unit, the same on all stages."""
+    """The duration of each computation of one chunk, in any unit; equal on all stages."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
     message: float = 0.0
-    """From the end of a computation until its result has arrived elsewhere."""
+    """From the end of a computation until another rank has received its result."""
 
-    def of(self, action: Action) -> float:
-        """A pair takes as long as its parts in a row: what it hides is not in these numbers."""
+    def duration(self, action: Action) -> float:
+        """Returns the duration of an action. A pair takes as long as both members in a row: these costs have no
+        communication that a pair could hide."""
         kinds = {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.input_gradient + self.weight_gradient,
-            Kind.INPUT_GRADIENT: self.input_gradient,
-            Kind.WEIGHT_GRADIENT: self.weight_gradient,
+            ActionKind.FORWARD: self.forward,
+            ActionKind.BACKWARD: self.input_gradient + self.weight_gradient,
+            ActionKind.INPUT_GRADIENT: self.input_gradient,
+            ActionKind.WEIGHT_GRADIENT: self.weight_gradient,
         }
-        return sum(kinds[part.kind] for part in action.parts)
+        return sum(kinds[member.kind] for member in action.members)
 
 
 @dataclass(frozen=True)
@@ -47,69 +48,73 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank computed when."""
+    """The computations of all ranks over time."""
 
     spans: tuple[tuple[Span, ...], ...]
-    """By rank, in order."""
+    """The computations of each rank, in order."""
     pipeline: Pipeline
 
     @property
     def length(self) -> float:
-        """From the first computation's start to the last one's end."""
+        """Time from the start of the first computation to the end of the last one."""
         return max((span.stop for spans in self.spans for span in spans), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """The fraction of all ranks' time in which they wait."""
         busy = sum(span.stop - span.start for spans in self.spans for span in spans)
         return 1.0 - busy / (self.length * len(self.spans)) if busy else 0.0
 
     def peak_activations(self, rank: int) -> float:
-        """The most that a rank holds at once, in micro-batches of a rank's whole share of the model.
+        """Returns the largest amount of activations that a rank keeps at once. The unit is one micro-batch through all
+        chunks of the rank.
 
-        A chunk of a micro-batch counts from its forward to the end of its backward, of its weight gradients where those
-        come by themselves (an upper bound: of what is put off, only the inputs of products are kept).
+        A micro-batch in a chunk counts from its forward to the end of its backward, or of its weight gradients if those
+        are deferred. This is an upper bound: while weight gradients are deferred, only the factors of their products
+        are kept.
         """
-        held = peak = 0
-        releases = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
+        kept = peak = 0
+        releases = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
         for span in self.spans[rank]:
-            kinds = {part.kind for part in span.action.parts}
-            held += Kind.FORWARD in kinds
-            peak = max(peak, held)
-            held -= bool(kinds & releases)
+            kinds = {member.kind for member in span.action.members}
+            kept += ActionKind.FORWARD in kinds
+            peak = max(peak, kept)
+            kept -= bool(kinds & releases)
         return peak / self.pipeline.chunks
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Play a schedule through. Raises RuntimeError, saying who waits for what, where it gets stuck."""
-    return play(lists_of(schedule), schedule.pipeline, costs)
+    """Returns the timeline of a schedule. Raises RuntimeError, naming the waiting ranks and actions, if it gets
+    stuck."""
+    return simulate_actions(all_rank_actions(schedule), schedule.pipeline, costs)
 
 
-def play(
+def simulate_actions(
     lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs | None = None, bound: int | None = None
 ) -> Timeline:
-    """Play any lists through, one a rank; checks that every receive meets the send that it is meant for.
+    """Returns the timeline of any action lists, one per rank. Checks that each receive gets the message it expects.
 
-    `bound`: sends to one rank that may be without a posted receive before the next is held up, the runner's if None.
+    `bound` is the number of sends to one rank that may be without a posted receive before the next send waits; None
+    takes the bound of the runner. Raises RuntimeError if the ranks wait for each other.
     """
-    return _Play(
+    return _Simulation(
         lists, pipeline, costs or Costs(), max_sends_in_flight(pipeline) if bound is None else bound
-    ).to_the_end()
+    ).run()
 
 
-Key = tuple[Kind, int, int]
-"""Kind, micro-batch, chunk."""
+ComputationKey = tuple[ActionKind, int, int]
+"""ActionKind, micro-batch, chunk."""
 
 
 class _Rank:
-    """How far one rank is."""
+    """The progress of one rank."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions, self.next, self.time = actions, 0, 0.0
         self.spans: list[Span] = []
-        self.done: dict[Key, float] = {}
-        self.receives: dict[Key, tuple[int, int]] = {}
-        """From whom a posted receive gets which of its messages."""
+        self.done: dict[ComputationKey, float] = {}
+        self.receives: dict[ComputationKey, tuple[int, int]] = {}
+        """The sender of each posted receive, and the number of the message among those of this sender."""
         self.posted: dict[int, int] = defaultdict(int)
 
     @property
@@ -117,14 +122,14 @@ class _Rank:
         return self.next == len(self.actions)
 
 
-class _Play:
+class _Simulation:
     def __init__(self, lists: Sequence[Sequence[Action]], pipeline: Pipeline, costs: Costs, bound: int) -> None:
         self.pipeline, self.costs, self.bound = pipeline, costs, bound
         self.ranks = [_Rank(actions) for actions in lists]
-        self.mail: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)
-        """What one rank sent another, and when it arrives."""
+        self.messages: dict[tuple[int, int], list[tuple[Action, float]]] = defaultdict(list)
+        """The messages from one rank to another, and the time at which each arrives."""
 
-    def to_the_end(self) -> Timeline:
+    def run(self) -> Timeline:
         steps = dict.fromkeys(COMPUTES, self._compute)
         steps |= dict.fromkeys(SENDS, self._send) | dict.fromkeys(RECEIVES, self._receive)
         moved = True
@@ -132,7 +137,7 @@ class _Play:
             moved = False
             for number, rank in enumerate(self.ranks):
                 while not rank.is_done and (
-                    rank.actions[rank.next].kind is Kind.SYNC
+                    rank.actions[rank.next].kind is ActionKind.SYNC
                     or steps[rank.actions[rank.next].kind](number, rank, rank.actions[rank.next])
                 ):
                     rank.next += 1
@@ -142,12 +147,14 @@ class _Play:
             raise RuntimeError(f"the ranks wait for each other, each at its next action: {stuck}")
         for number, rank in enumerate(self.ranks):
             for peer in range(len(self.ranks)):
-                assert rank.posted[peer] == len(self.mail[peer, number]), f"rank {number} leaves mail of rank {peer}"
+                assert rank.posted[peer] == len(self.messages[peer, number]), (
+                    f"rank {number} does not receive all messages of rank {peer}"
+                )
         return Timeline(tuple(tuple(rank.spans) for rank in self.ranks), self.pipeline)
 
     def _send(self, number: int, rank: _Rank, action: Action) -> bool:
         assert action.peer is not None
-        sent = self.mail[number, action.peer]
+        sent = self.messages[number, action.peer]
         if len(sent) - self.ranks[action.peer].posted[number] >= self.bound:
             return False
         sent.append((action, rank.time + self.costs.message))
@@ -160,44 +167,48 @@ class _Play:
         return True
 
     def _compute(self, number: int, rank: _Rank, action: Action) -> bool:
-        ready = [self._ready(number, rank, part) for part in action.parts]
+        ready = [self._ready(number, rank, member) for member in action.members]
         if None in ready:
             return False
         start = max(rank.time, *(time for time in ready if time is not None))
-        rank.time = start + self.costs.of(action)
-        for part in action.parts:
-            key = part.kind, part.micro_batch, part.chunk
-            assert key not in rank.done, f"rank {number} does {part} twice"
+        rank.time = start + self.costs.duration(action)
+        for member in action.members:
+            key = member.kind, member.micro_batch, member.chunk
+            assert key not in rank.done, f"rank {number} does {member} twice"
             rank.done[key] = rank.time
         rank.spans.append(Span(action, start, rank.time))
         return True
 
     def _ready(self, number: int, rank: _Rank, action: Action) -> float | None:
-        """When all that a computation needs is there; None: not yet."""
+        """Returns the time at which the inputs of a computation have arrived; None if they have not been sent yet."""
         batch, chunk = action.micro_batch, action.chunk
-        stage = self.pipeline.stage(number, chunk)
-        if action.kind is Kind.WEIGHT_GRADIENT:
-            return rank.done[Kind.INPUT_GRADIENT, batch, chunk]
-        if action.kind is Kind.FORWARD:
-            source, made_by, receive = stage - 1, {Kind.FORWARD}, Kind.RECEIVE_FORWARD
+        stage = self.pipeline.stage_index(number, chunk)
+        if action.kind is ActionKind.WEIGHT_GRADIENT:
+            return rank.done[ActionKind.INPUT_GRADIENT, batch, chunk]
+        if action.kind is ActionKind.FORWARD:
+            source, made_by, receive = stage - 1, {ActionKind.FORWARD}, ActionKind.RECEIVE_FORWARD
         else:
-            assert (Kind.FORWARD, batch, chunk) in rank.done, f"rank {number} does {action} before its forward"
-            source, made_by, receive = stage + 1, {Kind.BACKWARD, Kind.INPUT_GRADIENT}, Kind.RECEIVE_BACKWARD
+            assert (ActionKind.FORWARD, batch, chunk) in rank.done, f"rank {number} does {action} before its forward"
+            source, made_by, receive = (
+                stage + 1,
+                {ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT},
+                ActionKind.RECEIVE_BACKWARD,
+            )
         if not 0 <= source < self.pipeline.num_stages:
             return 0.0
-        peer, peer_chunk = self.pipeline.place(source)
+        peer, peer_chunk = self.pipeline.locate(source)
         if peer == number:
             times = [rank.done[kind, batch, peer_chunk] for kind in made_by if (kind, batch, peer_chunk) in rank.done]
-            assert times, f"rank {number} does {action} before its own part that this needs"
+            assert times, f"rank {number} does {action} before its own computation that this needs"
             return times[0]
         assert (receive, batch, chunk) in rank.receives, f"rank {number} does {action}, but posted no receive for it"
-        sender, place = rank.receives[receive, batch, chunk]
+        sender, index = rank.receives[receive, batch, chunk]
         assert sender == peer, f"{action} of rank {number} listens to rank {sender}, not {peer}"
-        if place >= len(self.mail[peer, number]):
+        if index >= len(self.messages[peer, number]):
             return None
-        sent, arrives = self.mail[peer, number][place]
-        expected = Kind.SEND_FORWARD if receive is Kind.RECEIVE_FORWARD else Kind.SEND_BACKWARD
+        sent, arrives = self.messages[peer, number][index]
+        expected = ActionKind.SEND_FORWARD if receive is ActionKind.RECEIVE_FORWARD else ActionKind.SEND_BACKWARD
         assert (sent.kind, sent.micro_batch, sent.chunk) == (expected, batch, peer_chunk), (
-            f"{action} of rank {number} is given {sent} of rank {peer}"
+            f"{action} of rank {number} receives {sent} of rank {peer}"
         )
         return arrives

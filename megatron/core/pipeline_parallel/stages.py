@@ -1,101 +1,232 @@
-"""Which part of a model stands on which pipeline stage.
+"""How layers are cut into pipeline stages, and how stages are assigned to ranks. Integers only, no communication.
 
-A model is cut into `pipeline_size * chunks` stages in the order of its layers. Every rank of a pipeline holds `chunks`
-of them. All who need to know (models, groups, schedules, checkpoints, the dry run) ask the one `StageMap`.
+A model is cut into `pipeline_size * chunks` stages, in the order of its layers. Each rank of a pipeline holds `chunks`
+of them. `Pipeline` assigns stages to ranks; the functions below read from a config which layers are on which stage.
+They expect a config without `stage_map.stage_problems`; `stage_map.stage_map` checks that and returns all stages.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config_fields import refuse
-from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stage_checks import stage_problems
-from megatron.core.pipeline_parallel.stage_cuts import AUTO, Pipeline, letters_of_stages, pipeline_of, virtual_stages
+from megatron.core.flag_grammars import pipeline_layout
 
-__all__ = [
-    "Pipeline",
-    "StageMap",
-    "StagePart",
-    "embedding_ranks",
-    "pipeline_of",
-    "prediction_stage",
-    "stage_map",
-    "stage_problems",
-    "states_into_stages",
-    "virtual_stages",
-]
+AUTO = "auto"
+"""Value of `pipeline_model_parallel_layout` that `stage_costs.resolve_auto_layout` replaces by stages of equal cost."""
 
 
 @dataclass(frozen=True)
-class StagePart:
-    """What stands on one stage."""
+class Pipeline:
+    """The assignment of stages to the ranks of a pipeline.
 
-    stage: int
-    """Its place in the order of the model, from 0."""
-    layers: range
-    """Numbers of its transformer layers, counted over the whole model from 1; may be empty."""
-    embedding: bool
-    loss: bool
-    """It has the last norm, the head and the loss."""
-    prediction_layers: int = 0
-    """Layers of multi-token prediction."""
-
-
-@dataclass(frozen=True)
-class StageMap(Pipeline):
-    """A pipeline whose stages are known: made by `stage_map`."""
-
-    parts: tuple[StagePart, ...] = ()
-    """In the order of the stages."""
-
-    def part(self, pp_rank: int, chunk: int = 0) -> StagePart:
-        """What stands on a chunk of a rank."""
-        return self.parts[self.stage(pp_rank, chunk)]
-
-
-def stage_map(config: Any) -> StageMap:
-    """The stages of the model that a TransformerConfig describes.
-
-    Raises UserError, naming fields and values that would work, where its layers cannot be cut as it says, and for the
-    layout `auto` as long as `stage_costs.resolve_auto_layout` has not put the stages in its place.
+    Chunk c of rank r is stage c * pipeline_size + r. A V-shaped pipeline has two chunks on each rank, and its second
+    half of stages runs from the last rank back to the first: rank r has the stages r and 2 * pipeline_size - 1 - r.
     """
-    refuse(stage_problems(config), config)
-    if config.pipeline_model_parallel_layout == AUTO and config.pipeline_model_parallel_size > 1:
-        raise UserError(
-            "pipeline_model_parallel_layout auto needs the sequence length and the vocabulary: call "
-            "megatron.core.transformer.stage_costs.resolve_auto_layout(config, seq_length, vocab_size) first"
-        )
-    pipeline = pipeline_of(config)
-    parts, first = [], 1
-    for stage, letters in enumerate(letters_of_stages(config, pipeline)):
-        layers = range(first, first + letters.count("t"))
-        parts.append(StagePart(stage, layers, "E" in letters, "L" in letters, letters.count("m")))
-        first = layers.stop
-    return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(parts))
+
+    pipeline_size: int
+    chunks: int = 1
+    """Model chunks (stages) on each rank."""
+    v_shaped: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.pipeline_size >= 1 and self.chunks >= 1 and (not self.v_shaped or self.chunks == 2), self
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of all ranks together."""
+        return self.pipeline_size * self.chunks
+
+    def stage_index(self, pp_rank: int, chunk: int = 0) -> int:
+        """Returns the index of the stage that is this chunk of a pipeline rank."""
+        assert 0 <= pp_rank < self.pipeline_size and 0 <= chunk < self.chunks, (self, pp_rank, chunk)
+        if self.v_shaped and chunk == 1:
+            return self.num_stages - 1 - pp_rank
+        return chunk * self.pipeline_size + pp_rank
+
+    def locate(self, stage: int) -> tuple[int, int]:
+        """Returns (pipeline rank, chunk) of a stage."""
+        assert 0 <= stage < self.num_stages, (self, stage)
+        chunk, rank = divmod(stage, self.pipeline_size)
+        return (self.pipeline_size - 1 - rank if self.v_shaped and chunk == 1 else rank), chunk
+
+    @property
+    def embedding_rank(self) -> int:
+        """The pipeline rank that holds the first stage."""
+        return self.locate(0)[0]
+
+    @property
+    def loss_rank(self) -> int:
+        """The pipeline rank that holds the last stage."""
+        return self.locate(self.num_stages - 1)[0]
+
+
+def pipeline_of(config: Any) -> Pipeline:
+    """Returns how the stages of a config are assigned to ranks."""
+    size = config.pipeline_model_parallel_size
+    if config.pipeline_schedule == "zb-v" and size > 1:
+        return Pipeline(size, 2, v_shaped=True)
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    layout = layout_of(config)
+    return Pipeline(size, len(layout) // size if layout is not None else chunks)
+
+
+def virtual_stages(config: Any, layers_per_virtual_stage: int) -> int:
+    """Returns the chunks of each rank that give every chunk this many layers: the even share of a rank divided by
+    `layers_per_virtual_stage`, rounded up."""
+    counted = config.num_layers + counted_as_layers(config)
+    return max(1, -(-counted // (config.pipeline_model_parallel_size * layers_per_virtual_stage)))
+
+
+def overlaps_expert_communication(config: Any) -> bool:
+    """Whether training runs the forward of one micro-batch and the backward of another in turns: the config asks for it
+    and the model has experts, whose communication this hides."""
+    asked = getattr(config, "overlap_moe_expert_parallel_comm", False)
+    return asked and getattr(config, "num_moe_experts", None) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The modules on each stage, as letters: E embedding, t transformer layer, m multi-token prediction layer, L loss
+
+
+def letters_of_stages(config: Any, pipeline: Pipeline) -> list[str]:
+    """Returns the letters of each stage."""
+    layout = layout_of(config)
+    if layout is not None:
+        return layout
+    stages = ["t" * count for count in _layers_of_stages(config, pipeline)]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "m" * (config.mtp_num_layers or 0) + "L"
+    return stages
+
+
+def layout_of(config: Any) -> list[str] | None:
+    """Returns the letters of each stage as `pipeline_model_parallel_layout` gives them; None if the number of layers
+    decides. Raises ValueError for a layout that cannot be parsed."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is None or layout == AUTO or config.pipeline_model_parallel_size == 1:
+        return None
+    return pipeline_layout(layout if isinstance(layout, str) else "|".join(map(_stage_of_list, layout)))
+
+
+_MEGATRON_LM_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+
+
+def _stage_of_list(stage: Any) -> str:
+    """Returns the letters of a stage that a list layout gives as letters or as Megatron-LM's names."""
+    return stage if isinstance(stage, str) else "".join(_MEGATRON_LM_NAMES.get(name, "?") for name in stage)
+
+
+def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:
+    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
+    if pipeline.num_stages == 1:
+        return [config.num_layers]
+    if first is None and last is None:
+        counts = [(config.num_layers + counted_as_layers(config)) // pipeline.num_stages] * pipeline.num_stages
+        counts[0] -= config.account_for_embedding_in_pipeline_split
+        counts[-1] -= config.account_for_loss_in_pipeline_split
+        return counts
+    ranks = pipeline.pipeline_size
+    middle = config.num_layers - (first or 0) - (last or 0)
+    per_rank = [middle // middle_ranks(config)] * ranks if middle_ranks(config) else [0] * ranks
+    per_rank[0] = per_rank[0] if first is None else first
+    per_rank[-1] = per_rank[-1] if last is None else last
+    return [per_rank[pipeline.locate(stage)[0]] // pipeline.chunks for stage in range(pipeline.num_stages)]
+
+
+def counted_as_layers(config: Any) -> int:
+    """Returns how many of embedding and loss count as a layer when layers are divided evenly."""
+    return config.account_for_embedding_in_pipeline_split + config.account_for_loss_in_pipeline_split
+
+
+def middle_ranks(config: Any) -> int:
+    """Returns the number of ranks whose layer count no flag gives."""
+    given = (config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage)
+    return config.pipeline_model_parallel_size - sum(count is not None for count in given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Questions about stages
 
 
 def prediction_stage(config: Any) -> int | None:
-    """The stage that has the layers of multi-token prediction; None where the model has none."""
+    """Returns the index of the stage with the multi-token prediction layers; None if the model has none."""
     if not config.mtp_num_layers:
         return None
     letters = letters_of_stages(config, pipeline_of(config))
-    return next(stage for stage, held in enumerate(letters) if "m" in held)
+    return next(stage for stage, contents in enumerate(letters) if "m" in contents)
 
 
 def embedding_ranks(config: Any, shared_with_head: bool) -> list[int]:
-    """Pipeline ranks that hold the embedding of words, ascending: those of the first stage, of the stage that predicts
-    further ahead, and, if they share it, of the head."""
+    """Returns the pipeline ranks that hold the word embedding, ascending: the rank of the first stage, of the stage
+    with multi-token prediction, and, with `shared_with_head`, of the output head."""
     pipeline, predicts = pipeline_of(config), prediction_stage(config)
     stages = {0} | ({pipeline.num_stages - 1} if shared_with_head else set())
     stages |= set() if predicts is None else {predicts}
-    return sorted({pipeline.place(stage)[0] for stage in stages})
+    return sorted({pipeline.locate(stage)[0] for stage in stages})
 
 
 def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[int, ...]:
-    """How many hidden states each stage gets from the one before for every token: behind the stage that predicts
-    further ahead, those of the decoder and of each depth."""
+    """Returns, for each stage, how many hidden states it receives per token from the stage before.
+
+    This is 1, except behind the stage with multi-token prediction: there the hidden states of the decoder and of each
+    prediction depth travel together.
+    """
     predicts = prediction_stage(config) if pipeline.num_stages > 1 else None
-    beside = getattr(config, "mtp_num_layers", None) or 0
+    depths = getattr(config, "mtp_num_layers", None) or 0
     return tuple(
-        1 + (beside if predicts is not None and stage > predicts else 0) for stage in range(pipeline.num_stages)
+        1 + (depths if predicts is not None and stage > predicts else 0) for stage in range(pipeline.num_stages)
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages of equal cost
+
+
+def balanced_counts(layers: Sequence[int], first: int, last: int, pipeline: Pipeline) -> list[int]:
+    """Returns the number of layers of each stage so that no rank has much more to compute than the others.
+
+    `layers` is the cost of each layer, in any unit; `first` and `last` are the costs of the first and last stage
+    without their layers. The slowest rank sets the pace, so the largest load is minimised first, then the sum of
+    squared loads of ranks, then of stages, by moving single layers until no move helps. This is optimal if all layers
+    cost the same.
+    """
+    until = [0, *itertools.accumulate(layers)]
+    ranks = [pipeline.locate(stage)[0] for stage in range(pipeline.num_stages)]
+
+    def loads_of(counts: Sequence[int]) -> tuple[int, int, int]:
+        ends = list(itertools.accumulate(counts))
+        stages = [until[end] - until[end - count] for end, count in zip(ends, counts, strict=True)]
+        stages[0] += first
+        stages[-1] += last
+        per_rank = [0] * pipeline.pipeline_size
+        for rank, load in zip(ranks, stages, strict=True):
+            per_rank[rank] += load
+        return max(per_rank), sum(load * load for load in per_rank), sum(load * load for load in stages)
+
+    counts = _by_share(until, first, last, pipeline.num_stages)
+    loads = loads_of(counts)
+    while True:
+        better = min(((loads_of(moved), moved) for moved in _moves(counts)), default=(loads, counts))
+        if better[0] >= loads:
+            return counts
+        loads, counts = better
+
+
+def _by_share(until: Sequence[int], first: int, last: int, stages: int) -> list[int]:
+    """Returns the counts to start from: each stage ends where its share of the total cost ends."""
+    total = first + until[-1] + last
+    ends = [sum(first + cost <= total * (stage + 1) // stages for cost in until[1:]) for stage in range(stages - 1)]
+    return [stop - start for start, stop in itertools.pairwise([0, *ends, len(until) - 1])]
+
+
+def _moves(counts: list[int]) -> list[list[int]]:
+    """Returns all counts in which one stage has a layer less and another one more; layers in between shift."""
+    moves = []
+    for giver, taker in itertools.permutations(range(len(counts)), 2):
+        if counts[giver]:
+            moved = list(counts)
+            moved[giver] -= 1
+            moved[taker] += 1
+            moves.append(moved)
+    return moves

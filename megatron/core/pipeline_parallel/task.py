@@ -1,4 +1,4 @@
-"""What a pipeline's runner is given to run, and where this rank stands in it."""
+"""The input of a pipeline's runner, and the position of this rank in the pipeline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ ForwardStep = Callable[..., tuple[Tensor, Callable[..., Any] | None]]
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is run for every micro-batch."""
+class PipelineTask:
+    """What the runner executes for every micro-batch."""
 
     forward_step_func: ForwardStep
     """(data_iterator, model) -> (output, loss_func); see `get_forward_backward_func`."""
@@ -25,27 +25,31 @@ class Task:
     chunks: Sequence[nn.Module]
     """This rank's model chunks."""
     config: Any
+    """The TransformerConfig of the model."""
     groups: ProcessGroupCollection
     pipeline: Pipeline
     num_microbatches: int
     p2p: PipelineP2P | None = None
-    """None where one rank has all stages."""
+    """None if one rank has all stages."""
     collect_non_loss_data: bool = False
     rng_position_of: Callable[[int], RngPosition] | None = None
     """Returns the position for random numbers of the micro-batch with this number; called on every stage."""
-    states: Sequence[int] = ()
-    """How many hidden states each stage gets from the one before (`stages.states_into_stages`); empty: one each."""
+    num_states: Sequence[int] = ()
+    """Hidden states that each stage receives per token (`stages.states_into_stages`); empty: one each."""
 
-    def stage(self, chunk: int) -> int:
-        return self.pipeline.stage(self.groups.rank("pp"), chunk)
+    def stage_index(self, chunk: int) -> int:
+        """Returns the index of the stage that is this chunk of this rank."""
+        return self.pipeline.stage_index(self.groups.rank("pp"), chunk)
 
     def states_into(self, stage: int) -> int:
-        return self.states[stage] if self.states else 1
+        """Returns the number of hidden states that a stage receives per token."""
+        return self.num_states[stage] if self.num_states else 1
 
-    def neighbour(self, chunk: int, step: int) -> int | None:
-        """The chunk of this same rank that is the stage before (-1) or after (+1) a chunk; None: another rank's."""
-        stage = self.stage(chunk) + step
+    def local_neighbour(self, chunk: int, step: int) -> int | None:
+        """Returns the chunk of this rank that is the stage before (step -1) or after (+1) a chunk; None if that stage
+        is on another rank or does not exist."""
+        stage = self.stage_index(chunk) + step
         if not 0 <= stage < self.pipeline.num_stages:
             return None
-        rank, neighbour = self.pipeline.place(stage)
+        rank, neighbour = self.pipeline.locate(stage)
         return neighbour if rank == self.groups.rank("pp") else None

@@ -1,7 +1,6 @@
 """What the parts of a model cost, and the pipeline layout `auto` that follows."""
 
-from megatron.core.pipeline_parallel.balance import balanced_counts
-from megatron.core.pipeline_parallel.stage_cuts import AUTO, pipeline_of
+from megatron.core.pipeline_parallel.stages import AUTO, balanced_counts, pipeline_of
 from megatron.core.transformer.layer_patterns import has_experts, is_chunked, is_windowed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 

@@ -14,7 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs, sequence_slice
@@ -157,7 +157,7 @@ def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, v
         raise UserError(f"a rank has {stages.chunks} model chunks: give vp_stage, from 0 to {stages.chunks - 1}")
     if not 0 <= (vp_stage or 0) < stages.chunks:
         raise UserError(f"vp_stage {vp_stage}: a rank has {stages.chunks} model chunks, numbered from 0")
-    return stages.part(groups.rank("pp"), vp_stage or 0).layers
+    return stages.stage_at(groups.rank("pp"), vp_stage or 0).layers
 
 
 def block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:

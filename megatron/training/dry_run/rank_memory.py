@@ -17,7 +17,8 @@ from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.parameters import Box, ParameterInfo
-from megatron.core.pipeline_parallel.stages import StagePart, pipeline_of, stage_map
+from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
+from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training import global_vars
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
@@ -48,7 +49,7 @@ class MemoryBytes:
 class ModelShard:
     """A part of the model, as a rank builds it: its chunks, and the units of each."""
 
-    stages: tuple[StagePart, ...]
+    stages: tuple[Stage, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
     shardings: Mapping[str, Sharding]
 
@@ -110,7 +111,7 @@ def build_shard(
     finally:
         global_vars.clear_current_run()
     return ModelShard(
-        tuple(stages.part(pipeline_rank, number) for number in range(stages.chunks)),
+        tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
         tuple(tuple(plan_units(chunk, shards)) for chunk in chunks),
         shared,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
-from megatron.core.pipeline_parallel.stages import StagePart, stage_map
+from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
 from megatron.core.rank_grid import RankGrid, ranks_text
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
@@ -115,16 +115,16 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
         numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
         numbers += [memory.weights, memory.gradients, memory.optimizer]
         numbers += [memory.transient] * transient + [memory.total]
-        rows.append([*(f"{number:,}" for number in numbers), part_text(entry.shard.stages)])
+        rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
     yield from _table([titles, *rows], last_left=True)
 
 
-def part_text(stages: Sequence[StagePart]) -> str:
+def stages_text(stages: Sequence[Stage]) -> str:
     """What stands on the stages of a rank: `embedding, layers 1 to 4; layers 17 to 20`."""
     return "; ".join(map(stage_text, stages))
 
 
-def stage_text(stage: StagePart) -> str:
+def stage_text(stage: Stage) -> str:
     """What stands on a stage."""
     held = ["embedding"] if stage.embedding else []
     if len(stage.layers) > 1:
@@ -154,9 +154,9 @@ def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[s
 def _map_lines(config: PretrainConfig, ranks: Sequence[RankMemory]) -> Iterator[str]:
     stages, grid = stage_map(config.transformer), config.grid
     yield "who holds what"
-    for part in stages.parts:
-        pipeline_rank, chunk = stages.place(part.stage)
-        yield f"  stage {part.stage} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(part)}"
+    for stage in stages.stages:
+        pipeline_rank, chunk = stages.locate(stage.index)
+        yield f"  stage {stage.index} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(stage)}"
     yield from _ranks_of_parts(grid)
     yield from _split_lines(grid, ranks)
     yield from _copy_lines(ranks)

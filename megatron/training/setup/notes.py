@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stage_checks import interleaves
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
@@ -20,7 +20,7 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     groups, stages = environment.groups, stage_map(config.transformer)
     if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
         return
-    begins = any(1 in stages.part(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
+    begins = any(1 in stages.stage_at(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
     for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
         if begins or line.startswith("attention"):
             yield line
@@ -30,7 +30,7 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
     evaluation = config.evaluation
     groups = environment.groups
-    if interleaves(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
+    if overlaps_expert_communication(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:
         yield (
             "--overlap-moe-expert-parallel-comm: every rank has all experts whole, so there is no exchange to hide; "
             "micro-batches take turns all the same, and one more is held"

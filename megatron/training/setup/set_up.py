@@ -13,7 +13,7 @@ from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedul
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.pipeline_parallel.stage_checks import interleaves
+from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
 from megatron.core.transformer.stage_costs import resolve_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
@@ -192,7 +192,7 @@ def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
             directory=flags.tensorboard_dir or config.checkpoint.save,
             record_shapes=flags.record_shapes or flags.pytorch_profiler_collect_shapes,
             with_stack=flags.pytorch_profiler_collect_callstack,
-            all_threads=interleaves(config.transformer),  # backwards have a thread of their own
+            all_threads=overlaps_expert_communication(config.transformer),  # backwards have a thread of their own
         )
         hooks += [profiler] if profiler is not None else []
     return hooks

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Normal, declare, initialize_parameters, name_parameters
-from megatron.core.pipeline_parallel.stages import StagePart, stage_map
+from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
 
@@ -49,7 +49,7 @@ def config(**fields: Any) -> SimpleNamespace:
 class StageModel(nn.Module):
     """ids [b, s] -> on the last stage the sum of cross entropies [] with labels, weighted by a mask; else [s, b, h]."""
 
-    def __init__(self, config: Any, part: StagePart) -> None:
+    def __init__(self, config: Any, part: Stage) -> None:
         super().__init__()
         self.config, self.part = config, part
         self.hidden: Tensor | None = None
@@ -85,7 +85,7 @@ class StageModel(nn.Module):
 def whole_model(num_layers: int = 8) -> StageModel:
     """All stages in one."""
     one = config(num_layers=num_layers)
-    return StageModel(one, stage_map(one).part(0))
+    return StageModel(one, stage_map(one).stage_at(0))
 
 
 def batch(number: int, rows: int = 2, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,15 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megatron.core.pipeline_parallel.balance import balanced_counts
-from megatron.core.pipeline_parallel.stages import Pipeline
+from megatron.core.pipeline_parallel.stages import Pipeline, balanced_counts
 
 
 def heaviest(layers: Sequence[int], counts: Sequence[int], first: int, last: int, pipeline: Pipeline) -> int:
     loads = [0] * pipeline.pipeline_size
     numbers = iter(layers)
     for stage, count in enumerate(counts):
-        loads[pipeline.place(stage)[0]] += sum(itertools.islice(numbers, count))
+        loads[pipeline.locate(stage)[0]] += sum(itertools.islice(numbers, count))
     loads[pipeline.embedding_rank] += first
     loads[pipeline.loss_rank] += last
     return max(loads)

@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.micro_batch import CooperativeTurn, MicroBatch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatchTurn
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.utils.recomputed import Recomputed
@@ -108,7 +108,7 @@ def test_an_error_ends_both_and_is_shown_as_it_was(who: str, at: int, order: str
         with pytest.raises(ValueError, match=f"{who[0]} fails") as error:
             interleaver.run(*stories.values(), *turns)
         shown = "".join(traceback.format_exception(error.value))
-        assert "in story" in shown and "_TheOtherFailed" not in shown
+        assert "in story" in shown and "_PartnerFailed" not in shown
         assert " ".join(events) == order
         events.clear()
         interleaver.run(  # and the next pair is not concerned
@@ -329,7 +329,7 @@ def exchanging_step(
         overlap_moe_expert_parallel_comm=overlaps, num_moe_experts=2, pipeline_dtype=dtype, num_layers=4, **fields
     )
     stages, events = stage_map(settings), list[str]()
-    parts = [stages.part(groups.rank("pp"), chunk) for chunk in range(stages.chunks)]
+    parts = [stages.stage_at(groups.rank("pp"), chunk) for chunk in range(stages.chunks)]
     models = [ExchangingModel(settings, part, groups.dp, events, recomputes).to(dtype) for part in parts]
     chunks: list[nn.Module] = list(models)
     if ddp:
@@ -457,7 +457,7 @@ def refuse(gradient: Tensor) -> None:
 def failing_step() -> str:
     groups = ProcessGroupCollection.from_grid(RankGrid(2), torch.distributed.get_rank())
     settings = config(overlap_moe_expert_parallel_comm=True, num_moe_experts=2, num_layers=2)
-    model = ExchangingModel(settings, stage_map(settings).part(0), groups.dp, [])
+    model = ExchangingModel(settings, stage_map(settings).stage_at(0), groups.dp, [])
     model.layers[1].__class__ = Failing
     with pytest.raises(RuntimeError, match="this gradient is refused") as error:
         get_forward_backward_func(1)(

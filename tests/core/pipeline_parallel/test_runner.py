@@ -18,7 +18,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition
@@ -55,7 +55,7 @@ def run_case(
     lengths, bare = fields.pop("lengths", None), fields.pop("bare", False)
     settings = config(pipeline_model_parallel_size=groups.size("pp"), **fields)
     stages = stage_map(settings)
-    models = [StageModel(settings, stages.part(groups.rank("pp"), chunk)) for chunk in range(stages.chunks)]
+    models = [StageModel(settings, stages.stage_at(groups.rank("pp"), chunk)) for chunk in range(stages.chunks)]
     chunks: list[nn.Module] = list(models)
     if not bare:
         settings.finalize_model_grads_func = finalize_model_grads
@@ -144,7 +144,7 @@ def watched_chunks(groups: ProcessGroupCollection, settings: Any, events: list[s
     stages = stage_map(settings)
     chunks = []
     for number in range(stages.chunks):
-        chunk = Watched(settings, stages.part(groups.rank("pp"), number))
+        chunk = Watched(settings, stages.stage_at(groups.rank("pp"), number))
         chunk.number, chunk.events, chunk.placed = number, events, []
         chunks.append(chunk)
     return chunks
@@ -307,7 +307,7 @@ def test_what_cannot_be_run_is_refused() -> None:
         (
             "needs seq_length and micro_batch_size",
             "data_iterator is a list of 2 for 1 model chunks",
-            "data_iterator is one for 2 model chunks",
+            "data_iterator is a single one for 2 model chunks",
             "model is a list of 2, while the config says 1",
             "p2p_communicator",
             "gives hidden states of shape (5, 2, 6), while seq_length and micro_batch_size say (5, 1, 6)",

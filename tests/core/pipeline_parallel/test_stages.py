@@ -6,7 +6,8 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.core.flag_grammars import pipeline_layout
-from megatron.core.pipeline_parallel.stages import Pipeline, StageMap, stage_map, virtual_stages
+from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
+from megatron.core.pipeline_parallel.stages import Pipeline, virtual_stages
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PAIRS = {"overlap_moe_expert_parallel_comm": True, "num_moe_experts": 2}
@@ -25,33 +26,33 @@ def config(layers: int, stages: int, chunks: int | None = None, **fields: Any) -
 
 
 def layers(stages: StageMap) -> list[list[int]]:
-    return [list(part.layers) for part in stages.parts]
+    return [list(stage.layers) for stage in stages.stages]
 
 
 def test_stages_lie_on_ranks_in_turn_or_as_a_v() -> None:
     turns = Pipeline(3, 2)
-    assert [turns.place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [turns.locate(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
     v = Pipeline(3, 2, v_shaped=True)
-    assert [v.place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [v.locate(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
     assert (turns.loss_rank, v.loss_rank, v.embedding_rank) == (2, 0, 0)
     for pipeline in (turns, v):
-        assert [pipeline.stage(*pipeline.place(stage)) for stage in range(6)] == list(range(6))
+        assert [pipeline.stage_index(*pipeline.locate(stage)) for stage in range(6)] == list(range(6))
 
 
 def test_an_even_cut_gives_each_stage_as_many_layers() -> None:
     stages = stage_map(config(8, 2, 2))
     assert layers(stages) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert [part.embedding for part in stages.parts] == [True, False, False, False]
-    assert [part.loss for part in stages.parts] == [False, False, False, True]
-    assert list(stages.part(1, 1).layers) == [7, 8] and list(stages.part(0, 1).layers) == [5, 6]
+    assert [stage.embedding for stage in stages.stages] == [True, False, False, False]
+    assert [stage.loss for stage in stages.stages] == [False, False, False, True]
+    assert list(stages.stage_at(1, 1).layers) == [7, 8] and list(stages.stage_at(0, 1).layers) == [5, 6]
 
 
 def test_a_v_brings_the_last_layers_back_to_the_first_rank() -> None:
     made = config(8, 2, pipeline_schedule="zb-v")
     assert made.virtual_pipeline_model_parallel_size == 2
     stages = stage_map(made)
-    assert list(stages.part(0, 0).layers) == [1, 2] and list(stages.part(0, 1).layers) == [7, 8]
-    assert stages.part(0, 1).loss and stages.loss_rank == 0
+    assert list(stages.stage_at(0, 0).layers) == [1, 2] and list(stages.stage_at(0, 1).layers) == [7, 8]
+    assert stages.stage_at(0, 1).loss and stages.loss_rank == 0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_uneven_cuts(
     layers_in_all: int, stages: int, chunks: int | None, fields: dict[str, Any], expected: list[int]
 ) -> None:
     found = stage_map(config(layers_in_all, stages, chunks, **fields))
-    assert [len(part.layers) for part in found.parts] == expected
+    assert [len(stage.layers) for stage in found.stages] == expected
     assert [number for numbers in layers(found) for number in numbers] == list(range(1, layers_in_all + 1))
     assert found.num_stages == len(expected)
 

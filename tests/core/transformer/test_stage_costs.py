@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.pipeline_parallel.stages import stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.stage_costs import layer_cost, resolve_auto_layout
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -31,7 +31,7 @@ def test_a_head_that_costs_as_much_as_layers_takes_their_place() -> None:
     made = config(14, 4)
     vocabulary = layer_cost(made, 1, 128) // 64 * 2  # a head of two layers
     resolve_auto_layout(made, 128, vocabulary)
-    assert [len(part.layers) for part in stage_map(made).parts] == [4, 4, 4, 2]
+    assert [len(stage.layers) for stage in stage_map(made).stages] == [4, 4, 4, 2]
     before = made.pipeline_model_parallel_layout
     resolve_auto_layout(made, 4096, 10)  # settled once
     assert made.pipeline_model_parallel_layout == before
@@ -42,7 +42,7 @@ def test_it_cuts_for_as_many_chunks_as_are_asked_for(fields: dict[str, Any]) -> 
     made = config(15, 2, **fields)
     resolve_auto_layout(made, 128, layer_cost(made, 1, 128) // 64)
     stages = stage_map(made)
-    assert stages.chunks == 2 and [len(part.layers) for part in stages.parts] == [4, 4, 4, 3]
+    assert stages.chunks == 2 and [len(stage.layers) for stage in stages.stages] == [4, 4, 4, 3]
 
 
 def test_windows_make_layers_cheaper() -> None:
@@ -122,7 +122,7 @@ def test_a_stage_that_predicts_further_has_fewer_layers() -> None:
     made = config(12, 4, mtp_num_layers=2)
     vocabulary = layer_cost(made, 1, 128) // 64 // 2  # three heads of half a layer each, two layers and a little more
     resolve_auto_layout(made, 128, vocabulary)
-    parts = stage_map(made).parts
+    parts = stage_map(made).stages
     assert [len(part.layers) for part in parts] == [4, 4, 4, 0] and parts[-1].prediction_layers == 2
     assert made.pipeline_model_parallel_layout.endswith("|mmL")
 

@@ -13,7 +13,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import info_of
-from megatron.core.pipeline_parallel.stages import stage_map, states_into_stages
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.pipeline_parallel.stages import states_into_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import LayerInputs
@@ -81,14 +82,14 @@ def states_into_stage(
     the decoder and of each depth. Raises UserError for a chunk that has such layers (`predicts`) where the config has
     none, or lacks them."""
     stages = stage_map(config)
-    part = stages.part(groups.rank("pp"), vp_stage or 0)
-    if predicts != bool(part.prediction_layers):
+    stage = stages.stage_at(groups.rank("pp"), vp_stage or 0)
+    if predicts != bool(stage.prediction_layers):
         raise UserError(
             f"mtp_block_spec is {'given' if predicts else 'missing'}, while mtp_num_layers {config.mtp_num_layers} "
-            f"puts {part.prediction_layers} layers on this stage; "
+            f"puts {stage.prediction_layers} layers on this stage; "
             "get_gpt_mtp_block_spec(config, spec, use_transformer_engine) gives what belongs there"
         )
-    return states_into_stages(config, stages)[part.stage]
+    return states_into_stages(config, stages)[stage.index]
 
 
 def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -> None:

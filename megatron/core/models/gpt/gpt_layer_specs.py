@@ -2,7 +2,7 @@
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.pipeline_parallel.stages import StagePart, stage_map
+from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
@@ -152,7 +152,7 @@ def get_gpt_decoder_block_spec(
     `pp_rank`: default, this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
-    layers = _part_of_chunk(config, vp_stage, pp_rank).layers
+    layers = _stage_of_chunk(config, vp_stage, pp_rank).layers
     specs = [gpt_layer_spec_of(config, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
 
@@ -169,7 +169,7 @@ def get_gpt_mtp_block_spec(
     """
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a multi-token prediction spec; set it to False")
-    depths = _part_of_chunk(config, vp_stage, pp_rank).prediction_layers
+    depths = _stage_of_chunk(config, vp_stage, pp_rank).prediction_layers
     if not depths:
         return None
     last: ModuleSpec = gpt_layer_spec_of(config, config.num_layers)
@@ -191,6 +191,6 @@ def get_gpt_mtp_block_spec(
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=submodules)
 
 
-def _part_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> StagePart:
+def _stage_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> Stage:
     rank = default_collection().rank("pp") if pp_rank is None else pp_rank
-    return stage_map(config).part(rank, vp_stage or 0)
+    return stage_map(config).stage_at(rank, vp_stage or 0)

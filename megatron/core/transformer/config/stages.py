@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.config_fields import flag, not_a_flag
-from megatron.core.pipeline_parallel.stage_cuts import layout_of
+from megatron.core.pipeline_parallel.stages import layout_of
 
 _PIPELINE = "pipeline_model_parallel_size"
 
@@ -42,7 +42,7 @@ class StageConfig:
 
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for `mtp_standalone` without a layout that says so; `config` has the fields of
-    TransformerConfig. What else is wrong with stages is found by `pipeline_parallel.stages.stage_problems`."""
+    TransformerConfig. What else is wrong with stages is found by `pipeline_parallel.stage_map.stage_problems`."""
     if config.mtp_standalone and not has_prediction_stage(config):
         yield (
             "{mtp_standalone}: the layers of {mtp_num_layers:name} have a stage of their own where "

@@ -30,7 +30,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.stages import embedding_ranks, stage_map
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.pipeline_parallel.stages import embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.reported import take_reports
@@ -128,7 +129,7 @@ def step(name: str, layout: dict[str, Any], values: dict[str, Tensor] | None, ra
     part = sequence_part(groups)
     plan, chunks = stage_map(config), []
     for number in range(plan.chunks):
-        stage = plan.part(groups.rank("pp"), number)
+        stage = plan.stage_at(groups.rank("pp"), number)
         place = {"pre_process": stage.embedding, "post_process": stage.loss}
         chunk = predicting_model(config, groups, number if plan.chunks > 1 else None, **place, **model.keywords)
         if values is None:

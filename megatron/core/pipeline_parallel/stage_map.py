@@ -1,30 +1,82 @@
-"""What is wrong with the flags that say which layers stand on which pipeline stage, and what would work."""
+"""The stages of a model as its config describes them, and what is wrong with a config that describes none."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.pipeline_parallel.stage_cuts import (
+from megatron.core.config_fields import refuse
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.stages import (
     AUTO,
+    Pipeline,
     counted_as_layers,
     layout_of,
+    letters_of_stages,
     middle_ranks,
+    overlaps_expert_communication,
     pipeline_of,
 )
 
 
-def interleaves(config: Any) -> bool:
-    """In training, forwards and backwards of two micro-batches take turns: that is asked for, and there are experts
-    whose exchange it hides."""
-    asked = getattr(config, "overlap_moe_expert_parallel_comm", False)
-    return asked and getattr(config, "num_moe_experts", None) is not None
+@dataclass(frozen=True)
+class Stage:
+    """The modules on one pipeline stage."""
+
+    index: int
+    """Position of the stage in the order of the model, from 0."""
+    layers: range
+    """Numbers of its transformer layers, counted over the whole model from 1; may be empty."""
+    embedding: bool
+    """The stage has the embedding."""
+    loss: bool
+    """The stage has the final norm, the output head and the loss."""
+    prediction_layers: int = 0
+    """Number of multi-token prediction layers."""
+
+
+@dataclass(frozen=True)
+class StageMap(Pipeline):
+    """A pipeline and the contents of its stages. Made by `stage_map`."""
+
+    stages: tuple[Stage, ...] = ()
+    """In the order of the model."""
+
+    def stage_at(self, pp_rank: int, chunk: int = 0) -> Stage:
+        """Returns the stage that is this chunk of a pipeline rank."""
+        return self.stages[self.stage_index(pp_rank, chunk)]
+
+
+def stage_map(config: Any) -> StageMap:
+    """Returns the stages of the model that a TransformerConfig describes.
+
+    Raises UserError, naming fields and values that would work, if the layers cannot be cut as the config says; and for
+    the layout `auto`, which `stage_costs.resolve_auto_layout` must have replaced before.
+    """
+    refuse(stage_problems(config), config)
+    if config.pipeline_model_parallel_layout == AUTO and config.pipeline_model_parallel_size > 1:
+        raise UserError(
+            "pipeline_model_parallel_layout auto needs the sequence length and the vocabulary: call "
+            "megatron.core.transformer.stage_costs.resolve_auto_layout(config, seq_length, vocab_size) first"
+        )
+    pipeline = pipeline_of(config)
+    stages, first = [], 1
+    for index, letters in enumerate(letters_of_stages(config, pipeline)):
+        layers = range(first, first + letters.count("t"))
+        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m")))
+        first = layers.stop
+    return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(stages))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
 
 
 def stage_problems(config: Any) -> Iterator[str]:
-    """A problem for each reason why the layers cannot be cut so. `config` has the fields of TransformerConfig."""
+    """Yields a problem for each reason why the layers cannot be cut as a TransformerConfig says."""
     if config.pipeline_model_parallel_size < 1 or (config.num_layers or 0) < 1:
-        return  # others speak of that
+        return  # reported by other checks
     if config.pipeline_model_parallel_size == 1 and (config.virtual_pipeline_model_parallel_size or 1) == 1:
-        return  # one stage has it all
+        return  # one stage has all layers
     yield from _schedule_problems(config)
     if config.pipeline_model_parallel_layout is not None:
         yield from _exclusive_with_layout(config)
@@ -53,12 +105,13 @@ def _schedule_problems(config: Any) -> Iterator[str]:
         )
     if schedule == "interleaved" and chunks == 1 and config.pipeline_model_parallel_layout in (None, AUTO):
         yield "{pipeline_schedule} needs {virtual_pipeline_model_parallel_size:name} of 2 or more chunks a rank"
-    if interleaves(config):
+    if overlaps_expert_communication(config):
         yield from _pair_problems(config)
 
 
 def _pair_problems(config: Any) -> Iterator[str]:
-    """Only an interleaved pipeline has, on every stage, a forward that need not wait for the backward beside it."""
+    """Forward and backward can take turns only in an interleaved pipeline: there every stage has a forward that does
+    not depend on the backward beside it."""
     if config.pipeline_schedule in ("zb-h1", "zb-v"):
         yield (
             "{overlap_moe_expert_parallel_comm:name} has whole backwards take turns with forwards; "
@@ -68,7 +121,7 @@ def _pair_problems(config: Any) -> Iterator[str]:
     try:
         chunks = pipeline_of(config).chunks
     except ValueError:
-        return  # of the layout others speak
+        return  # `_layout_problems` reports the layout
     if chunks == 1:
         yield (
             "{overlap_moe_expert_parallel_comm:name} with {pipeline_model_parallel_size} needs "
@@ -114,7 +167,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 
 def _prediction_problems(config: Any, stages: list[str]) -> Iterator[str]:
-    """Layers of multi-token prediction stand together, behind every transformer layer."""
+    """Multi-token prediction layers must be on one stage, behind all transformer layers."""
     wanted, letters, complaint = config.mtp_num_layers or 0, "".join(stages), "{pipeline_model_parallel_layout}"
     if letters.count("m") != wanted:
         yield f"{complaint} has {letters.count('m')} multi-token prediction layers (m), the model has {wanted}"
