@@ -1,5 +1,6 @@
 """Reading any program's safetensors files: which tensors one holds, and their elements, by offset and size."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +39,26 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
     except ValueError as error:
         raise BrokenCheckpoint(path, f"not a safetensors file: its header is no JSON ({error})") from error
     try:
-        return {
+        tensors = {
             name: _located(path, name, entry, 8 + length, size)
             for name, entry in fields.items()
             if name != "__metadata__"
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BrokenCheckpoint(path, f"not a safetensors file ({error!r})") from error
+    _check_disjoint(path, tensors)
+    return tensors
+
+
+def _check_disjoint(path: Path, tensors: dict[str, TensorInFile]) -> None:
+    """Raises BrokenCheckpoint if two tensors have bytes in common, which no writer of safetensors produces."""
+    in_order = sorted(tensors, key=lambda name: (tensors[name].offset, tensors[name].nbytes))
+    for before, after in itertools.pairwise(in_order):
+        end = tensors[before].offset + tensors[before].nbytes
+        if end > tensors[after].offset:
+            raise BrokenCheckpoint(
+                path, f"{before} ends at byte {end}, but {after} begins at byte {tensors[after].offset}: they overlap"
+            )
 
 
 def _located(path: Path, name: str, entry: dict[str, Any], data_begin: int, file_size: int) -> TensorInFile:

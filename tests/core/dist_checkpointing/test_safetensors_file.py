@@ -40,6 +40,10 @@ WRONG = {
     "type F4": ({"w": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}, b"x"),
     "w ends at byte": ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
     r"w of shape \[3\]": ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"),
+    "v ends at byte .*, but w begins at byte .*: they overlap": (
+        {name: {"dtype": "F32", "shape": [2], "data_offsets": at} for name, at in (("w", [4, 12]), ("v", [0, 8]))},
+        b"123456789abc",
+    ),
     "KeyError": ({"w": {"dtype": "F32", "shape": [3]}}, b""),
 }
 
