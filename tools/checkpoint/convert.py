@@ -1,16 +1,16 @@
-"""Turn a Hugging Face model into a checkpoint, or a checkpoint into a Hugging Face model.
+"""Converts models between the Hugging Face hub's format and checkpoints of this project.
 
 python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
 
-No layout is asked for: any layout loads any checkpoint, and an export reads what any layout wrote. docs/checkpoints.md
-says more.
+Neither direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
+layout. docs/checkpoints.md has an example to follow, docs/models.md lists what can be converted.
 """
 
 import os
 import sys
 
-# This folder must not be searched for modules: its inspect.py would stand in for Python's own.
+# Python must not search this folder for modules: it would take inspect.py for its own module of that name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.path if path != _HERE)]
 
@@ -29,11 +29,12 @@ from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa
 from megatron.training.conversion.exporting import export_model  # noqa: E402
 from megatron.training.conversion.families import FAMILIES  # noqa: E402
 from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
+from megatron.training.conversion.verification import Comparison  # noqa: E402
 from pretrain_gpt import build_model  # noqa: E402
 
 PROGRAM = "python tools/checkpoint/convert.py"
 KNOWN = ", ".join(family.architecture for family in FAMILIES)
-ABOUT = f"Convert models between the Hugging Face hub's format and ours, bit for bit. Architectures: {KNOWN}."
+ABOUT = f"Converts models between the Hugging Face hub's format and ours, bit for bit. Architectures: {KNOWN}."
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -41,7 +42,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 
 
 
 def size_in_bytes(word: str) -> int:
-    """As 5GB or 500MiB."""
+    """Parses a size such as 5GB or 500MiB. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+)([A-Za-z]*)", word)
     if match is None or match[2] not in UNITS or int(match[1]) == 0:
         raise ValueError(f"not a size, such as 5GB ({', '.join(unit for unit in UNITS if unit)})")
@@ -53,19 +54,23 @@ class ImportConfig:
     """Flags of an import."""
 
     hf_dir: str | None = None
-    """Folder of the model: config.json and safetensors files. Required."""
+    """Folder of the model, with config.json and safetensors files. Required."""
 
     save: str | None = None
-    """Folder for the checkpoint, as a run's --save; it is called release. Required."""
+    """Folder to write the checkpoint to, as in a run's --save. The checkpoint is named release. Required."""
 
     dtype: Dtype | None = None
-    """Type of the weights; as they are when not given."""
+    """Type of the weights. Default: weights keep their type."""
 
     file_size: int = flag(4 << 30, parse=size_in_bytes)
-    """Bytes of a file, about; 4GiB when not given."""
+    """Approximate size of each file of the checkpoint. Default: 4GiB."""
 
     ignore_config_keys: list[str] | None = flag(None, nargs="+")
-    """Keys of config.json to leave out that would else be refused because nobody here knows what they mean."""
+    """Keys of config.json to ignore. Without this, unknown keys are an error, since they may change the model."""
+
+    verify: bool = False
+    """Compare the checkpoint's logits with those of transformers, in float32 on the CPU. Needs transformers and memory
+    for the model in float32. If the logits differ, nothing is imported."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -73,34 +78,39 @@ class ExportConfig:
     """Flags of an export."""
 
     load: str | None = None
-    """Folder of checkpoints, as a run's --save. Required."""
+    """Folder of checkpoints, as in a run's --save. Required."""
 
     ckpt_step: int | None = None
-    """Iteration of the checkpoint; the newest whole one when not given."""
+    """Iteration of the checkpoint. Default: the newest whole checkpoint."""
 
     hf_dir: str | None = None
-    """Folder to write; it must not hold anything yet. Required."""
+    """Folder to write; it must be empty or not exist. Required."""
 
     architecture: str | None = None
-    """Class of transformers to export as; the first that can say the model when not given."""
+    """Class of transformers to export as. Default: the first that expresses the model."""
 
     dtype: Dtype | None = None
-    """Type of the weights; as they are when not given. A wider one takes the optimizer's main weights, if there are."""
+    """Type of the weights. Default: weights keep their type. A wider type takes the optimizer's main weights if the
+    checkpoint has them."""
 
     max_shard_size: int = flag(5 * 10**9, parse=size_in_bytes)
-    """Bytes of tensors in a file, at most; 5GB when not given."""
+    """Largest size of a safetensors file. Default: 5GB."""
 
     tokenizer_model: str | None = None
-    """Folder to copy the tokenizer's files from; the run's own when not given."""
+    """Folder to copy the tokenizer's files from. Default: the run's tokenizer."""
+
+    verify: bool = False
+    """Compare the logits of transformers, from the written files, with the checkpoint's, in float32 on the CPU. Needs
+    transformers and memory for the model in float32. If the logits differ, nothing is exported."""
 
 
 def missing(config: ImportConfig | ExportConfig, *names: str) -> list[str]:
-    """A problem for each of these flags that was not given."""
+    """Returns a problem for each of these flags that was not given."""
     return [f"{{{name}:name}} is required" for name in names if getattr(config, name) is None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["import"]:
@@ -112,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif words[:1] in (["--help"], ["-h"]):
             print(f"usage: {PROGRAM} import|export [flags]\n\n{ABOUT}\n\nimport --help and export --help list flags")
         else:
-            raise UserError(f"the first word is import or export{f', not {words[0]}' if words else ''}")
+            raise UserError(f"the first word must be import or export{f', not {words[0]}' if words else ''}")
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -121,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_import(config: ImportConfig) -> None:
-    """Convert, and say with which flags to train."""
+    """Imports a model, and prints the flags to train it with."""
     root = Path(config.save or "")
     done = import_model(
         Path(config.hf_dir or ""),
@@ -129,15 +139,17 @@ def run_import(config: ImportConfig) -> None:
         build_model,
         dtype=DTYPES[config.dtype] if config.dtype else None,
         file_bytes=config.file_size,
-        waived=config.ignore_config_keys or (),
+        ignored_keys=config.ignore_config_keys or (),
+        verify=config.verify,
     )
     print(f"{done.saved.folder}: {done.saved.nbytes / 1e6:.1f} MB in {done.saved.seconds:.1f} s")
+    print_comparison(done.comparison)
     print(f"flags of the model, in {root / FLAGS}:\n  {shlex.join(done.flags)}")
-    print(f"train it with these, --pretrained-checkpoint {root} and the flags of a run; any layout loads it")
+    print(f"to train it, give these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout")
 
 
 def run_export(config: ExportConfig) -> None:
-    """Convert, and say as what."""
+    """Exports a model, and prints its architecture."""
     target = Path(config.hf_dir or "")
     done = export_model(
         Path(config.load or ""),
@@ -148,8 +160,19 @@ def run_export(config: ExportConfig) -> None:
         dtype=DTYPES[config.dtype] if config.dtype else None,
         shard_bytes=config.max_shard_size,
         tokenizer=Path(config.tokenizer_model) if config.tokenizer_model else None,
+        verify=config.verify,
     )
     print(f"{target}: {done.architecture}, {done.nbytes / 1e6:.1f} MB in {len(done.files)} files")
+    print_comparison(done.comparison)
+
+
+def print_comparison(comparison: Comparison | None) -> None:
+    """Prints the result of --verify, if it was given."""
+    if comparison is not None:
+        print(
+            f"verified: transformers computes the same logits for {comparison.rows} rows of {comparison.length} random "
+            f"tokens; the largest difference is {comparison.difference:.1g} standard deviations of the logits"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Show what a checkpoint holds: where its run was, the flags that it ran with, and its tensors.
+"""Shows what a checkpoint holds: the progress of its run, the flags of the run, and the tensors.
 
 python tools/checkpoint/inspect.py --load checkpoints
 python tools/checkpoint/inspect.py --load checkpoints --iteration 2000 --tensors 'decoder.layers.0.*'
@@ -7,7 +7,7 @@ python tools/checkpoint/inspect.py --load checkpoints --iteration 2000 --tensors
 import os
 import sys
 
-# This folder must not be searched for modules: this very file would stand in for Python's own inspect.
+# Python must not search this folder for modules: it would take this file for its own module inspect.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.path if path != _HERE)]
 
@@ -26,14 +26,22 @@ from megatron.core.exceptions import UserError  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder with checkpoints")
-    parser.add_argument("--iteration", type=int, metavar="N", help="this one instead of the newest whole one")
     parser.add_argument(
-        "--tensors", nargs="?", const="*", metavar="PATTERN", help="list tensors, all or those of a shell pattern"
+        "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="iteration of the checkpoint; default: the newest whole checkpoint"
+    )
+    parser.add_argument(
+        "--tensors",
+        nargs="?",
+        const="*",
+        metavar="PATTERN",
+        help="list all tensors, or those whose name matches a shell pattern",
     )
     args = parser.parse_args(argv)
     try:
@@ -50,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def summary(checkpoint: Checkpoint) -> Iterator[str]:
-    """The checkpoint in a few lines."""
+    """Yields lines that summarize the checkpoint."""
     manifest = checkpoint.manifest
     yield f"{checkpoint.folder}: iteration {manifest.iteration}, {checkpoint.nbytes / 1e6:.1f} MB"
     yield "written by: " + ", ".join(f"{name} {size}" for name, size in manifest.layout.items())
@@ -69,13 +77,13 @@ def summary(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def tensor_lines(checkpoint: Checkpoint, pattern: str) -> Iterator[str]:
-    """Name, type, shape and number of pieces of each tensor that fits a shell pattern."""
+    """Yields a line for each tensor whose name matches a shell pattern: name, type, shape, number of chunks."""
     for name, stored in sorted(checkpoint.catalogue.items()):
         if fnmatch.fnmatchcase(name, pattern):
             chunk = stored[0].chunk
             dtype = str(chunk.dtype).removeprefix("torch.")
-            pieces = f"in {len(stored)} pieces" if len(stored) > 1 else ""
-            yield f"  {name:<60} {dtype:<10} {list(chunk.global_shape)} {pieces}".rstrip()
+            chunks = f"in {len(stored)} chunks" if len(stored) > 1 else ""
+            yield f"  {name:<60} {dtype:<10} {list(chunk.global_shape)} {chunks}".rstrip()
 
 
 if __name__ == "__main__":

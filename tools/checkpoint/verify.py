@@ -1,16 +1,16 @@
-"""Say which checkpoints of a folder are whole, and what is broken in the others.
+"""Checks which checkpoints of a folder are whole, and reports what is broken in the others.
 
 python tools/checkpoint/verify.py --load checkpoints
 python tools/checkpoint/verify.py --load checkpoints --iteration 2000 --quick
 
-Reads every byte and compares every checksum. Exit code: 0 when all are whole, 1 when one is broken, 2 when there is
-none or the command line is wrong.
+Reads every byte and compares every checksum. Exit code: 0 if all checkpoints are whole, 1 if one is broken, 2 if there
+is no checkpoint or the command line is wrong.
 """
 
 import os
 import sys
 
-# This folder must not be searched for modules: its inspect.py would stand in for Python's own.
+# Python must not search this folder for modules: it would take inspect.py for its own module of that name.
 _HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(os.path.dirname(_HERE)), *(path for path in sys.path if path != _HERE)]
 
@@ -25,20 +25,24 @@ from megatron.core.exceptions import UserError  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder with checkpoints")
-    parser.add_argument("--iteration", type=int, metavar="N", help="look at this one only")
-    parser.add_argument("--quick", action="store_true", help="do not read the tensors: sizes, headers and digests only")
+    parser.add_argument(
+        "--load", type=Path, required=True, metavar="DIR", help="folder of checkpoints, as in a run's --save"
+    )
+    parser.add_argument("--iteration", type=int, metavar="N", help="check only the checkpoint of this iteration")
+    parser.add_argument(
+        "--quick", action="store_true", help="check sizes, headers and digests only; do not read the tensors"
+    )
     args = parser.parse_args(argv)
     try:
         choice = choose(args.load, args.iteration)
-        looked_at = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
-        if not looked_at:
+        checked = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
+        if not checked:
             raise UserError(f"--load {args.load} holds no checkpoint")
-        whole = {folder.path.name: report(folder, not args.quick) for folder in looked_at}
+        whole = {folder.path.name: report(folder, not args.quick) for folder in checked}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -51,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(folder: Folder, tensors: bool) -> bool:
-    """Print what is found about one folder; whether it is whole."""
+    """Prints the state of one checkpoint; returns whether it is whole. `tensors`: also read all tensors."""
     if is_foreign(folder.path):
         print(f"{folder.path.name}: another program's checkpoint")
         return False

@@ -1,5 +1,6 @@
-"""Models of the Hugging Face hub to our checkpoints and back.
+"""Conversion of models between the Hugging Face hub's format and checkpoints of this project.
 
-A family (`families.py`) is data: which tensor on disk is which part of which canonical tensor, and which key of
-config.json is which flag. `importing.py` and `exporting.py` carry tensors over one at a time; nothing holds the model.
+A family (`families.py`) is data: which hub tensor is which part of a canonical tensor, and which key of config.json
+corresponds to which flag. `importing.py` and `exporting.py` copy the tensors one at a time, so the memory needed does
+not grow with the model. `verification.py` compares the logits of both formats.
 """

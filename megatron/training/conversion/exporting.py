@@ -1,4 +1,4 @@
-"""From a checkpoint of ours, whatever layout wrote it, to a Hugging Face model, a tensor at a time."""
+"""Export: a checkpoint of this project, written by any layout, becomes a Hugging Face model, one tensor at a time."""
 
 import json
 import shutil
@@ -21,26 +21,30 @@ from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.choosing import choose_family
-from megatron.training.conversion.folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of
-from megatron.training.conversion.model import BuildModel, canonical_shapes
-from megatron.training.conversion.pieces import DiskTensor, disk_tensors, files_of
+from megatron.training.conversion.family_choice import choose_family
+from megatron.training.conversion.model import BuildModel, canonical_shapes, vocab_size_of
+from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of
+from megatron.training.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
+from megatron.training.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
+from megatron.training.inspection.run_description import architecture_differences
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 
-_EMBEDDING = "embedding.word_embeddings.weight"
 _READ_AT_ONCE = 256 << 20
-"""Bytes of tensors that are read together, in the order in which they are written: a block of a file, with what is read
-out of it, is then fetched once."""
+"""Bytes of tensors that are read together, in the order of writing, so that each block of a file is read once."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made."""
+    """Result of an export."""
 
     architecture: str
     files: list[str]
+    """Names of the safetensors files."""
     nbytes: int
+    """Size of all tensors."""
+    comparison: Comparison | None = None
+    """Comparison of logits with transformers, if it was asked for."""
 
 
 def export_model(
@@ -53,41 +57,54 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
+    verify: bool = False,
     say: Say = print,
 ) -> Exported:
-    """Write the model of the newest whole checkpoint under `root`, or of one iteration, as a folder that transformers
-    loads; `target` must not hold anything.
+    """Writes the model of a checkpoint under `root` as the folder `target`, which transformers can load.
 
-    The architecture is the first that can say all that makes the model what it is, unless one is named. Weights keep
-    their type unless `dtype` gives another; a wider one comes from the optimizer's main weights where there are some.
-    Files hold at most `shard_bytes` of tensors, or one tensor. A tokenizer's files are copied from the folder
-    `tokenizer`, or from the run's.
+    The checkpoint is the newest whole one, or that of iteration `step`. The architecture is the first that expresses
+    the model, unless one is named. Weights keep their type unless `dtype` is given; a wider type takes the optimizer's
+    main weights if the checkpoint has them. A file holds at most `shard_bytes` of tensors, or one tensor. The
+    tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits of the
+    checkpoint are compared with those that transformers computes from the written files.
 
-    Raises UserError, before anything is written, if no architecture can say the model (naming the flags it cannot say).
+    Raises UserError if `target` is not empty, if no architecture expresses the model (naming the flags), if a weight is
+    NaN or infinite, or if the logits differ. `target` is complete or does not exist.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} holds something already; name a folder that is empty or not there yet")
+        raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
+    if verify:
+        import_transformers()
     checkpoint = find_checkpoint(root, step, say)
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
-    family = choose_family(config, checkpoint.manifest.config, architecture)
+    _check_flags(checkpoint, config)
+    family = choose_family(config, architecture)
     stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if not is_optimizer_state(name)}
-    if _EMBEDDING not in stored:
-        raise UserError(f"{checkpoint.folder}: it has no {_EMBEDDING}")
-    vocab_size = stored[_EMBEDDING].global_shape[0]
+    vocab_size = vocab_size_of(checkpoint)
     shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
-    tensors = disk_tensors(family.tensors, shapes)
+    tensors = hub_tensors(family.tensors, shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
-    keys = family.config(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _word(dtypes[_EMBEDDING])}
     tokenizer = tokenizer or _tokenizer_of(config)
+    keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
     keys |= _special_ids(tokenizer, vocab_size)
-    return _write(checkpoint, target, tensors, dtypes, keys, shard_bytes, tokenizer)
+    writer = _Writer(checkpoint, build_model, tensors, dtypes, shard_bytes, verify)
+    return writer.write(target, keys, tokenizer)
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _main_dtype(dtypes: Mapping[str, torch.dtype]) -> str:
+    return str(dtypes["embedding.word_embeddings.weight"]).removeprefix("torch.")
+
+
+def _check_flags(checkpoint: Checkpoint, config: PretrainConfig) -> None:
+    """Raises UserError if the flags in the checkpoint do not give the architecture that it describes."""
+    differences = architecture_differences(config, checkpoint.manifest.config)
+    if differences:
+        raise UserError(
+            f"{checkpoint.folder}: its flags give another model than it describes: {'; '.join(differences)}"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -95,11 +112,12 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any]) -> None:
+    """Raises UserError naming the tensors that are missing, left over or of another shape."""
     missing, extra = shapes.keys() - stored.keys(), stored.keys() - shapes.keys()
     problems = [f"{describe_names(missing)} missing"] if missing else []
-    problems += [f"{describe_names(extra)} not of its model"] if extra else []
+    problems += [f"its model has no tensor {describe_names(extra)}"] if extra else []
     problems += [
-        f"{name} of shape {list(stored[name].global_shape)}, its model has {list(shape)}"
+        f"{name} has shape {list(stored[name].global_shape)}, but its model needs {list(shape)}"
         for name, shape in shapes.items()
         if name in stored and tuple(stored[name].global_shape) != tuple(shape)
     ]
@@ -108,20 +126,23 @@ def _check_names(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], 
 
 
 class _Reader:
-    """Gives tensors in the order in which they are written, and reads some of those that follow along with each."""
+    """Reads tensors in the order in which they are written, several at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, order: Sequence[DiskTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    def __init__(self, checkpoint: Checkpoint, order: Sequence[HubTensor], dtypes: Mapping[str, torch.dtype]) -> None:
         self.checkpoint, self.dtypes = checkpoint, dtypes
         self.order = iter(order)
         self.ready: dict[str, Tensor] = {}
 
-    def take(self, tensor: DiskTensor) -> Tensor:
-        """Its elements, one-dimensional."""
+    def take(self, tensor: HubTensor) -> Tensor:
+        """Returns the tensor's elements, one-dimensional. Raises UserError if one is NaN or infinite."""
         if tensor.name not in self.ready:
             chunks = list(self._next_chunks())
             fill_tensors(self.checkpoint, match([chunk for _, chunk in chunks], self.checkpoint.catalogue))
             self.ready = {name: chunk.flat for name, chunk in chunks}
-        return self.ready.pop(tensor.name)
+        values = self.ready.pop(tensor.name)
+        stored = self.checkpoint.catalogue[tensor.canonical_name][0].chunk.dtype
+        check_finite(values, f"{self.checkpoint.folder}: {tensor.canonical_name}", stored)
+        return values
 
     def _next_chunks(self) -> Iterator[tuple[str, Chunk]]:
         nbytes = 0
@@ -131,80 +152,84 @@ class _Reader:
             yield tensor.name, Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)
 
 
-def _write(
-    checkpoint: Checkpoint,
-    target: Path,
-    tensors: Sequence[DiskTensor],
-    dtypes: Mapping[str, torch.dtype],
-    keys: dict[str, Any],
-    shard_bytes: int,
-    tokenizer: Path | None,
-) -> Exported:
-    """All files, in a folder beside that takes the target's name at last."""
-    disk, aside = Disk(), beside(target, "tmp")
-    try:
-        disk.make_directory(aside)
-        files, nbytes = _write_tensors(disk, aside, checkpoint, tensors, dtypes, shard_bytes)
-        disk.write_file(aside / CONFIG, json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n")
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, aside)
-        disk.sync_directory(aside)
-        disk.rename(aside, target)  # also onto a folder that is empty
-        disk.sync_directory(target.parent)
-    except OSError as error:
-        raise UserError(f"{error.filename or target}: {error.strerror or error}; nothing is exported") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return Exported(keys["architectures"][0], files, nbytes)
+@dataclass(frozen=True)
+class _Writer:
+    """Writes the folder of a model."""
+
+    checkpoint: Checkpoint
+    build_model: BuildModel
+    tensors: Sequence[HubTensor]
+    dtypes: Mapping[str, torch.dtype]
+    """Types to write, by canonical name."""
+    shard_bytes: int
+    verify: bool
+
+    def write(self, target: Path, keys: Mapping[str, Any], tokenizer: Path | None) -> Exported:
+        """Writes all files into a temporary folder beside `target`, and renames that at the end."""
+        disk, aside = Disk(), beside(target, "tmp")
+        try:
+            disk.make_directory(aside)
+            files, nbytes = self._write_tensors(disk, aside)
+            disk.write_file(aside / CONFIG, json.dumps(keys, indent=2, sort_keys=True).encode() + b"\n")
+            if tokenizer is not None:
+                copy_tokenizer(tokenizer, aside)
+            comparison = self._compare(aside, target) if self.verify else None
+            disk.sync_directory(aside)
+            disk.rename(aside, target)  # an empty folder may be there already
+            disk.sync_directory(target.parent)
+        except OSError as error:
+            raise UserError(f"{error.filename or target}: {error.strerror or error}; nothing is exported") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return Exported(keys["architectures"][0], files, nbytes, comparison)
+
+    def _compare(self, folder: Path, target: Path) -> Comparison:
+        comparison = compare_logits(self.checkpoint, folder, self.build_model, exported_as=self.dtypes)
+        comparison.check(f"{target} is not written")
+        return comparison
+
+    def _write_tensors(self, disk: Disk, folder: Path) -> tuple[list[str], int]:
+        """Returns the names of the files and the size of all tensors."""
+        files = split_into_files(self.tensors, self._dtype, self.shard_bytes)
+        shards = [sorted(file, key=lambda tensor: -self._dtype(tensor).itemsize) for file in files]  # wide types first
+        reader = _Reader(self.checkpoint, [tensor for shard in shards for tensor in shard], self.dtypes)
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        names = names if len(shards) > 1 else [ONE_FILE]
+        for name, shard in zip(names, shards, strict=True):
+            write_data_file(disk, folder / name, [self._entry(tensor, reader) for tensor in shard])
+        nbytes = sum(tensor.nbytes(self._dtype(tensor)) for tensor in self.tensors)
+        if len(shards) > 1:
+            file_of = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            disk.write_file(folder / INDEX, index_of(file_of, nbytes))
+        return names, nbytes
+
+    def _dtype(self, tensor: HubTensor) -> torch.dtype:
+        return self.dtypes[tensor.canonical_name]
+
+    def _entry(self, tensor: HubTensor, reader: _Reader) -> Entry:
+        return Entry(
+            tensor.name, tensor.shape, Later(self._dtype(tensor), tensor.box.numel, partial(reader.take, tensor))
+        )
 
 
-def _write_tensors(
-    disk: Disk,
-    folder: Path,
-    checkpoint: Checkpoint,
-    tensors: Sequence[DiskTensor],
-    dtypes: Mapping[str, torch.dtype],
-    shard_bytes: int,
-) -> tuple[list[str], int]:
-    """The files' names and the bytes of all tensors."""
-    files = files_of(tensors, lambda tensor: dtypes[tensor.canonical_name], shard_bytes)
-    shards = [_in_order(file, dtypes) for file in files]
-    reader = _Reader(checkpoint, [tensor for shard in shards for tensor in shard], dtypes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [ONE_FILE]
-    for name, shard in zip(names, shards, strict=True):
-        write_data_file(disk, folder / name, [_entry(tensor, dtypes, reader) for tensor in shard])
-    nbytes = sum(tensor.nbytes(dtypes[tensor.canonical_name]) for tensor in tensors)
-    if len(shards) > 1:
-        file_of = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        disk.write_file(folder / INDEX, index_of(file_of, nbytes))
-    return names, nbytes
-
-
-def _in_order(shard: Sequence[DiskTensor], dtypes: Mapping[str, torch.dtype]) -> list[DiskTensor]:
-    """As they lie in a file: wide types first."""
-    return sorted(shard, key=lambda tensor: -dtypes[tensor.canonical_name].itemsize)
-
-
-def _entry(tensor: DiskTensor, dtypes: Mapping[str, torch.dtype], reader: _Reader) -> Entry:
-    later = Later(dtypes[tensor.canonical_name], tensor.box.numel, partial(reader.take, tensor))
-    return Entry(tensor.name, tensor.shape, later)
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizer
 
 
 def _special_ids(tokenizer: Path | None, vocab_size: int) -> dict[str, int]:
-    """The ids that begin and end a text, as keys of config.json, from a tokenizer's folder."""
+    """Returns the ids that begin and end a text, as keys of config.json, from a tokenizer's folder."""
     if tokenizer is None or not (tokenizer / TOKENIZER).is_file():
         return {}
     try:
         known = HuggingFaceTokenizer(str(tokenizer), False)
         ids = {"bos_token_id": known.bos, "eos_token_id": known.eod}
-    except UserError:  # it ends no text
+    except UserError:  # the tokenizer has no id that ends a text
         return {}
     return {key: number for key, number in ids.items() if number is not None and number < vocab_size}
 
 
 def _tokenizer_of(config: PretrainConfig) -> Path | None:
-    """The folder of the run's tokenizer, if it is one that transformers reads and is still there."""
+    """Returns the folder of the run's tokenizer if transformers can read it and it still exists."""
     model = config.tokenizer.tokenizer_model
     if config.tokenizer.family != "HuggingFaceTokenizer" or model is None:
         return None

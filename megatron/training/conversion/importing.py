@@ -1,6 +1,7 @@
-"""From a Hugging Face model to a checkpoint of ours, a tensor at a time."""
+"""Import: a Hugging Face model becomes a checkpoint of this project, one tensor at a time."""
 
 import shlex
+import shutil
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,34 +9,44 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.choosing import Say
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.folders import RELEASE, list_folders
-from megatron.core.dist_checkpointing.safetensors_file import read_tensor
+from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, list_folders
+from megatron.core.dist_checkpointing.safetensors_file import TensorInFile, read_tensor
 from megatron.core.dist_checkpointing.writing import Saved, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
 from megatron.training.conversion.families import EMBEDDING, FAMILIES, HEAD, Family, family_of
-from megatron.training.conversion.folder import CONFIG, TOKENIZER, ModelFolder, copy_tokenizer, open_folder, read_config
 from megatron.training.conversion.model import BuildModel, canonical_shapes
-from megatron.training.conversion.pieces import DiskTensor, disk_tensors, files_of
-from megatron.training.conversion.settings import value_of
+from megatron.training.conversion.model_folder import (
+    CONFIG,
+    TOKENIZER,
+    ModelFolder,
+    copy_tokenizer,
+    open_folder,
+    read_config,
+)
+from megatron.training.conversion.tensor_mapping import HubTensor, hub_tensors, split_into_files
+from megatron.training.conversion.verification import Comparison, check_finite, compare_logits, import_transformers
 from megatron.training.inspection.run_description import describe_run, words_of
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.trained_model import config_for_one_process
 
 FLAGS = "flags.txt"
-"""File beside the checkpoint: the flags that make its model."""
+"""File beside the checkpoint with the flags that describe its model."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made."""
+    """Result of an import."""
 
     saved: Saved
     flags: list[str]
     """Words of a command line that describe the model and its tokenizer."""
+    comparison: Comparison | None = None
+    """Comparison of logits with transformers, if it was asked for."""
 
 
 def import_model(
@@ -45,34 +56,39 @@ def import_model(
     *,
     dtype: torch.dtype | None = None,
     file_bytes: int = 4 << 30,
-    waived: Sequence[str] = (),
+    ignored_keys: Sequence[str] = (),
+    verify: bool = False,
     say: Say = print,
 ) -> Imported:
-    """Write the model of a folder as the checkpoint `release` under `root`, of files of about `file_bytes`.
+    """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
-    Weights keep their type unless `dtype` gives another. The tokenizer's files go to root/tokenizer, and the flags of
-    the model to root/flags.txt. Raises UserError, before anything is written, for an architecture or a key of
-    config.json that cannot be had, for tensors that are missing, left over, or of another shape, and for a `root` that
-    holds a run's checkpoints: the run would go on from the import instead.
+    Weights keep their type unless `dtype` is given. The tokenizer's files go to root/tokenizer, and the flags of the
+    model to root/flags.txt. With `verify`, the logits of the checkpoint are compared with those of transformers.
+
+    Raises UserError, before anything is written, if the architecture or a key of config.json is unsupported, if tensors
+    are missing, left over or of another shape, and if `root` holds checkpoints of a run, which would resume from the
+    import instead. Raises UserError, and leaves no checkpoint, if a weight is NaN or infinite or the logits differ.
     """
     iterations = [found.path.name for found in list_folders(root) if found.step != RELEASE]
     if iterations:
         raise UserError(f"{root} holds checkpoints of a run ({max(iterations)}); name another folder to import into")
-    family = _family_in(source)  # before weights are looked for: for an unknown one they do not matter
+    if verify:
+        import_transformers()
+    family = _family_in(source)  # first: an unknown architecture is reported before missing weights
     folder = open_folder(source)
-    vocab_size: int = value_of(folder.config, "vocab_size")
-    values = family.values(folder.config, waived)
+    file = str(source / CONFIG)
+    fields, complete = family.fields_of(folder.config, ignored_keys, file), family.complete_config(folder.config, file)
+    vocab_size: int = complete["vocab_size"]
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", say)
-    flags = [*(word for name, value in values.items() for word in words_of(flag_table()[name], value)), *tokenizer]
-    length = str(value_of(folder.config, "max_position_embeddings"))
-    one_row = ["--micro-batch-size", "1", "--seq-length", length]
-    config = config_for_one_process({"command_line": [*one_row, *flags]}, [], has_cuda=False)
-    wanted = disk_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))
-    _check(folder, family, wanted, say)
-    by_name = {(tensor.canonical_name, tensor.box): tensor for tensor in wanted}
+    flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
+    words = ["--micro-batch-size", "1", "--seq-length", str(complete["max_position_embeddings"]), *flags]
+    config = config_for_one_process({"command_line": words}, [], has_cuda=False)
+    wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))
+    _check_tensors(folder, family, wanted, say)
+    by_box = {(tensor.canonical_name, tensor.box): tensor for tensor in wanted}
 
     def values_of(chunk: Chunk) -> Tensor:
-        return read_tensor(folder.tensors[by_name[chunk.name, chunk.box].name]).view(-1).to(chunk.tensor.dtype)
+        return _values(folder.tensors[by_box[chunk.name, chunk.box].name], by_box[chunk.name, chunk.box].name, chunk)
 
     saved = save_streamed(
         root,
@@ -80,89 +96,115 @@ def import_model(
         values_of,
         step=RELEASE,
         common={},
-        config=describe_run(config) | {"command_line": [*one_row, *flags]},
+        config=describe_run(config) | {"command_line": words},
     )
+    comparison = _verified(saved, root, source, build_model, dtype) if verify else None
     copy_tokenizer(source, root / "tokenizer")
     write_atomically(root / FLAGS, shlex.join(flags) + "\n")
-    return Imported(saved, flags)
+    return Imported(saved, flags, comparison)
 
 
 def _family_in(source: Path) -> Family:
-    """The one that config.json names."""
+    """Returns the family that config.json names."""
     config = read_config(source)
     names = config.get("architectures") or []
-    if len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1:
         known = ", ".join(family.architecture for family in FAMILIES)
         raise UserError(
-            f"{source / CONFIG}: architectures is {names} and model_type {config.get('model_type')!r}; one name is "
-            f"needed, of {known}"
+            f"{source / CONFIG}: architectures is {names} and model_type is {config.get('model_type')!r}; "
+            f"architectures must name one of {known}"
         )
     try:
         return family_of(str(names[0]))
     except UserError as error:
-        raise UserError(f"{source / CONFIG}: {error}") from error
+        raise UserError(f"{source / CONFIG}: architectures: {error}") from error
 
 
 def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Say) -> list[str]:
-    """The tokenizer of the folder; ids alone where it has none that can be read."""
+    """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
     if not (folder.path / TOKENIZER).is_file():
-        say(f"{folder.path} has no {TOKENIZER}: the flags say NullTokenizer, for which text is ids")
+        say(f"{folder.path} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
         return null
     ids = HuggingFaceTokenizer(str(folder.path), False).vocab_size
     if ids > vocab_size:
-        say(f"{folder.path / TOKENIZER} has {ids} ids, the model {vocab_size}: the flags say NullTokenizer")
+        say(f"{folder.path / TOKENIZER} has {ids} ids but the model has {vocab_size}: the flags name NullTokenizer")
         return null
     more = ["--vocab-size", str(vocab_size)] if vocab_size > ids else []
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place), *more]
 
 
-def _check(folder: ModelFolder, family: Family, wanted: Sequence[DiskTensor], say: Say) -> None:
-    """Raises UserError naming what is missing, left over or of another shape."""
+def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], say: Say) -> None:
+    """Raises UserError naming the tensors that are missing, left over, quantized or of another shape."""
     names = {tensor.name for tensor in wanted}
     problems = [f"{folder.path}: {tensor.name} is missing" for tensor in wanted if tensor.name not in folder.tensors]
     extra = sorted(folder.tensors.keys() - names - _copies(folder, names))
-    problems += [f"{folder.path}: {name} is no tensor of this model" for name in extra if not family.leaves_out(name)]
+    problems += [
+        f"{folder.tensors[name].path}: the model of config.json has no tensor {name}"
+        for name in extra
+        if not family.is_constant(name)
+    ]
     for tensor in wanted:
         found = folder.tensors.get(tensor.name)
         if found is not None and found.shape != tensor.shape:
             problems.append(
-                f"{found.path}: {tensor.name} has shape {list(found.shape)}; config.json makes it {list(tensor.shape)}"
+                f"{found.path}: {tensor.name} has shape {list(found.shape)}, but config.json needs {list(tensor.shape)}"
             )
         if found is not None and not found.dtype.is_floating_point:
-            problems.append(f"{found.path}: {tensor.name} is {found.dtype}: quantized weights cannot be had")
+            problems.append(f"{found.path}: {tensor.name} is {found.dtype}; quantized weights are unsupported")
     if problems:
-        more = [f"and {len(problems) - 10} problems more"] if len(problems) > 10 else []
+        more = [f"and {len(problems) - 10} more problems"] if len(problems) > 10 else []
         raise UserError("\n".join(problems[:10] + more))
     if extra:
-        say(f"{len(extra)} tensors are left out, no weights: {extra[0]}{', ...' if len(extra) > 1 else ''}")
+        say(f"left out {len(extra)} tensors that are not weights: {extra[0]}{', ...' if len(extra) > 1 else ''}")
 
 
 def _copies(folder: ModelFolder, names: Container[str]) -> set[str]:
-    """The head's weight where the model shares it with the embedding and the folder has it too: the same, or else
-    UserError."""
+    """Returns the name of the output weight if the folder has it although the model ties it to the embedding.
+
+    Raises UserError if the two weights differ.
+    """
     head, embedding = (folder.tensors.get(name) for name in (HEAD, EMBEDDING))
     if HEAD in names or head is None or embedding is None:
         return set()
     if not torch.equal(read_tensor(head), read_tensor(embedding)):
         raise UserError(
-            f"{folder.path}: config.json says that {HEAD} is {EMBEDDING} (tie_word_embeddings), but they differ"
+            f"{folder.path}: {HEAD} and {EMBEDDING} differ, but tie_word_embeddings in config.json says they are one"
         )
     return {HEAD}
 
 
 def _files(
-    folder: ModelFolder, wanted: Sequence[DiskTensor], dtype: torch.dtype | None, file_bytes: int
+    folder: ModelFolder, wanted: Sequence[HubTensor], dtype: torch.dtype | None, file_bytes: int
 ) -> Iterator[list[Chunk]]:
-    """The tensors as chunks without memory, a list a file."""
+    """Yields the tensors of each file of the checkpoint, without memory."""
 
-    def dtype_of(tensor: DiskTensor) -> torch.dtype:
+    def dtype_of(tensor: HubTensor) -> torch.dtype:
         return dtype or folder.tensors[tensor.name].dtype
 
-    for file in files_of(wanted, dtype_of, file_bytes):
+    for file in split_into_files(wanted, dtype_of, file_bytes):
         yield [_without_memory(tensor, dtype_of(tensor)) for tensor in file]
 
 
-def _without_memory(tensor: DiskTensor, dtype: torch.dtype) -> Chunk:
+def _without_memory(tensor: HubTensor, dtype: torch.dtype) -> Chunk:
     values = torch.empty(tensor.box.shape, dtype=dtype, device="meta")
     return Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)
+
+
+def _values(place: TensorInFile, name: str, chunk: Chunk) -> Tensor:
+    """Returns a tensor's elements, one-dimensional, in the chunk's type."""
+    values = read_tensor(place).view(-1).to(chunk.tensor.dtype)
+    check_finite(values, f"{place.path}: {name}", place.dtype)
+    return values
+
+
+def _verified(saved: Saved, root: Path, source: Path, build_model: BuildModel, dtype: torch.dtype | None) -> Comparison:
+    """Compares logits. If they differ, removes the checkpoint and raises UserError."""
+    try:
+        comparison = compare_logits(open_checkpoint(saved.folder), source, build_model, imported_as=dtype)
+        comparison.check(str(source))
+    except BaseException:
+        shutil.rmtree(saved.folder, ignore_errors=True)
+        (root / TRACKER).unlink(missing_ok=True)
+        raise
+    return comparison

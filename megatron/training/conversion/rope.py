@@ -1,14 +1,21 @@
-"""Rotary positions in config.json: `rope_parameters` of today's releases of transformers, and `rope_theta` beside
-`rope_scaling` of those before 5, which is what is written, because all of them read it."""
+"""Rotary positions in config.json.
+
+transformers 5 has `rope_parameters`; older releases have `rope_theta` and `rope_scaling`. Exports write the older form,
+because all releases read it. Imports read both, with the precedence of transformers 5: a `rope_scaling` that is not
+empty replaces all of `rope_parameters`; inside it, `rope_theta` comes before the `rope_theta` of config.json.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
-from megatron.training.conversion.settings import Json, Values, value_of
+from megatron.training.conversion.config_rules import Values
+from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.spellings import rope_scaling_of
 
 _KINDS: dict[str, dict[str, str]] = {
+    "default": {},
     "linear": {},
     "llama3": {
         "original_max_position_embeddings": "rope_scaling_original_length",
@@ -23,70 +30,62 @@ _KINDS: dict[str, dict[str, str]] = {
         "attention_factor": "rope_scaling_attention_factor",
     },
 }
-"""The scalings that can be had: their keys beside `factor`, and our fields. Other keys are refused."""
+"""Supported scalings, with their keys beside `factor` and our fields for these. Other keys are refused."""
+
+_REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linear": ("factor",), "yarn": ("factor",)}
+"""Keys that transformers demands too."""
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Base of the frequencies and how they are stretched to a longer context."""
-
-    base: float = 10000.0
-    """Where config.json does not say."""
+class RotaryPositions:
+    """Base of the rotary frequencies, and how they are scaled for a longer context."""
 
     reads = ("rope_theta", "rope_scaling", "rope_parameters")
 
     def fields(self, config: Json) -> dict[str, Any]:
-        rope = value_of(config, "rope_parameters", None) or value_of(config, "rope_scaling", {})
-        base = value_of(rope, "rope_theta", value_of(config, "rope_theta", self.base))
-        if base != int(base):
-            raise UserError(f"config.json: rope_theta {base} cannot be had here; {round(base)} can")
-        return {"position_embedding_type": "rope", "rotary_base": int(base), **_scaling(rope, config)}
+        """Returns base and scaling. Raises UserError for parameters by layer type, and for unsupported scalings."""
+        key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
+        rope = config[key] or {}
+        nested = [name for name, value in rope.items() if isinstance(value, dict)]
+        if nested:
+            raise UserError(f"{key} has parameters for each type of layer ({', '.join(nested)}), which are unsupported")
+        base = rope.get("rope_theta", config["rope_theta"])
+        if not isinstance(base, int | float) or not float(base).is_integer():
+            raise UserError(f"rope_theta is {base!r}; only integers are supported")
+        return {"position_embedding_type": "rope", "rotary_base": int(base), **_scaling(key, rope, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
-        kind, factor = values["rope_scaling_type"], values["rope_scaling_factor"]
-        if values["use_rope_scaling"]:
-            kind = "llama3"
-        if kind is None and values["rotary_seq_len_interpolation_factor"] is not None:
-            kind, factor = "linear", values["rotary_seq_len_interpolation_factor"]
-        scaling = None
-        if kind in _KINDS:
+        """Returns `rope_theta` and `rope_scaling`."""
+        scaling, written = rope_scaling_of(values), None
+        if scaling is not None and scaling[0] in _KINDS:
+            kind, factor = scaling
             given = {key: values[field] for key, field in _KINDS[kind].items() if values[field] is not None}
-            scaling = {"rope_type": kind, "factor": float(factor), **given}
-        return {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling}
+            written = {"rope_type": kind, "factor": factor, **given}
+        return {"rope_theta": float(values["rotary_base"]), "rope_scaling": written}
 
 
-def _scaling(rope: Json, config: Json) -> dict[str, Any]:
+def _scaling(key: str, rope: Json, config: Json) -> dict[str, Any]:
+    """Returns the fields of a scaling. `key` is the key of config.json whose value is `rope`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _KINDS:
+        raise UserError(f"{key} has rope_type {kind!r}; {', '.join(_KINDS)} are supported")
+    known = ("rope_theta", "rope_type", "type", *_KINDS[kind], *_REQUIRED.get(kind, ()))
+    unknown = [name for name, value in rope.items() if name not in known and value is not None]
+    if unknown:
+        raise UserError(f"{key} with rope_type {kind!r} has {', '.join(unknown)}, which is unsupported")
+    missing = [name for name in _REQUIRED.get(kind, ()) if rope.get(name) is None]
+    if missing:
+        raise UserError(f"{key} with rope_type {kind!r} has no {', '.join(missing)}")
+    wrong = [name for name in known[3:] if not isinstance(rope.get(name), int | float | None)]
+    if wrong:
+        raise UserError(f"{key} has {wrong[0]} {rope[wrong[0]]!r}, but it must be a number")
     if kind == "default":
         return {}
-    if kind not in _KINDS:
-        raise UserError(f"config.json: rope scaling {kind} cannot be had here; default, {', '.join(_KINDS)} can")
-    rest = {
-        key: value
-        for key, value in rope.items()
-        if key not in ("rope_theta", "rope_type", "type", "factor", *_KINDS[kind]) and value is not None
-    }
-    if rest:
-        raise UserError(f"config.json: {', '.join(rest)} of rope scaling {kind} cannot be had here")
-    fields: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": float(value_of(rope, "factor"))}
-    for key, field in _KINDS[kind].items():
+    fields: dict[str, Any] = {"rope_scaling_type": kind, "rope_scaling_factor": float(rope["factor"])}
+    for name, field in _KINDS[kind].items():
         default = flag_table()[field].default
-        if key == "original_max_position_embeddings":
-            default = value_of(config, "max_position_embeddings")
-        value = value_of(rope, key, default)
-        if value != flag_table()[field].default:
-            fields[field] = type(flag_table()[field].default or 0.0)(value)
-    return fields
-
-
-def as_scaled_in(values: Values, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with a run's spelling of a scaling: --use-rope-scaling is --rope-scaling-type llama3, and
-    --rotary-seq-len-interpolation-factor is linear."""
-    kind = fields.get("rope_scaling_type")
-    rest = {name: value for name, value in fields.items() if name != "rope_scaling_type"}
-    if kind == "llama3" and values["use_rope_scaling"]:
-        both = {} if values["rope_scaling_type"] is None else {"rope_scaling_type": kind}
-        return rest | both | {"use_rope_scaling": True}
-    if kind == "linear" and values["rotary_seq_len_interpolation_factor"] is not None:
-        return rest | {"rotary_seq_len_interpolation_factor": int(rest.pop("rope_scaling_factor"))}
+        absent = config["max_position_embeddings"] if name == "original_max_position_embeddings" else default
+        value = absent if rope.get(name) is None else rope[name]
+        if value != default:
+            fields[field] = type(default if default is not None else 0.0)(value)
     return fields

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from support.runs import train
 from training.conversion.oracles import make_model, save_model
+from training.conversion.saved_models import LLAMA, save_checkpoint
 
 from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
@@ -16,22 +18,35 @@ from tools.checkpoint.convert import main, size_in_bytes
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 
 
-def test_there_and_back(tmp_path, capsys):
-    """As a user runs it from its own folder, where another tool has the name of Python's inspect."""
-    theirs = save_model(make_model("qwen 2", torch.float32), tmp_path / "theirs")
-    words = ["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours"), "--dtype", "bf16"]
+def test_the_script_runs_in_its_own_folder() -> None:
+    """Another tool in that folder has the name of Python's own module inspect."""
     done = subprocess.run(
-        [sys.executable, SCRIPT.name, *words], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=200
+        [sys.executable, SCRIPT.name, "import", "--help"],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert (done.returncode, done.stderr) == (0, "")
+    assert "--hf-dir" in done.stdout and "--verify" in done.stdout
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = save_model(make_model("qwen 2", torch.float32), tmp_path / "theirs")
+    assert (
+        main(["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours"), "--verify", "--dtype", "bf16"]) == 0
+    )
+    assert "verified: transformers computes the same logits for 2 rows of 64 random tokens" in capsys.readouterr().out
     words = ["export", "--load", str(tmp_path / "ours"), "--hf-dir", str(tmp_path / "back"), "--max-shard-size", "50KB"]
-    assert main(words) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'back'}: Qwen2ForCausalLM, ")
+    assert main([*words, "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path / 'back'}: Qwen2ForCausalLM, ")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_the_printed_flags_train_the_model(tmp_path, capsys):
-    """A run with the flags of flags.txt starts from the model's weights and not from its own."""
+def test_a_run_with_the_printed_flags_starts_from_the_imported_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = save_model(make_model("qwen 3", torch.float32), tmp_path / "theirs")
     assert main(["import", "--hf-dir", str(theirs), "--save", str(tmp_path / "ours")]) == 0
     flags = (tmp_path / "ours" / "flags.txt").read_text().strip()
@@ -44,17 +59,28 @@ def test_the_printed_flags_train_the_model(tmp_path, capsys):
         assert torch.equal(old, new), name
 
 
-def test_wrong_use(tmp_path, capsys):
+def test_a_refused_export_is_an_error_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sinkhorn = "--num-experts 4 --moe-router-load-balancing-type sinkhorn"
+    root = save_checkpoint(f"{LLAMA} {sinkhorn}", tmp_path / "run")
+    words = ["export", "--load", str(root), "--hf-dir", str(tmp_path / "theirs")]
+    assert main([*words, "--architecture", "MixtralForCausalLM"]) == 2
+    said = (
+        "error: no architecture that can be exported has Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)"
+    )
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        ([], "error: the first word is import or export\n"),
-        (["convert"], "error: the first word is import or export, not convert\n"),
+        ([], "error: the first word must be import or export\n"),
+        (["convert"], "error: the first word must be import or export, not convert\n"),
         (["import", "--save", "x"], "error: --hf-dir is required\n"),
         (["export", "--load", "x", "--hf-dir", "y", "--max-shard-size", "5XB"], "5XB: not a size, such as 5GB"),
-        (["import", "--hf-dir", str(tmp_path), "--save", "x"], f"error: {tmp_path}: no config.json is there"),
+        (["import", "--hf-dir", str(tmp_path), "--save", "x"], f"error: {tmp_path} has no config.json"),
     ):
         assert main(words) == 2
         assert said in capsys.readouterr().err
 
 
-def test_sizes():
+def test_sizes() -> None:
     assert size_in_bytes("5GB") == 5 * 10**9 and size_in_bytes("1MiB") == 1 << 20 and size_in_bytes("7") == 7

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, with every weight drawn, and their logits."""
+"""Tiny models of transformers with random weights, and their logits."""
 
 import os
 import random
@@ -77,13 +77,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:
-    """A model in evaluation mode whose every weight, norms and biases too, is its own random number."""
+    """Returns a model in evaluation mode. All weights, those of norms and biases too, are random."""
     family, settings = MODELS[name]
     return make_model_of(family, SIZES | settings | changes, dtype, seed)
 
 
 def make_model_of(family: str, settings: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
-    """The same for a family of transformers and all its settings."""
+    """A model of a family of transformers with these settings, as `make_model`."""
     config = getattr(transformers, f"{family}Config")(**settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -95,12 +95,13 @@ def make_model_of(family: str, settings: dict[str, Any], dtype: torch.dtype, see
 
 
 def save_model(model: Any, folder: Path, **options: Any) -> Path:
+    """Saves a model as transformers does; returns the folder."""
     model.save_pretrained(folder, **options)
     return folder
 
 
 def random_settings(seed: int) -> tuple[str, dict[str, Any]]:
-    """A family and sizes that no table has thought of."""
+    """Returns a family and random sizes."""
     draw = random.Random(seed)
     family = draw.choice(["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"])
     groups = draw.choice([1, 2, 3])
@@ -129,8 +130,11 @@ def random_settings(seed: int) -> tuple[str, dict[str, Any]]:
 
 
 class Widened(TorchFunctionMode):
-    """Within, norms, softmaxes and routers of transformers that ask for float32 get float64. Rotary angles stay in
-    float32, as everywhere: they ask with `.to(dtype=...)`, or by `.float()` for integers."""
+    """Context in which norms, softmaxes and routers of transformers compute in float64 where they ask for float32.
+
+    Rotary angles stay in float32, as ours do: transformers asks for them with `.to(dtype=...)`, or with `.float()` for
+    integers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float and args[0].dtype is torch.float64:
@@ -144,7 +148,7 @@ class Widened(TorchFunctionMode):
 
 @torch.no_grad()
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    """Logits [b, s, vocabulary] in the model's type throughout, experts one by one."""
+    """Returns logits [b, s, vocabulary], computed in the model's type; experts are computed one by one."""
     model.set_experts_implementation("eager")
     if model.dtype == torch.float64:
         with Widened():
@@ -153,4 +157,5 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 
 
 def some_tokens(vocab_size: int = 99) -> Tensor:
+    """Returns random token ids [2, 17], always the same."""
     return torch.randint(vocab_size, (2, 17), generator=torch.Generator().manual_seed(3))

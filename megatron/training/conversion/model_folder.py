@@ -1,4 +1,4 @@
-"""A folder of a Hugging Face model: config.json, safetensors files with an index, the tokenizer's files."""
+"""Folders of Hugging Face models: config.json, safetensors files with or without an index, files of the tokenizer."""
 
 import json
 import shutil
@@ -24,40 +24,45 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-_BESIDE_THEM = ("generation_config.json",)
+_COPIED_WITH_TOKENIZER = ("generation_config.json",)
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """What a folder holds. No file is executed, and none but JSON and headers is read until a tensor is."""
+    """Contents of a model's folder. Tensors are read later; no file is executed."""
 
     path: Path
     config: dict[str, Any]
+    """The keys of config.json."""
     tensors: dict[str, TensorInFile]
+    """Where each tensor is, by name."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json says. Raises UserError where it is missing or no JSON."""
+    """Returns the keys of config.json in a folder. Raises UserError if it is missing or not JSON."""
     if not (path / CONFIG).exists():
-        raise UserError(f"{path}: no {CONFIG} is there; the folder of a model has it beside {ONE_FILE} or {INDEX}")
+        raise UserError(f"{path} has no {CONFIG}; a model's folder has it beside {ONE_FILE} or {INDEX}")
     return read_json(path / CONFIG)
 
 
 def open_folder(path: Path) -> ModelFolder:
-    """Raises UserError naming the file that is missing or wrong, and for pickled weights."""
+    """Reads config.json and the headers of the safetensors files.
+
+    Raises UserError naming the file that is missing or invalid, and for pickled weights.
+    """
     return ModelFolder(path, read_config(path), _tensors(path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises UserError."""
+    """Returns the JSON object in a file. Raises UserError if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
+        raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: not a JSON object")
+        raise UserError(f"{path} is not a JSON object")
     return content
 
 
@@ -66,34 +71,36 @@ def _tensors(path: Path) -> dict[str, TensorInFile]:
         if not (path / ONE_FILE).exists():
             raise UserError(_no_weights(path))
         return read_header(path / ONE_FILE)
-    files: dict[str, str] = read_json(path / INDEX).get("weight_map", {})
+    files = read_json(path / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise UserError(f"{path / INDEX}: weight_map must be an object of file names")
     tensors: dict[str, TensorInFile] = {}
     for file in sorted(set(files.values())):
         if Path(file).name != file:
-            raise UserError(f"{path / INDEX}: {file!r} is no name of a file in this folder")
+            raise UserError(f"{path / INDEX}: weight_map names {file!r}, which is not a file in this folder")
         for name, place in read_header(path / file).items():
             if files.get(name) == file:
                 tensors[name] = place
     absent = sorted(files.keys() - tensors.keys())
     if absent:
-        raise UserError(f"{path / INDEX}: {absent[0]} should be in {files[absent[0]]}, and is not")
+        raise UserError(f"{path / INDEX}: weight_map places {absent[0]} in {files[absent[0]]}, which does not have it")
     return tensors
 
 
 def _no_weights(path: Path) -> str:
     pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
     if not pickled:
-        return f"{path}: neither {ONE_FILE} nor {INDEX} is there"
+        return f"{path} has neither {ONE_FILE} nor {INDEX}"
     return (
-        f"{path / pickled[0]}: pickled weights run code when they are read, so they are not; load them where you trust "
-        f"them and save them as safetensors (`save_pretrained` of transformers does)"
+        f"{path / pickled[0]}: pickled weights are refused, because reading them can run code; load the model where "
+        f"you trust it and save it as safetensors (`save_pretrained` of transformers does)"
     )
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy a tokenizer's files into a folder, which is made if there are any; their names."""
+    """Copies the files of a tokenizer into a folder, which is created if there are any. Returns their names."""
     names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
-    names += [name for name in _BESIDE_THEM if names and (source / name).is_file()]
+    names += [name for name in _COPIED_WITH_TOKENIZER if names and (source / name).is_file()]
     if names and source.resolve() != target.resolve():
         target.mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -102,6 +109,6 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 
 def index_of(files: Mapping[str, str], nbytes: int) -> bytes:
-    """The index file: which file each tensor is in, and bytes of all tensors together."""
+    """Returns the content of the index file. `files` gives each tensor's file; `nbytes` is the size of all tensors."""
     content = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(files.items()))}
     return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,86 @@
+"""Choice of the architecture for an export: the one whose config.json, read back, gives the run's model again."""
+
+from collections.abc import Callable
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.router import listed
+from megatron.training.config.flag_table import flag_table
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.conversion.config_rules import Values
+from megatron.training.conversion.families import FAMILIES, Family, family_of
+from megatron.training.conversion.spellings import in_spelling_of
+from megatron.training.inspection.run_description import architecture_differences, describe_run, words_of
+from megatron.training.trained_model import config_for_one_process
+
+
+def _has_experts_and(holds: Callable[[Values], bool]) -> Callable[[Values], bool]:
+    return lambda values: values["num_moe_experts"] is not None and holds(values)
+
+
+_IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
+    "latent attention (--multi-latent-attention)": lambda v: v["multi_latent_attention"],
+    "multi-token prediction (--mtp-num-layers)": lambda v: bool(v["mtp_num_layers"]),
+    "Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)": _has_experts_and(
+        lambda v: "sinkhorn" in listed(v["moe_router_load_balancing_type"])
+    ),
+    "a limit of tokens per expert (--moe-expert-capacity-factor)": _has_experts_and(
+        lambda v: v["moe_expert_capacity_factor"] is not None and v["moe_expert_capacity_factor"] > 0
+    ),
+    "random routing (--moe-router-force-load-balancing)": _has_experts_and(
+        lambda v: v["moe_router_force_load_balancing"]
+    ),
+    "biases that balance experts (--moe-router-enable-expert-bias)": _has_experts_and(
+        lambda v: v["moe_router_enable_expert_bias"]
+    ),
+}
+"""Settings that no family can express, and whether a run has them.
+
+Either the described architecture (`ARCHITECTURE` in run_description.py) lacks them, because a run may change them when
+it resumes, or naming them alone is clearer than a list of all flags that differ.
+"""
+
+
+def choose_family(config: PretrainConfig, architecture: str | None) -> Family:
+    """Returns the family of the named architecture, or the first family that expresses the model.
+
+    A family expresses a model if its config.json, read back, gives the same values to all fields that define the
+    computed function. Raises UserError naming the flags that no family, or not the named one, can express.
+    """
+    values = config.flat()
+    inexpressible = [what for what, is_set in _IN_NO_FAMILY.items() if is_set(values)]
+    if inexpressible:
+        known = ", ".join(family.architecture for family in FAMILIES)
+        raise UserError(f"no architecture that can be exported has {' or '.join(inexpressible)}: {known}")
+    if architecture is not None:
+        candidates = [family_of(architecture)]
+    else:
+        candidates = [family for family in FAMILIES if family.has_experts == (values["num_moe_experts"] is not None)]
+    problems = [_differences(family, config, values) for family in candidates]
+    for family, sentences in zip(candidates, problems, strict=True):
+        if not sentences:
+            return family
+    nearest = min(range(len(candidates)), key=lambda index: len(problems[index]))
+    name = candidates[nearest].architecture
+    subject = f"{name} was asked for" if architecture is not None else f"{name} is the nearest architecture"
+    raise UserError(f"{subject}, but: {'; '.join(problems[nearest])}")
+
+
+def _differences(family: Family, config: PretrainConfig, values: Values) -> list[str]:
+    """Returns a sentence for each flag whose value is lost when the family's config.json is read back."""
+    try:
+        read_back = in_spelling_of(values, family.fields_of(family.config_of(values)))
+        words = [word for name, value in read_back.items() for word in words_of(flag_table()[name], value)]
+        again = config_for_one_process({"command_line": [*_ANY_RUN, *words]}, [], has_cuda=False)
+    except UserError as error:
+        return str(error).splitlines()
+    return [
+        sentence.replace("in this run", f"for {family.architecture}")
+        for sentence in architecture_differences(again, describe_run(config))
+    ]
+
+
+_ANY_RUN = (
+    *("--micro-batch-size", "1", "--seq-length", "1"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"),
+)
+"""Flags that every run needs and that do not describe the model."""

@@ -1,0 +1,146 @@
+"""Values that transformers gives to keys that config.json does not have.
+
+The values are those of the config classes of transformers 5.23. A test compares them with the installed release.
+"""
+
+import math
+from typing import Any
+
+from megatron.core.exceptions import UserError
+
+Json = Any
+
+_EVERY_FAMILY: dict[str, Json] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+}
+_WINDOWS_BY_LAYER: dict[str, Json] = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_SEVEN_BILLION: dict[str, Json] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "head_dim": None,
+}
+_QWEN: dict[str, Json] = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+_MISTRAL: dict[str, Json] = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+HUB_DEFAULTS: dict[str, dict[str, Json]] = {
+    "llama": _EVERY_FAMILY
+    | _SEVEN_BILLION
+    | {
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "mistral": _EVERY_FAMILY | _SEVEN_BILLION | _MISTRAL | {"sliding_window": 4096},
+    "qwen2": _EVERY_FAMILY | _QWEN | _WINDOWS_BY_LAYER,
+    "qwen3": _EVERY_FAMILY | _QWEN | _WINDOWS_BY_LAYER | {"head_dim": 128, "attention_bias": False},
+    "mixtral": _EVERY_FAMILY
+    | _SEVEN_BILLION
+    | _MISTRAL
+    | {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
+    "qwen3_moe": _EVERY_FAMILY
+    | _QWEN
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+}
+"""By `model_type`, then by key. `rope_theta` is the config class's `default_theta`."""
+
+ALIASES = {"mixtral": {"num_experts": "num_local_experts"}, "qwen3_moe": {"num_local_experts": "num_experts"}}
+"""Second names of keys, by `model_type`: releases of transformers write one or the other."""
+
+_TYPES: dict[str, type] = {
+    "num_key_value_heads": int,
+    "head_dim": int,
+    "sliding_window": int,
+    "layer_types": list,
+    "mlp_only_layers": list,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+}
+"""Types of the keys for which transformers accepts null too. Other keys have the type of their default."""
+
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def with_defaults(config: Json, model_type: str) -> dict[str, Json]:
+    """Returns the keys of config.json, and those that it lacks with the values that transformers gives them.
+
+    A key under its second name gets its first name. Raises UserError naming each key whose value has another type than
+    transformers expects, and each key whose two names have different values.
+    """
+    defaults, found, problems = HUB_DEFAULTS[model_type], dict(config), []
+    for alias, key in ALIASES.get(model_type, {}).items():
+        value = found.pop(alias, None)
+        if value is not None and found.setdefault(key, value) != value:
+            problems.append(f"{key} is {found[key]!r}, but {alias} is {value!r}; they are the same setting")
+    for key, value in found.items():
+        expected = _TYPES.get(key, type(defaults.get(key)))
+        if expected is type(None) or (value is None and key in _TYPES):
+            continue
+        if not _is_of_type(value, expected):
+            problems.append(f"{key} is {value!r}, but must be {_NAMES[expected]}")
+    if problems:
+        raise UserError("\n".join(problems))
+    return defaults | found
+
+
+def _is_of_type(value: Json, expected: type) -> bool:
+    if isinstance(value, bool):
+        return expected is bool
+    if expected is float:
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, expected)

@@ -1,0 +1,106 @@
+"""Absent keys of config.json have the values that the installed transformers gives them."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import transformers
+from training.conversion.oracles import MODELS, SIZES
+
+from megatron.core.exceptions import UserError
+from megatron.training.conversion.families import FAMILIES, Family, family_of
+from megatron.training.conversion.hub_defaults import HUB_DEFAULTS, with_defaults
+
+NOT_IN_A_CLASS = {"rope_theta", "rope_scaling"}
+"""Keys that are no fields of the config classes."""
+
+WITHOUT_DEFAULT = {"use_mrope", "head_dim", "layer_types", "max_window_layers"}
+"""Keys that a family reads and that its config class does not have."""
+
+
+def config_class(family: Family) -> Any:
+    return getattr(transformers, family.architecture.replace("ForCausalLM", "Config"))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_table_is_that_of_transformers(family: Family) -> None:
+    found = {field.name: field.default for field in dataclasses.fields(config_class(family))}
+    for key, value in HUB_DEFAULTS[family.model_type].items():
+        if key not in NOT_IN_A_CLASS:
+            assert found[key] == value and type(found[key]) is type(value), key
+    assert config_class(family).default_theta == HUB_DEFAULTS[family.model_type]["rope_theta"]
+    assert config_class(family).model_type == family.model_type
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_the_table_has_every_key_that_the_family_reads(family: Family) -> None:
+    read = {key for rule in family.rules for key in rule.reads}
+    without_default = read - HUB_DEFAULTS[family.model_type].keys()
+    fields = {field.name for field in dataclasses.fields(config_class(family))}
+    assert without_default <= WITHOUT_DEFAULT and not without_default & fields
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_is_left_out_means_what_transformers_reads(name: str) -> None:
+    """Each key of a model alone is left out; our fields are those of the config that transformers completes."""
+    kind, settings = MODELS[name]
+    family = family_of(f"{kind}ForCausalLM")
+    whole = {key: value for key, value in (SIZES | settings).items() if key != "attn_implementation"}
+    for absent in [*whole, None]:
+        config = {key: value for key, value in whole.items() if key != absent}
+        completed = json.loads(config_class(family)(**config).to_json_string())
+        assert family.fields_of(config) == family.fields_of(completed), absent
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("qwen3_moe", "num_experts_per_tok", 8),
+        ("mistral", "sliding_window", 4096),
+        ("qwen2", "sliding_window", 4096),
+        ("qwen2", "num_key_value_heads", 32),
+        ("mixtral", "num_local_experts", 8),
+    ],
+)
+def test_known_defaults(model_type: str, key: str, value: int) -> None:
+    assert with_defaults({}, model_type)[key] == value
+
+
+def test_null_is_not_absent() -> None:
+    assert with_defaults({"sliding_window": None}, "mistral")["sliding_window"] is None
+    with pytest.raises(UserError, match=r"^rms_norm_eps is None, but must be a number$"):
+        with_defaults({"rms_norm_eps": None}, "llama")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("num_hidden_layers", "3", "an integer"),
+        ("num_hidden_layers", True, "an integer"),
+        ("num_key_value_heads", 2.0, "an integer"),
+        ("tie_word_embeddings", "false", "true or false"),
+        ("tie_word_embeddings", 1, "true or false"),
+        ("rms_norm_eps", float("nan"), "a number"),
+        ("rope_scaling", "linear", "an object"),
+        ("hidden_act", 3, "a string"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(key: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} is {value!r}, but must be {expected}$"):
+        with_defaults({key: value}, "llama")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "alias"),
+    [
+        ("qwen3_moe", "num_experts", "num_local_experts"),
+        ("mixtral", "num_local_experts", "num_experts"),
+    ],
+)
+def test_a_key_has_two_names(model_type: str, key: str, alias: str) -> None:
+    for config in ({key: 7}, {alias: 7}, {key: 7, alias: 7}, {key: 7, alias: None}):
+        completed = with_defaults(config, model_type)
+        assert completed[key] == 7 and alias not in completed
+    with pytest.raises(UserError, match=f"^{key} is 7, but {alias} is 8; they are the same setting$"):
+        with_defaults({key: 7, alias: 8}, model_type)

@@ -1,0 +1,72 @@
+"""Hub tensors as boxes of canonical tensors, and how files share them."""
+
+import pytest
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+from megatron.training.conversion.tensor_mapping import (
+    GATE,
+    KEYS,
+    QUERIES,
+    UP,
+    VALUES,
+    HubTensor,
+    HubTensorPattern,
+    hub_tensors,
+    split_into_files,
+)
+
+MAPPING = {
+    "decoder.layers.{layer}.qkv.weight": tuple(
+        HubTensorPattern(f"layers.{{layer}}.{name}.weight", part)
+        for name, part in (("q", QUERIES), ("k", KEYS), ("v", VALUES))
+    ),
+    "decoder.layers.{layer}.fc1.weight": (
+        HubTensorPattern("layers.{layer}.{expert}.gate.weight", GATE),
+        HubTensorPattern("layers.{layer}.{expert}.up.weight", UP),
+    ),
+    "norm.weight": (HubTensorPattern("norm.weight"),),
+    "decoder.layers.{layer}.fc1.bias": (HubTensorPattern("layers.{layer}.gate.bias", GATE),),
+}
+
+
+def test_queries_keys_and_values_are_slices_of_each_group() -> None:
+    """3 groups of 2 query heads of width 4: 24 rows of queries, 12 of keys."""
+    found = hub_tensors(MAPPING, {"decoder.layers.7.qkv.weight": (3, 4, 4, 5)})
+    assert [(tensor.name, tensor.shape) for tensor in found] == [
+        ("layers.7.q.weight", (24, 5)),
+        ("layers.7.k.weight", (12, 5)),
+        ("layers.7.v.weight", (12, 5)),
+    ]
+    assert [tensor.box for tensor in found] == [
+        Box((0, 0, 0, 0), (3, 2, 4, 5)),
+        Box((0, 2, 0, 0), (3, 1, 4, 5)),
+        Box((0, 3, 0, 0), (3, 1, 4, 5)),
+    ]
+
+
+def test_experts_are_indices_of_the_first_axis() -> None:
+    found = hub_tensors(MAPPING, {"decoder.layers.0.fc1.weight": (2, 2, 6, 5)})
+    assert [tensor.name for tensor in found] == [
+        f"layers.0.{e}.{half}.weight" for e in (0, 1) for half in ("gate", "up")
+    ]
+    assert found[3].box == Box((1, 1, 0, 0), (1, 1, 6, 5)) and found[3].shape == (6, 5)
+
+
+def test_a_bias_and_a_norm_have_one_dimension() -> None:
+    bias, norm = hub_tensors(MAPPING, {"decoder.layers.1.fc1.bias": (2, 6), "norm.weight": (5,)})
+    assert (bias.shape, norm.shape) == ((6,), (5,))
+    assert norm.nbytes(torch.bfloat16) == 10 and norm.global_shape == (5,)
+
+
+def test_a_canonical_tensor_that_the_mapping_lacks_is_named() -> None:
+    with pytest.raises(UserError, match=r"the architecture has no tensor for a, b, c, d, e and 2 more$"):
+        hub_tensors(MAPPING, dict.fromkeys("abcdefg", (1,)))
+
+
+def test_files_hold_at_most_their_size_or_one_tensor() -> None:
+    sizes = [3, 3, 9, 2, 4, 1]
+    tensors = [HubTensor(str(size), "w", (size,), Box((0,), (size,))) for size in sizes]
+    files = split_into_files(tensors, lambda tensor: torch.float16, 12)
+    assert [[tensor.box.numel for tensor in file] for file in files] == [[3, 3], [9], [2, 4], [1]]
