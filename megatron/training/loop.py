@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.trainer import Trainer
 
@@ -67,9 +69,19 @@ def train_step(trainer: Trainer) -> StepResult:
         micro_batch_size=trainer.config.training.micro_batch_size,
         seq_length=trainer.config.data.seq_length,
         global_batch_size=trainer.batches.global_batch_size,
-        rng_position_of=trainer.splits.train.place_of,
+        **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
+
+
+def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[str, Any]:
+    """Returns what a schedule of ours needs besides Megatron-LM's arguments. A function that a script has written into
+    its TransformerConfig is used in place of the one given here."""
+    return {
+        "rng_position_of": data.place_of,
+        "grad_scale_func": optimizer.scale_loss,
+        "finalize_model_grads_func": finalize_model_grads,
+    }
 
 
 def run_step(

@@ -51,7 +51,7 @@ from megatron.training.providers import (
     stages_of_rank,
     warn_unused,
 )
-from megatron.training.setup.model import build_model, build_optimizer, connect_schedules, stops_on_nonfinite
+from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.set_up import sample_counts, set_up
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,6 @@ def setup_model_and_optimizer(
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
     scheduler = build_scheduler(run.config, optimizer)
-    connect_schedules(run.config, model, optimizer)
     Checkpoints(run.config, run.environment.groups).load(run.state, model, optimizer, scheduler)
     if run.config.evaluation.skip_train:
         return [*model], None, None
@@ -220,9 +219,8 @@ def train_step(
     samples = get_current_running_global_batch_size()
     data = step_data_of(data_iterator) or step_data(run.config, run.environment, None)
     data.begin(run.state.iteration)
-    of_schedule: dict[str, Any] = {}
-    if takes(forward_backward_func, "rng_position_of"):
-        of_schedule["rng_position_of"] = data.place_of
+    of_schedule: dict[str, Any] = loop.arguments_of_schedule(optimizer, data)
+    of_schedule = {name: value for name, value in of_schedule.items() if takes(forward_backward_func, name)}
     result = loop.run_step(
         forward_backward_func,
         forward_step_func,

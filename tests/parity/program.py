@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
 from megatron.core.pipeline_parallel.stages import embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.stage_costs import resolve_auto_layout
+from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -88,7 +88,9 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     config = transformer_config(
         cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
-    resolve_auto_layout(config, LENGTH, cell.model.vocabulary)
+    stages_of_auto = stages_of_auto_layout(config, LENGTH, cell.model.vocabulary)
+    if stages_of_auto is not None:
+        config = dataclasses.replace(config, pipeline_model_parallel_layout=stages_of_auto)
     groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0, config)
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     stages: StageMap = stage_map(config)

@@ -15,10 +15,15 @@ class StepLosses:
     """Scales the losses of a step's micro-batches, and collects what the loss function reports."""
 
     def __init__(
-        self, config: Any, groups: ProcessGroupCollection, num_microbatches: int, collect_non_loss_data: bool
+        self,
+        config: Any,
+        groups: ProcessGroupCollection,
+        num_microbatches: int,
+        collect_non_loss_data: bool,
+        grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self.groups, self.num_microbatches = config, groups, num_microbatches
-        self.collect_non_loss_data = collect_non_loss_data
+        self.collect_non_loss_data, self.grad_scale_func = collect_non_loss_data, grad_scale_func
         self.reports: list[Any] = []
         """The reports of the loss function, one per micro-batch; empty on ranks without the last stage."""
         self.num_tokens: Tensor | None = None
@@ -45,7 +50,7 @@ class StepLosses:
         """
         scale = 1.0 if self.config.calculate_per_token_loss else self.groups.size("cp") / self.num_microbatches
         one = torch.full((), scale, dtype=torch.float64, device=device)
-        return one if self.config.grad_scale_func is None else self.config.grad_scale_func(one)
+        return one if self.grad_scale_func is None else self.grad_scale_func(one)
 
     def _loss(self, result: Sequence[Any]) -> Tensor:
         context_parallel, count = self.groups.size("cp"), self.num_microbatches

@@ -51,7 +51,9 @@ class Runner:
 
     def __init__(self, task: PipelineTask) -> None:
         self.task = task
-        self.losses = StepLosses(task.config, task.groups, task.num_microbatches, task.collect_non_loss_data)
+        self.losses = StepLosses(
+            task.config, task.groups, task.num_microbatches, task.collect_non_loss_data, task.grad_scale_func
+        )
         self._trained: set[MicroBatchKey] = set()
         """Micro-batches and chunks that get a backward in this step."""
         self._forwards: dict[MicroBatchKey, _Forward] = {}
@@ -199,7 +201,7 @@ class Runner:
     def _run_backward(self, action: Action) -> None:
         number, chunk = action.micro_batch, action.chunk
         kept = self._forwards.pop((number, chunk))
-        scale = self.task.config.grad_scale_func or _unscaled
+        scale = self.task.grad_scale_func or _unscaled
         if kept.hidden_out is None:
             assert kept.loss is not None
             torch.autograd.backward(scale(kept.loss))

@@ -53,6 +53,8 @@ def forward_backward_no_pipelining(
     p2p_communicator: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
     rng_position_of: Callable[[int], RngPosition] | None = None,
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None,
+    finalize_model_grads_func: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Runs forward and backward of all micro-batches of a step; returns the report of each.
 
@@ -63,9 +65,11 @@ def forward_backward_no_pipelining(
       config.calculate_per_token_loss the sum, which `finalize_model_grads` divides by the tokens of the global batch.
 
     With `collect_non_loss_data` it is called as loss_func(output, non_loss_data=True), and its result is the report. If
-    loss_func is None, the report is the output itself. Gradients are scaled by config.grad_scale_func, reduced with the
-    last micro-batch only, and finished by config.finalize_model_grads_func([model], tokens or None), unless
+    loss_func is None, the report is the output itself. Gradients are scaled by `grad_scale_func`, reduced with the
+    last micro-batch only, and finished by `finalize_model_grads_func([model], tokens or None)`, unless
     `forward_only`.
+
+    Functions of these two names in the config are used in place of the arguments.
 
     `rng_position_of(number)` returns the position in the run of a micro-batch, for random numbers (dropout, router
     noise). A model whose forward takes `micro_batch` is given it, with the scale of auxiliary losses and the
@@ -103,6 +107,7 @@ def forward_backward_no_pipelining(
         p2p,
         collect_non_loss_data,
         rng_position_of,
+        config.grad_scale_func or grad_scale_func,
         num_states=states_into_stages(config, pipeline),
     )
     runner = Runner(task)
@@ -110,8 +115,9 @@ def forward_backward_no_pipelining(
     if timed is not None:
         timed.start(barrier=config.barrier_with_L1_time)
     runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
-    if not forward_only and config.finalize_model_grads_func is not None:
-        _finalize(config, chunks, runner, pg_collection, force_all_reduce)
+    finalize = config.finalize_model_grads_func or finalize_model_grads_func
+    if not forward_only and finalize is not None:
+        _finalize(finalize, config, chunks, runner, pg_collection, force_all_reduce)
     if timed is not None:
         timed.stop()
     return runner.losses.reports
@@ -164,13 +170,13 @@ def schedule_of(config: Any, pipeline: Pipeline, num_microbatches: int, forward_
 
 
 def _finalize(
+    function: Callable[..., Any],
     config: Any,
     chunks: list[nn.Module],
     runner: Runner,
     pg_collection: ProcessGroupCollection | None,
     force_all_reduce: bool | None,
 ) -> None:
-    function = config.finalize_model_grads_func
     extra: dict[str, Any] = {}
     if pg_collection is not None and takes(function, "pg_collection"):
         extra["pg_collection"] = pg_collection

@@ -50,13 +50,14 @@ def stage_map(config: Any) -> StageMap:
     """Returns the stages of the model that a TransformerConfig describes.
 
     Raises UserError, naming fields and values that would work, if the layers cannot be cut as the config says; and for
-    the layout `auto`, which `stage_costs.resolve_auto_layout` must have replaced before.
+    the layout `auto`, in whose place stands what `layer_costs.stages_of_auto_layout` finds.
     """
     refuse(stage_problems(config), config)
     if config.pipeline_model_parallel_layout == AUTO and config.pipeline_model_parallel_size > 1:
         raise UserError(
-            "pipeline_model_parallel_layout auto needs the sequence length and the vocabulary: call "
-            "megatron.core.transformer.stage_costs.resolve_auto_layout(config, seq_length, vocab_size) first"
+            "pipeline_model_parallel_layout auto needs the sequence length and the vocabulary: make the config "
+            "with the layout that megatron.core.transformer.layer_costs.stages_of_auto_layout(config, seq_length, "
+            "vocab_size) returns"
         )
     pipeline = pipeline_of(config)
     stages, first = [], 1

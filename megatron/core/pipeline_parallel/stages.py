@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.flag_grammars import pipeline_layout
 
 AUTO = "auto"
-"""Value of `pipeline_model_parallel_layout` that `stage_costs.resolve_auto_layout` replaces by stages of equal cost."""
+"""Value of `pipeline_model_parallel_layout` that stands for what `layer_costs.stages_of_auto_layout` finds."""
 
 
 @dataclass(frozen=True)

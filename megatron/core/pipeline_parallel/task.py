@@ -34,6 +34,8 @@ class PipelineTask:
     collect_non_loss_data: bool = False
     rng_position_of: Callable[[int], RngPosition] | None = None
     """Returns the position for random numbers of the micro-batch with this number; called on every stage."""
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None
+    """Multiplies a loss by the loss scale before backward; None: losses are not scaled."""
     num_states: Sequence[int] = ()
     """Hidden states that each stage receives per token (`stages.states_into_stages`); empty: one each."""
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.gpt_data import blends
 from megatron.training.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
-from megatron.training.logging.flops import ModelShape, training_flops
 from megatron.training.providers import Providers
-from megatron.training.setup.set_up import resolve_vocabulary_and_stages
+from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows
 from megatron.training.tokenizer.build import build_tokenizer
 
 
@@ -56,9 +56,9 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
     """Find out what the run would be. Raises UserError when its tokenizer, model or data cannot be made."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
-    padded, notes = resolve_vocabulary_and_stages(config, tokenizer)
+    padded = vocabulary_rows(config, tokenizer)
+    config, notes = resolve_auto_layout(config, padded)
     ranks = rank_memory(config, providers, tokenizer, padded)
-    shape = ModelShape.from_config(config.transformer, padded_vocab_size=padded, seq_length=length)
     return DryRun(
         parameters=parameters_of_model(entry.shard for entry in ranks),
         vocab_size=config.tokenizer.model_vocab_size(tokenizer.vocab_size),
@@ -66,7 +66,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data).final_num_microbatches,
-        flops_per_step=training_flops(shape, training.global_batch_size),
+        flops_per_step=training_flops(config.transformer, padded, length, training.global_batch_size),
         data=tuple(_passes_over_data(config)),
         notes=tuple(notes),
     )

@@ -5,10 +5,11 @@ from dataclasses import fields
 
 from torch import nn
 
+from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.logging.display import make_display
-from megatron.training.logging.flops import ModelShape, peak_tflops, training_flops
+from megatron.training.logging.flops import peak_tflops
 from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
@@ -41,7 +42,6 @@ def build_log(
     peak = peak_tflops(environment.device, transformer.params_dtype)
     if config.logging.log_throughput and peak is None and environment.logs:
         print("--log-throughput: the peak rate of this device is not known, so no utilisation is given", flush=True)
-    shape = ModelShape.from_config(transformer, padded_vocab_size=padded_vocab_size, seq_length=length)
     return TrainingLog(
         metrics,
         _writers(config, environment, state) if environment.logs else (),
@@ -49,7 +49,7 @@ def build_log(
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,
         tokens_per_sample=length,
-        flops_per_sample=training_flops(shape, 1),
+        flops_per_sample=training_flops(transformer, padded_vocab_size, length, 1),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
         layers=LayerReports(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.transformer.module import Float16Module
@@ -66,17 +66,6 @@ def build_optimizer(
         )
     own = build_own(context, model)
     return own if isinstance(own, MegatronOptimizer) else ExternalOptimizer(config.optimizer, own, model)
-
-
-def connect_schedules(
-    config: PretrainConfig, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> None:
-    """Tell the schedules, through the published fields of the model's config, how to end a backward pass."""
-    transformer = config.transformer
-    transformer.grad_scale_func = optimizer.scale_loss
-    transformer.finalize_model_grads_func = finalize_model_grads
-    wrapped = [chunk.no_sync for chunk in model]
-    transformer.no_sync_func = wrapped if len(wrapped) > 1 else wrapped[0]
 
 
 def stops_on_nonfinite(config: PretrainConfig) -> bool:

@@ -1,5 +1,6 @@
 """From a config and the providers of a script to a run that is ready to train."""
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
-from megatron.core.transformer.stage_costs import resolve_auto_layout
+from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -30,7 +31,7 @@ from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
-from megatron.training.setup.model import build_model, build_optimizer, connect_schedules, stops_on_nonfinite
+from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.notes import kernel_notes, run_notes
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.base import Tokenizer
@@ -46,13 +47,13 @@ def set_up(
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
     context, padded = start_run(config, environment)
+    config = context.config  # complete: the layout `auto` is resolved
     model = build_model(context, providers.build_model)
     for line in kernel_notes(model, environment, config):
         print(line, flush=True)
     optimizer = build_optimizer(context, model, providers.build_optimizer)
     of_script = providers.build_scheduler
     scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
-    connect_schedules(config, model, optimizer)
     checkpoints = Checkpoints(config, environment.groups)
     checkpoints.load(context.state, model, optimizer, scheduler)
     datasets = providers.build_datasets(context, sample_counts(config))
@@ -78,8 +79,9 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
     Megatron-LM's other functions act on. Returns the context of the providers and the padded vocabulary size."""
     set_torch(config)
     tokenizer = build_tokenizer(config.tokenizer)
+    padded = vocabulary_rows(config, tokenizer)
+    config, notes = resolve_auto_layout(config, padded)
     context = Context(config, environment, tokenizer, TrainState())
-    padded, notes = resolve_vocabulary_and_stages(config, tokenizer)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
@@ -141,19 +143,24 @@ def build_trainer(
     )
 
 
-def resolve_vocabulary_and_stages(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[int, list[str]]:
-    """What follows from the vocabulary: the number of stored rows; the stages of the layout `auto`, put into the
-    config. And what is to be said about it."""
-    transformer, length = config.transformer, config.data.seq_length
+def vocabulary_rows(config: PretrainConfig, tokenizer: Tokenizer) -> int:
+    """Returns the number of rows of the embedding: the vocabulary, padded."""
     vocab_size = config.tokenizer.model_vocab_size(tokenizer.vocab_size)
-    padded = padded_vocab_size(
-        vocab_size, config.model.make_vocab_size_divisible_by, transformer.tensor_model_parallel_size
-    )
-    asked = transformer.pipeline_model_parallel_layout
+    tensor = config.transformer.tensor_model_parallel_size
+    return padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, tensor)
+
+
+def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple[PretrainConfig, list[str]]:
+    """Returns the config with stages in place of `--pipeline-model-parallel-layout auto`, and a line that says so. Any
+    other config is returned as it is."""
+    transformer, length = config.transformer, config.data.seq_length
     assert length is not None
-    resolve_auto_layout(transformer, length, padded)
-    stages = transformer.pipeline_model_parallel_layout
-    return padded, [] if stages == asked else [f"--pipeline-model-parallel-layout {asked}: stages {stages}"]
+    stages = stages_of_auto_layout(transformer, length, padded_vocab_size)
+    if stages is None:
+        return config, []
+    resolved = dataclasses.replace(transformer, pipeline_model_parallel_layout=stages)
+    note = f"--pipeline-model-parallel-layout {transformer.pipeline_model_parallel_layout}: stages {stages}"
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, transformer=resolved)), [note]
 
 
 def set_torch(config: PretrainConfig) -> None:

@@ -8,7 +8,6 @@ from support.command_lines import SMALL, configured, problems_of
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.inspection.run_description import architecture_differences, architecture_of
-from megatron.training.logging.flops import LatentAttention, ModelShape
 
 MLA = "--multi-latent-attention"
 
@@ -79,15 +78,6 @@ def test_a_checkpoint_knows_its_sizes() -> None:
     for flag in ("--kv-lora-rank is 32", "--mscale-all-dim is 1.0", "--rotary-base is 500"):
         assert flag in differences
     assert "kv_lora_rank" not in architecture_of(configured())
-
-
-def test_operations_are_counted_by_its_sizes() -> None:
-    transformer = configured(f"{MLA} --q-lora-rank 24 --kv-lora-rank 20").transformer
-    shape = ModelShape.from_config(transformer, padded_vocab_size=128, seq_length=128)
-    sizes = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-    assert shape.latent_attention == LatentAttention(q_lora_rank=24, kv_lora_rank=20, **sizes)
-    dense = ModelShape.from_config(configured().transformer, padded_vocab_size=128, seq_length=128)
-    assert dense.latent_attention is None
 
 
 def test_scripts_get_the_same_config(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,146 @@
+"""What the layers of a model cost to compute, and the pipeline layout `auto` that follows.
+
+One model of costs serves the balance of pipeline stages, the log's throughput and the dry run. A cost is the number of
+multiplications in the matrix products of a forward pass, for one token, as a mean over a sequence; norms, embeddings
+and activations are left out. Backward costs twice as much, and a multiplication and its addition are two floating point
+operations, so a training step takes 6 operations for each.
+
+Two counts are built from the same parts. `layer_cost` follows what this code computes: windows, chunks, the router.
+`flops_per_token` is Megatron-LM's count, whose numbers are compared between papers and logs: attention scores over half
+of the square, whatever the window, and no router.
+"""
+
+from megatron.core.pipeline_parallel.stages import AUTO, balanced_counts, pipeline_of
+from megatron.core.transformer.layer_patterns import has_experts, is_chunked, is_windowed
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pipeline stages
+
+
+def stages_of_auto_layout(config: TransformerConfig, seq_length: int, vocab_size: int) -> str | None:
+    """Returns the layout, as "Et*4|tttt|ttmL", whose stages cost about the same; None if the config does not ask for it
+    (`pipeline_model_parallel_layout auto` with several stages).
+
+    Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks find the same stages.
+    """
+    if config.pipeline_model_parallel_layout != AUTO or config.pipeline_model_parallel_size == 1:
+        return None
+    further = range(config.num_layers + 1, config.num_layers + 1 + (config.mtp_num_layers or 0))
+    layers = [layer_cost(config, number, seq_length) for number in range(1, config.num_layers + 1)]
+    # The embedding only copies rows: one number for each element of a token. A layer of multi-token prediction joins
+    # two hidden states into one, and applies the head once more.
+    h = config.hidden_size
+    first, head = h, h * vocab_size
+    last = head + sum(layer_cost(config, number, seq_length) + 2 * h * h + head for number in further)
+    counts = balanced_counts(layers, first, last, pipeline_of(config))
+    stages = [f"t*{count}" if count > 3 else "t" * count for count in counts]
+    return "|".join(["E" + stages[0], *stages[1:]]) + "m" * len(further) + "L"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Costs
+
+
+def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int) -> int:
+    """Returns the multiplications of a layer (counted from 1) for one token."""
+    scores = _score_channels(config) * _keys_seen(config, layer_number, seq_length)
+    attention = _attention_projections(config) + scores
+    if not has_experts(config, layer_number):
+        return attention + _mlp(config)
+    assert config.num_moe_experts
+    latent = config.moe_latent_size
+    to_and_from_latent = 2 * config.hidden_size * latent if latent else 0
+    router = config.hidden_size * config.num_moe_experts
+    return attention + router + _experts(config, latent or config.hidden_size) + to_and_from_latent
+
+
+def training_flops(config: TransformerConfig, padded_vocab_size: int, seq_length: int, batch_size: int) -> int:
+    """Returns the floating point operations of a training step over `batch_size` whole sequences, as Megatron-LM counts
+    them."""
+    return round(batch_size * seq_length * flops_per_token(config, padded_vocab_size, seq_length))
+
+
+def flops_per_token(config: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:
+    """Returns the floating point operations of forward and backward for one token, as Megatron-LM counts them.
+
+    Activations that are recomputed are not counted again.
+    """
+    h, depths = config.hidden_size, config.mtp_num_layers or 0
+    layers = config.num_layers + depths
+    attention = _attention_projections(config) + _latent_norms(config) + _score_channels(config) * seq_length / 2
+    with_experts = sum(has_experts(config, number) for number in range(1, layers + 1))
+    experts = _experts(config, h) * with_experts if with_experts else 0
+    heads = h * padded_vocab_size * (depths + 1)
+    join = depths * (3 * h + 2 * h * h)  # the norms and the projection before each depth of multi-token prediction
+    return 6 * (layers * attention + (layers - with_experts) * _mlp(config) + experts + join + heads)
+
+
+def _attention_projections(config: TransformerConfig) -> int:
+    if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
+        return _latent_projections(config)
+    assert config.kv_channels and config.num_query_groups
+    queries = config.kv_channels * config.num_attention_heads
+    gate = queries if config.attention_output_gate else 0
+    return config.hidden_size * (2 * queries + gate + 2 * config.kv_channels * config.num_query_groups)
+
+
+def _latent_projections(config: MLATransformerConfig) -> int:
+    h, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    queries = h * query if config.q_lora_rank is None else config.q_lora_rank * (h + query)
+    keys_values = h * (latent + config.qk_pos_emb_head_dim) + latent * heads * (config.qk_head_dim + config.v_head_dim)
+    return queries + keys_values + heads * config.v_head_dim * h
+
+
+def _latent_norms(config: TransformerConfig) -> int:
+    """Returns the multiplications in the norms of latents, which Megatron-LM's count includes."""
+    if not (isinstance(config, MLATransformerConfig) and config.multi_latent_attention):
+        return 0
+    return (config.q_lora_rank or 0) + config.kv_lora_rank
+
+
+def _score_channels(config: TransformerConfig) -> int:
+    """Returns the multiplications of a query with one key, and of its weight with one value, in all heads."""
+    if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
+        return config.num_attention_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim)
+    assert config.kv_channels
+    return 2 * config.kv_channels * config.num_attention_heads
+
+
+def _mlp(config: TransformerConfig) -> int:
+    assert config.ffn_hidden_size
+    return config.hidden_size * config.ffn_hidden_size * _products(config)
+
+
+def _experts(config: TransformerConfig, width: int) -> int:
+    """Returns the multiplications in the experts that a token is sent to, which work at `width`, and in the shared
+    ones."""
+    assert config.moe_ffn_hidden_size
+    routed = width * config.moe_ffn_hidden_size * config.moe_router_topk
+    shared = config.hidden_size * (config.moe_shared_expert_intermediate_size or 0)
+    return (routed + shared) * _products(config)
+
+
+def _products(config: TransformerConfig) -> int:
+    """Returns the number of matrix products of an MLP."""
+    return 3 if config.gated_linear_unit else 2
+
+
+def _keys_seen(config: TransformerConfig, layer_number: int, seq_length: int) -> int:
+    """Returns the mean number of keys that a query sees in a causal sequence."""
+    window = seq_length
+    if is_windowed(config, layer_number) and config.window_size is not None and config.window_size[0] >= 0:
+        window = min(seq_length, config.window_size[0] + 1)
+    if not is_chunked(config, layer_number):
+        return _pairs(seq_length, window) // seq_length
+    chunks, rest = divmod(seq_length, config.attention_chunk_size or seq_length)
+    chunk = (seq_length - rest) // max(1, chunks)
+    return (chunks * _pairs(chunk, window) + _pairs(rest, window)) // seq_length
+
+
+def _pairs(queries: int, window: int) -> int:
+    """Returns the number of (query, key) pairs in a causal row: the first `window` queries see 1, 2, ... keys, later
+    ones `window`."""
+    window = min(queries, window)
+    return window * (window + 1) // 2 + (queries - window) * window

@@ -1,0 +1,252 @@
+"""Costs of layers, the FLOP count of the log, and the layout that `auto` becomes."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+    gpt_layer_spec_of,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ops.activation import squared_relu
+from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.layer_costs import flops_per_token, layer_cost, stages_of_auto_layout, training_flops
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+
+def config(layers: int, stages: int, **fields: Any) -> TransformerConfig:
+    return TransformerConfig(
+        **{
+            "num_layers": layers,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "pipeline_model_parallel_size": stages,
+            "pipeline_model_parallel_layout": "auto",
+            **fields,
+        }
+    )
+
+
+def resolved(config: TransformerConfig, seq_length: int, vocab_size: int) -> TransformerConfig:
+    stages = stages_of_auto_layout(config, seq_length, vocab_size)
+    return dataclasses.replace(config, pipeline_model_parallel_layout=stages)
+
+
+def test_a_head_that_costs_as_much_as_layers_takes_their_place() -> None:
+    made = config(14, 4)
+    vocabulary = layer_cost(made, 1, 128) // 64 * 2  # a head of two layers
+    settled = resolved(made, 128, vocabulary)
+    assert [len(stage.layers) for stage in stage_map(settled).stages] == [4, 4, 4, 2]
+    assert stages_of_auto_layout(settled, 4096, 10) is None
+
+
+@pytest.mark.parametrize("fields", [{"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zb-v"}])
+def test_it_cuts_for_as_many_chunks_as_are_asked_for(fields: dict[str, Any]) -> None:
+    made = config(15, 2, **fields)
+    stages = stage_map(resolved(made, 128, layer_cost(made, 1, 128) // 64))
+    assert stages.chunks == 2 and [len(stage.layers) for stage in stages.stages] == [4, 4, 4, 3]
+
+
+def test_windows_make_layers_cheaper() -> None:
+    """Layers 1, 2, 4, 5 see 16 keys, layers 3 and 6 all 4096."""
+    made = config(6, 2, window_size=(15, 0), window_attn_skip_freq=3)
+    costs = [layer_cost(made, number, 4096) for number in range(1, 7)]
+    assert costs[0] == costs[1] == costs[3] < costs[2] == costs[5]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_costs_are_those_of_the_products(gated: bool) -> None:
+    """Against torch's own count of a layer's products; scores are counted at what is seen of the square."""
+    made = config(1, 1, gated_linear_unit=gated, num_query_groups=2, ffn_hidden_size=96)
+    s, h, d = 32, 64, 16
+    with FlopCounterMode(display=False) as counter:
+        x = torch.ones(s, h)
+        x @ torch.ones(h, 4 * d + 2 * 2 * d)
+        scores = torch.ones(4, s, d) @ torch.ones(4, d, s)
+        scores @ torch.ones(4, s, d)
+        torch.ones(s, 4 * d) @ torch.ones(4 * d, h)
+        torch.ones(s, h) @ torch.ones(h, (2 if gated else 1) * 96)
+        torch.ones(s, 96) @ torch.ones(96, h)
+    whole = counter.get_total_flops() / 2 / s  # multiplications a token, the whole square of scores
+    of_scores = 2 * 4 * d * s
+    assert layer_cost(made, 1, s) == pytest.approx(whole - of_scores + 2 * 4 * d * ((s + 1) // 2))
+
+
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48,
+    "moe_router_load_balancing_type": "none",
+    "moe_layer_freq": [0, 1],
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "experts": EXPERTS,
+    "experts and shared ones": {**EXPERTS, "moe_shared_expert_intermediate_size": 80, "gated_linear_unit": True},
+    "experts of a latent": {**EXPERTS, "moe_latent_size": 32},
+    "latent attention": {"multi_latent_attention": True, "q_lora_rank": None},
+    "latent attention and queries": {"multi_latent_attention": True, "q_lora_rank": 24},
+    "predicting": {"mtp_num_layers": 2},
+    "predicting with experts": {"mtp_num_layers": 1, **EXPERTS},
+}
+LATENT: dict[str, Any] = {"kv_lora_rank": 20, "qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_of_all_kinds_of_layers_are_what_a_model_computes(kind: str) -> None:
+    """Against torch's count of a model's forward, in which scores are whole squares."""
+    is_latent = "multi_latent_attention" in KINDS[kind]
+    fields = {**KINDS[kind], **(LATENT if is_latent else {})}
+    made = (MLATransformerConfig if is_latent else TransformerConfig)(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        add_bias_linear=False,
+        attention_backend=AttnBackend.unfused,
+        normalization="RMSNorm",
+        **fields,
+    )
+    s, vocabulary, depths = 32, 50, made.mtp_num_layers or 0
+    spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False)
+    further = get_gpt_mtp_block_spec(made, spec, use_transformer_engine=False)
+    model = GPTModel(made, spec, vocabulary, s, position_embedding_type="rope", mtp_block_spec=further)
+    ids = torch.randint(vocabulary, (1, s))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids)
+    layers = range(1, 3 + depths)
+    costs = sum(layer_cost(made, number, s) for number in layers) + 64 * vocabulary * (1 + depths) + 2 * 64**2 * depths
+    width = 20 + 10 if is_latent else 2 * 16
+    unseen = len(layers) * 4 * width * (s - (s + 1) // 2)
+    assert counter.get_total_flops() / 2 / s == costs + unseen
+
+
+def test_a_stage_that_predicts_further_has_fewer_layers() -> None:
+    made = config(12, 4, mtp_num_layers=2)
+    vocabulary = layer_cost(made, 1, 128) // 64 // 2  # three heads of half a layer each, two layers and a little more
+    made = resolved(made, 128, vocabulary)
+    parts = stage_map(made).stages
+    assert [len(part.layers) for part in parts] == [4, 4, 4, 0] and parts[-1].prediction_layers == 2
+    assert made.pipeline_model_parallel_layout.endswith("|mmL")
+
+
+def test_chunks_make_layers_cheaper_by_the_pairs_that_do_not_meet() -> None:
+    def scores(**fields: Any) -> int:
+        return (layer_cost(config(4, 2, **fields), 1, 10) - layer_cost(config(4, 2), 1, 10)) // (2 * 64)
+
+    whole = 10 * 11 // 2 // 10
+    assert scores(attention_chunk_size=4) == (2 * 10 + 3) // 10 - whole
+    assert scores(attention_chunk_size=4, window_size=(1, 0)) == (2 * 7 + 3) // 10 - whole
+    assert scores(attention_chunk_size=20) == 0 == scores(attention_chunk_size=4, attention_chunk_skip_freq=1)
+
+
+# Megatron-LM's count ------------------------------------------------------------------------------------------------
+
+GPT = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_heads": 4}
+
+
+def per_token(**fields: Any) -> float:
+    """Of 128 rows of vocabulary and sequences of 16 tokens."""
+    kind = MLATransformerConfig if "kv_lora_rank" in fields else TransformerConfig
+    return flops_per_token(kind(**{**GPT, **fields}), 128, 16)
+
+
+def test_dense_by_hand() -> None:
+    mlp = 6 * 8 * 32 * 2 * 2
+    attention = 6 * (8 * 24 + 8 * 16 + 8 * 8) * 2
+    assert per_token() == mlp + attention + 6 * 8 * 128
+    assert training_flops(TransformerConfig(**GPT), 128, 16, 5) == 5 * 16 * (mlp + attention + 6 * 8 * 128)
+    assert per_token(window_size=(3, 0)) == per_token()  # half of the square, whatever the window
+
+
+def test_gated_grouped_and_output_gate_by_hand() -> None:
+    mlp = 6 * 8 * 32 * 3 * 2
+    attention = 6 * (8 * (8 + 4 + 4 + 8) + 8 * 16 + 8 * 8) * 2
+    found = per_token(num_query_groups=2, gated_linear_unit=True, attention_output_gate=True)
+    assert found == mlp + attention + 6 * 8 * 128
+
+
+def test_experts_and_mtp_by_hand() -> None:
+    """Layer 2 and the predicting one, which is as the last, have experts; the router is not counted."""
+    experts = {"num_moe_experts": 8, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 16, "moe_router_topk": 3}
+    found = per_token(mtp_num_layers=1, moe_shared_expert_intermediate_size=20, **experts)
+    mlp = 6 * 8 * (32 * 2 * 1 + (16 * 3 * 2 + 20 * 2) * 2)
+    attention = 6 * (8 * 24 + 8 * 16 + 8 * 8) * 3
+    mtp = 6 * (3 * 8 + 2 * 64)
+    assert found == mlp + attention + mtp + 6 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(("q_lora_rank", "queries"), [(None, 8 * 4 * 6), (3, 3 * (8 + 4 * 6 + 1))])
+def test_latent_attention_by_hand(q_lora_rank: int | None, queries: int) -> None:
+    sizes = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+    attention = 6 * (queries + 5 * (8 + 4 * 7 + 1) + 8 * 2 + 4 * 3 * 8 + 16 * 4 * 6 / 2 + 16 * 4 * 3 / 2)
+    assert per_token(**sizes) == 6 * 8 * 32 * 2 * 2 + 2 * attention + 6 * 8 * 128
+
+
+MODELS = {
+    "mha, tied": {"config": dict[str, Any](), "tied": True},
+    "gqa, swiglu": {"config": {"num_query_groups": 2, "gated_linear_unit": True}, "tied": False},
+    "wide heads, squared relu": {"config": {"kv_channels": 24, "activation_func": squared_relu}, "tied": False},
+    "mqa, swiglu, rope, padded vocabulary, no bias": {
+        "config": {"num_query_groups": 1, "gated_linear_unit": True, "add_bias_linear": False},
+        "tied": True,
+        "rope": True,
+        "padding": 128,
+    },
+    "latent attention": {
+        "config": {"q_lora_rank": 40, "qk_layernorm": True, "gated_linear_unit": True},
+        "latent": {"kv_lora_rank": 36, "qk_head_dim": 14, "qk_pos_emb_head_dim": 6, "v_head_dim": 12},
+        "tied": False,
+    },
+    "latent attention, queries at once": {
+        "config": {"q_lora_rank": None},
+        "latent": {"kv_lora_rank": 24, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 20},
+        "tied": True,
+    },
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_megatron_lms_count_is_what_a_model_computes(model: dict[str, Any]) -> None:
+    """Within 1% of torch's counter over unfused attention, whose two score-sized products count at half."""
+    vocab, padding, seq, batch = 300, model.get("padding", 4), 32, 2
+    padded = -(-vocab // padding) * padding
+    latent = model.get("latent", {})
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        multi_latent_attention=bool(latent),
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        ffn_hidden_size=160,
+        attention_backend=AttnBackend.unfused,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **model["config"],
+        **latent,
+    )
+    gpt = GPTModel(
+        config,
+        gpt_layer_spec_of(config, 1),
+        vocab_size=vocab,
+        max_sequence_length=seq,
+        share_embeddings_and_output_weights=model["tied"],
+        position_embedding_type="rope" if model.get("rope") else "learned_absolute",
+        vocab_padding_multiple=padding,
+    )
+    tokens = torch.randint(vocab, (batch, seq))
+    with FlopCounterMode(display=False) as counter:
+        gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).mean().backward()
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    scores = sum(flops for op, flops in counts.items() if "bmm" in op)
+    widths = (config.kv_channels, config.kv_channels)
+    if latent:
+        widths = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim)
+    products = sum(widths) * config.num_attention_heads * seq * seq
+    assert scores == 3 * 2 * products * batch * config.num_layers  # only attention is batched
+    counted = sum(counts.values()) - scores / 2
+    formula = training_flops(config, padded, seq, batch)
+    assert formula == pytest.approx(counted, rel=0.01)
