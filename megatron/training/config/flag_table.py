@@ -114,12 +114,17 @@ class Flag:
     """For a switch: the value that each spelling sets."""
     one_or_list: bool
     """Whether a single word gives a value and several words give a list."""
-    help: str
-    """The field's docstring, on one line."""
     group: str
     """Section of --help."""
     declaration: FlagDeclaration
     """Everything that the field says about its flag."""
+    config_class: type
+    """The dataclass that states the field."""
+
+    @property
+    def help(self) -> str:
+        """The docstring of the field, which is read from the source file when it is asked for."""
+        return field_docstrings(self.config_class).get(self.field, "")
 
     @property
     def spelling(self) -> str:
@@ -193,15 +198,14 @@ def flags_of(config_class: type, group: str) -> list[Flag]:
     """Returns the flags of a dataclass's own fields, without those of its bases."""
     own = inspect.get_annotations(config_class)
     annotations = typing.get_type_hints(config_class)
-    help_texts = field_docstrings(config_class)
     return [
-        _flag_of(field, annotations[field.name], help_texts.get(field.name, ""), group)
+        _flag_of(field, annotations[field.name], config_class, group)
         for field in dataclasses.fields(config_class)
         if field.name in own and declaration_of(field).exposed
     ]
 
 
-def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, group: str) -> Flag:
+def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, config_class: type, group: str) -> Flag:
     declaration = declaration_of(field)
     default: Any = field.default
     if field.default_factory is not dataclasses.MISSING:
@@ -227,9 +231,9 @@ def _flag_of(field: "dataclasses.Field[Any]", annotation: Any, help_text: str, g
         choices=words.choices,
         switch=switch,
         one_or_list=nargs == "+" and takes_one_or_list(annotation),
-        help=help_text,
         group=declaration.group or group,
         declaration=declaration,
+        config_class=config_class,
     )
 
 
