@@ -193,11 +193,15 @@ class Trainer:
         self.evaluate("test", f"iteration {self.state.iteration} on test set")
 
     def close(self) -> None:
-        """End the run in order: every rank calls it."""
+        """End the run in order, data included. Every rank calls it."""
+        self.close_training()
+        self.splits.close()
+
+    def close_training(self) -> None:
+        """End hooks, exit agreement and log, and leave the data open. Every rank calls it."""
         self.hooks.on_exit(self.state.iteration)
         self.exit.close()
         self.log.close()
-        self.splits.close()
 
     def close_after_failure(self, error: BaseException) -> None:
         """End the run after a failure: no rank can be counted on. Says which rank failed and where."""

@@ -32,8 +32,8 @@ from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.splits import build_splits, step_data
-from megatron.training.data.step_data import step_data_of
+from megatron.training.data.splits import Splits, build_splits, step_data
+from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.dry_run.report import print_dry_run
 from megatron.training.evaluate import evaluate as run_evaluation
 from megatron.training.hooks.exit import ExitDecision
@@ -52,7 +52,7 @@ from megatron.training.providers import (
     warn_unused,
 )
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
-from megatron.training.setup.set_up import sample_counts, set_up
+from megatron.training.setup.set_up import build_trainer, sample_counts, set_up
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A whole run
@@ -195,6 +195,69 @@ def build_train_valid_test_data_iterators(
         for split in (splits.train, splits.valid, splits.test)
     )
     return (train, valid, test) if chunks > 1 else (train[0], valid[0], test[0])
+
+
+def train(
+    forward_step_func: Callable[..., Any],
+    model: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
+    train_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    valid_data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    config: Any = None,
+    checkpointing_context: Any = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+) -> tuple[int, float]:
+    """Trains to the last iteration as `pretrain` does: log lines, validations, checkpoints, signals.
+
+    Returns (iteration, floating point operations so far). Ends the program with the decision's exit code if the ranks
+    agree to exit early. `config` is the run's own, whatever is given. Raises UserError for what is not supported yet.
+    """
+    asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
+    refuse("train", asked | {"non_loss_data_func": non_loss_data_func is not None})
+    run, started = global_vars.current_run(), time.monotonic()
+    splits = Splits(_step_data(train_data_iterator, run), _step_data(valid_data_iterator, run), None)
+    if valid_data_iterator is None or (isinstance(valid_data_iterator, Sequence) and valid_data_iterator[0] is None):
+        splits.valid = None
+    chunks: Any = model
+    with SignalWatch(sorted({*DEFAULT_SIGNALS, run.config.resilience.exit_signal})) as signals, signals.training():
+        trainer = build_trainer(
+            run,
+            global_vars.get_args().padded_vocab_size,
+            chunks,
+            optimizer,
+            opt_param_scheduler,
+            Checkpoints(run.config, run.environment.groups),
+            forward_step_func,
+            lambda: splits,
+            signals,
+            started,
+        )
+        try:
+            decision = loop.train(trainer)
+            trainer.close_training()
+        except BaseException as error:
+            trainer.close_after_failure(error)
+            raise
+    if decision is not None:
+        raise SystemExit(decision.exit_code)
+    return run.state.iteration, run.state.floating_point_operations_so_far
+
+
+def _step_data(data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None, run: Context) -> StepData:
+    """The micro-batches behind a script's iterator. Raises UserError for iterators of its own for several chunks."""
+    found = step_data_of(data_iterator)
+    if found is not None:
+        return found
+    if isinstance(data_iterator, Sequence):
+        if any(iterator is not None for iterator in data_iterator[1:]):
+            raise UserError(
+                "train(): with virtual pipeline stages the data iterators must be those of "
+                "build_train_valid_test_data_iterators()"
+            )
+        data_iterator = data_iterator[0]
+    return step_data(run.config, run.environment, data_iterator)
 
 
 def train_step(

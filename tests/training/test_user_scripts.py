@@ -33,6 +33,7 @@ from megatron.training import (
     print_rank_0,
     save_checkpoint,
     train_step,
+    training,
 )
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.training import (
@@ -285,6 +286,34 @@ def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
     save_checkpoint(args.iteration, model, optimizer, scheduler, 0.0)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
     global_vars.clear_current_run()
+
+
+def test_megatron_lms_train_is_our_loop(corpus, tmp_path, monkeypatch, capsys):
+    """With the iterators of the library and with a script's own."""
+    flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {EXACT} --log-interval 1"
+    expected = train(flags)
+    capsys.readouterr()
+    for own in (False, True):
+        folder = tmp_path / str(own)
+        words = f"{TINY} {flags} --save {folder} --save-interval 3"
+        monkeypatch.setattr("sys.argv", ["script.py", *words.split()])
+        initialize_megatron()
+        model, optimizer, scheduler = setup_model_and_optimizer(model_provider, ModelType(1))
+        data, valid, _ = build_train_valid_test_data_iterators(datasets_provider)
+        iterators = (iter(list(data)), valid) if own else (data, valid)
+        done, flops = training.train(forward_step, model, optimizer, scheduler, *iterators, None, model[0].config)
+        assert done == 4 == get_args().iteration and flops > 0
+        out = capsys.readouterr().out
+        assert all(f"lm loss: {loss:.6E}" in out for loss in expected.losses)
+        assert out.count("validation loss at iteration") == 2
+        assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+        next(valid)  # the data is still open
+        global_vars.clear_current_run()
+
+
+def test_train_refuses_what_it_does_not_call(monkeypatch):
+    with pytest.raises(UserError, match=r"train\(non_loss_data_func=...\): not yet"):
+        training.train(forward_step, [], None, None, None, None, non_loss_data_func=print)
 
 
 def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...]], list[Tensor]]:

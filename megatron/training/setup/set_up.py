@@ -59,7 +59,7 @@ def set_up(
     datasets = providers.build_datasets(context, sample_counts(config))
     forward_step = providers.build_forward_step(context)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
-    return build_trainer(
+    trainer = build_trainer(
         context,
         padded,
         model,
@@ -72,6 +72,10 @@ def set_up(
         started,
         hooks_of_script,
     )
+    for note in run_notes(config, environment, trainer.splits):
+        if environment.is_first:
+            print(note, flush=True)
+    return trainer
 
 
 def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context, int]:
@@ -120,10 +124,6 @@ def build_trainer(
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
     )
-    splits = open_data()
-    for note in run_notes(config, environment, splits):
-        if environment.is_first:
-            print(note, flush=True)
     return Trainer(
         config=config,
         environment=environment,
@@ -134,7 +134,7 @@ def build_trainer(
         batches=batches,
         forward_backward=get_forward_backward_func(environment.groups.size("pp"), len(model)),
         forward_step=forward_step,
-        splits=splits,
+        splits=open_data(),
         log=log,
         hooks=Hooks([*build_hooks(config, environment), *hooks_of_script]),
         exit=exit_agreement,
