@@ -43,7 +43,8 @@ def exists(word: str) -> bool | None:
     if word in INVENTED:
         return None
     if re.fullmatch(r"--[a-z0-9-]+", word):
-        return word in flags_by_spelling() or f'"{word}"' in "".join(tool_sources())
+        of_tool = rf'"{word}"|^ +{word[2:].replace("-", "_")}: '
+        return word in flags_by_spelling() or any(re.search(of_tool, source, flags=re.M) for source in tool_sources())
     if re.fullmatch(r"[\w./*-]+/[\w./*-]*|[\w-]+\.(py|md|toml)", word):
         return any(list((ROOT / folder).glob(word.rstrip("/"))) for folder in FOLDERS) or in_some_folder(word)
     if re.fullmatch(r"(torch|megatron)(\.\w+)+", word):

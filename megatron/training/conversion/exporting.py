@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.conversion.families import FAMILIES, Family
 from megatron.training.conversion.family_choice import choose_family
 from megatron.training.conversion.model import BuildModel, canonical_shapes, vocab_size_of
 from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of
@@ -58,15 +59,16 @@ def export_model(
     shard_bytes: int = 5_000_000_000,
     tokenizer: Path | None = None,
     verify: bool = False,
+    families: Sequence[Family] = FAMILIES,
     say: Say = print,
 ) -> Exported:
     """Writes the model of a checkpoint under `root` as the folder `target`, which transformers can load.
 
-    The checkpoint is the newest whole one, or that of iteration `step`. The architecture is the first that expresses
-    the model, unless one is named. Weights keep their type unless `dtype` is given; a wider type takes the optimizer's
-    main weights if the checkpoint has them. A file holds at most `shard_bytes` of tensors, or one tensor. The
-    tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits of the
-    checkpoint are compared with those that transformers computes from the written files.
+    The checkpoint is the newest whole one, or that of iteration `step`. The architecture is the first of `families`
+    that expresses the model, unless one is named. Weights keep their type unless `dtype` is given; a wider type takes
+    the optimizer's main weights if the checkpoint has them. A file holds at most `shard_bytes` of tensors, or one
+    tensor. The tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits
+    of the checkpoint are compared with those that transformers computes from the written files.
 
     Raises UserError if `target` is not empty, if no architecture expresses the model (naming the flags), if a weight is
     NaN or infinite, or if the logits differ. `target` is complete or does not exist.
@@ -80,7 +82,7 @@ def export_model(
         raise UserError(f"{root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_flags(checkpoint, config)
-    family = choose_family(config, architecture)
+    family = choose_family(config, architecture, families)
     stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if not is_optimizer_state(name)}
     vocab_size = vocab_size_of(checkpoint)
     shapes = canonical_shapes(config, build_model, vocab_size)

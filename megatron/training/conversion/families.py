@@ -1,7 +1,8 @@
 """The architectures of transformers that can be converted, as data."""
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +124,8 @@ class Family:
     model_type: str
     tensors: TensorMapping
     rules: tuple[Rule, ...]
+    defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    """Values that transformers gives to absent keys, for a `model_type` that `hub_defaults.py` does not have."""
     constants: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     """Patterns of tensors that are constants and not weights. Old releases of transformers stored them."""
 
@@ -144,7 +147,7 @@ class Family:
                 f"{model_type!r}; correct the wrong one"
             )
         try:
-            config = with_defaults(config, self.model_type)
+            config = with_defaults(config, self.model_type, self.defaults)
         except UserError as error:
             problems += str(error).splitlines()
         _raise_all(problems, file)
@@ -247,10 +250,10 @@ FAMILIES = (
 """All families. An export takes the first that expresses the model."""
 
 
-def family_of(architecture: str) -> Family:
+def family_of(architecture: str, families: Sequence[Family] = FAMILIES) -> Family:
     """Returns the family of a class of transformers. Raises UserError with the known classes."""
-    for family in FAMILIES:
+    for family in families:
         if architecture == family.architecture:
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
+    known = ", ".join(family.architecture for family in families)
     raise UserError(f"{architecture} is unknown; these are known: {known}")

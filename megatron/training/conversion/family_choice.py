@@ -1,6 +1,6 @@
 """Choice of the architecture for an export: the one whose config.json, read back, gives the run's model again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.router import listed
@@ -40,8 +40,8 @@ it resumes, or naming them alone is clearer than a list of all flags that differ
 """
 
 
-def choose_family(config: PretrainConfig, architecture: str | None) -> Family:
-    """Returns the family of the named architecture, or the first family that expresses the model.
+def choose_family(config: PretrainConfig, architecture: str | None, families: Sequence[Family] = FAMILIES) -> Family:
+    """Returns the family of the named architecture, or the first of `families` that expresses the model.
 
     A family expresses a model if its config.json, read back, gives the same values to all fields that define the
     computed function. Raises UserError naming the flags that no family, or not the named one, can express.
@@ -49,12 +49,12 @@ def choose_family(config: PretrainConfig, architecture: str | None) -> Family:
     values = config.flat()
     inexpressible = [what for what, is_set in _IN_NO_FAMILY.items() if is_set(values)]
     if inexpressible:
-        known = ", ".join(family.architecture for family in FAMILIES)
+        known = ", ".join(family.architecture for family in families)
         raise UserError(f"no architecture that can be exported has {' or '.join(inexpressible)}: {known}")
     if architecture is not None:
-        candidates = [family_of(architecture)]
+        candidates = [family_of(architecture, families)]
     else:
-        candidates = [family for family in FAMILIES if family.has_experts == (values["num_moe_experts"] is not None)]
+        candidates = [family for family in families if family.has_experts == (values["num_moe_experts"] is not None)]
     problems = [_differences(family, config, values) for family in candidates]
     for family, sentences in zip(candidates, problems, strict=True):
         if not sentences:

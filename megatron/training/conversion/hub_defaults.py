@@ -4,6 +4,7 @@ The values are those of the config classes of transformers 5.23. A test compares
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.exceptions import UserError
@@ -116,13 +117,14 @@ _NAMES = {
 }
 
 
-def with_defaults(config: Json, model_type: str) -> dict[str, Json]:
+def with_defaults(config: Json, model_type: str, more: Mapping[str, Json] | None = None) -> dict[str, Json]:
     """Returns the keys of config.json, and those that it lacks with the values that transformers gives them.
+    `more` are values for a `model_type` that the table does not have.
 
     A key under its second name gets its first name. Raises UserError naming each key whose value has another type than
     transformers expects, and each key whose two names have different values.
     """
-    defaults, found, problems = HUB_DEFAULTS[model_type], dict(config), []
+    defaults, found, problems = {**HUB_DEFAULTS.get(model_type, {}), **(more or {})}, dict(config), []
     for alias, key in ALIASES.get(model_type, {}).items():
         value = found.pop(alias, None)
         if value is not None and found.setdefault(key, value) != value:

@@ -58,12 +58,14 @@ def import_model(
     file_bytes: int = 4 << 30,
     ignored_keys: Sequence[str] = (),
     verify: bool = False,
+    families: Sequence[Family] = FAMILIES,
     say: Say = print,
 ) -> Imported:
     """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
     Weights keep their type unless `dtype` is given. The tokenizer's files go to root/tokenizer, and the flags of the
-    model to root/flags.txt. With `verify`, the logits of the checkpoint are compared with those of transformers.
+    model to root/flags.txt. `families` are the known architectures. With `verify`, the logits of the checkpoint are
+    compared with those of transformers.
 
     Raises UserError, before anything is written, if the architecture or a key of config.json is unsupported, if tensors
     are missing, left over or of another shape, and if `root` holds checkpoints of a run, which would resume from the
@@ -74,7 +76,7 @@ def import_model(
         raise UserError(f"{root} holds checkpoints of a run ({max(iterations)}); name another folder to import into")
     if verify:
         import_transformers()
-    family = _family_in(source)  # first: an unknown architecture is reported before missing weights
+    family = _family_in(source, families)  # first: an unknown architecture is reported before missing weights
     folder = open_folder(source)
     file = str(source / CONFIG)
     fields, complete = family.fields_of(folder.config, ignored_keys, file), family.complete_config(folder.config, file)
@@ -104,18 +106,18 @@ def import_model(
     return Imported(saved, flags, comparison)
 
 
-def _family_in(source: Path) -> Family:
+def _family_in(source: Path, families: Sequence[Family]) -> Family:
     """Returns the family that config.json names."""
     config = read_config(source)
     names = config.get("architectures") or []
     if not isinstance(names, list) or len(names) != 1:
-        known = ", ".join(family.architecture for family in FAMILIES)
+        known = ", ".join(family.architecture for family in families)
         raise UserError(
             f"{source / CONFIG}: architectures is {names} and model_type is {config.get('model_type')!r}; "
             f"architectures must name one of {known}"
         )
     try:
-        return family_of(str(names[0]))
+        return family_of(str(names[0]), families)
     except UserError as error:
         raise UserError(f"{source / CONFIG}: architectures: {error}") from error
 
