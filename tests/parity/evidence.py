@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout.dropout import Draw
 from megatron.core.parameters import Box
-from megatron.core.transformer.reported import Report, take_reports
+from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metrics
 
 
 @dataclass
@@ -44,9 +44,9 @@ def pieces(chunks: Iterable[Chunk]) -> list[Piece]:
     return [Piece(c.name, c.global_shape, c.box, *c.range, c.flat.detach().cpu().clone()) for c in chunks]
 
 
-def reports_of(chunks: Iterable[nn.Module]) -> list[Report]:
+def reports_of(chunks: Iterable[nn.Module]) -> list[LayerMetric]:
     """What some chunks' layers have reported since the last call."""
-    return [Report(r.name, r.layer, r.total.cpu(), r.count.cpu()) for r in take_reports(chunks)]
+    return [LayerMetric(r.name, r.layer, r.total.cpu(), r.count.cpu()) for r in take_layer_metrics(chunks)]
 
 
 Identity = tuple[tuple[int, int], int, int, int]
@@ -96,7 +96,7 @@ class Step:
     """By number of the micro-batch's first sample: [sum, tokens] of this rank's part; empty where no loss is known."""
     gradients: list[Piece]
     norm: float
-    reports: list[Report] = field(default_factory=list)
+    reports: list[LayerMetric] = field(default_factory=list)
     """What layers report beside the loss: this rank's parts of totals and counts, on the CPU."""
 
 

@@ -9,7 +9,7 @@ from parity.compare import Verdict, judge
 from parity.evidence import Evidence, Masks, Piece, Step
 
 from megatron.core.parameters import Box
-from megatron.core.transformer.reported import Report
+from megatron.core.transformer.layer_metrics import LayerMetric
 
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64)  # [4, 3], by rows
 
@@ -19,8 +19,8 @@ def piece(start: int, rows: int, values: torch.Tensor, begin: int = 0, end: int 
     return Piece("w", (4, 3), box, begin, box.numel if end is None else end, values.clone())
 
 
-def balance(total: float, count: float) -> Report:
-    return Report("balance", 1, total * WHOLE[0], count * WHOLE[0])
+def balance(total: float, count: float) -> LayerMetric:
+    return LayerMetric("balance", 1, total * WHOLE[0], count * WHOLE[0])
 
 
 def alone() -> Evidence:
@@ -97,7 +97,7 @@ def test_every_difference_is_seen() -> None:
         ranks[1].steps[0].reports[:] = [balance(2.5, 3.0)]
 
     def unreported(ranks: list[Evidence]) -> None:
-        ranks[0].steps[0].reports.append(Report("z", 1, WHOLE[0], WHOLE[0]))
+        ranks[0].steps[0].reports.append(LayerMetric("z", 1, WHOLE[0], WHOLE[0]))
 
     expected = {
         report: "report: error",

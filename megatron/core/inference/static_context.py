@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.layer_inputs import SeenKeys
+from megatron.core.transformer.layer_inputs import CachedKeyValues
 
 
 class StaticInferenceContext:
@@ -46,15 +46,15 @@ class StaticInferenceContext:
         self._last, self._extent, self._first_call = self._last + 1, self._extent + 1, False
         return self._last[:, None]
 
-    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> SeenKeys:
+    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> CachedKeyValues:
         """See `InferenceContext.extend`."""
         keys, values = self._buffers_of(layer_number, key, value)
         if self._first_call:
             keys[: self._extent], values[: self._extent] = key, value
-            return SeenKeys(key, value, None)
+            return CachedKeyValues(key, value, None)
         rows = torch.arange(key.shape[1], device=key.device)
         keys[self._last, rows], values[self._last, rows] = key[0], value[0]
-        return SeenKeys(keys[: self._extent], values[: self._extent], self._last[:, None])
+        return CachedKeyValues(keys[: self._extent], values[: self._extent], self._last[:, None])
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """See `InferenceContext.select_last`."""

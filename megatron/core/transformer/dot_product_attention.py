@@ -125,7 +125,9 @@ class DotProductAttention(MegatronModule):
         if self.variant.chunk is not None:
             keys = key.shape[0] * (1 if self.context is None else self.context.part.size)
             cu_seqlens, max_seqlen = self._chunks(cu_seqlens, keys, key.device)
-        dropout = inputs.dropout_place(self.layer_number, "attention") if inputs is not None and self.training else None
+        dropout = (
+            inputs.dropout_position(self.layer_number, "attention") if inputs is not None and self.training else None
+        )
         call = AttentionCall(
             query_positions=query_positions,
             mask=attention_mask,

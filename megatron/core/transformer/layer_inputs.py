@@ -14,7 +14,7 @@ from megatron.core.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class SeenKeys:
+class CachedKeyValues:
     """Keys and values [sk, b, g, d] that the tokens at hand may look at."""
 
     key: Tensor
@@ -29,7 +29,7 @@ class InferenceContext(Protocol):
     max_sequence_length: int
     """Tokens of the longest row that it can hold."""
 
-    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> SeenKeys:
+    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> CachedKeyValues:
         """Add the keys and values [s, b, g, d] that a layer has for the tokens at hand."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ class LayerInputs:
     turn: CooperativeTurn | None = None
     """None: no other micro-batch shares this process's time."""
 
-    def dropout_place(self, layer_number: int, site: str) -> DropoutRngPosition | None:
+    def dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """Where dropout of all tokens stands in the run, at one site of one layer (counted from 1)."""
         return None if self.dropout is None else DropoutRngPosition(self.dropout, layer_number, site)
 
-    def hidden_dropout_place(self, layer_number: int, site: str) -> DropoutRngPosition | None:
-        """As `dropout_place`, for the hidden states that this rank holds."""
+    def hidden_dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:
+        """As `dropout_position`, for the hidden states that this rank holds."""
         dropout = self.hidden_dropout or self.dropout
         return None if dropout is None else DropoutRngPosition(dropout, layer_number, site)
 

@@ -29,10 +29,10 @@ def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group:
         recompute_layers(block, config.recompute_method, config.recompute_num_layers or 1, spread_over)
     else:
         for layer in block.layers:  # type: ignore[union-attr]
-            recompute_parts(layer, chosen_modules(config))
+            recompute_parts(layer, recomputed_modules(config))
 
 
-def chosen_modules(config: TransformerConfig) -> list[str]:
+def recomputed_modules(config: TransformerConfig) -> list[str]:
     """The parts of a layer that are recomputed by themselves; `moe_layer_recompute` is another word for one of them."""
     is_selective = config.recompute_granularity == "selective"
     modules = list(config.recompute_modules or ["core_attn"]) if is_selective else []
@@ -45,13 +45,13 @@ def recompute_layers(block: Any, method: str | None, num_layers: int, spread_ove
     again = Recomputed(block.run_layers, spread_over)
     if method == "block":
         block.layers_at_once = 1
-        block.run_layers = _Chosen(tuple(block.layers[:num_layers]), again, block.run_layers)
+        block.run_layers = _RecomputeSome(tuple(block.layers[:num_layers]), again, block.run_layers)
     else:
         block.layers_at_once, block.run_layers = num_layers, again
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _RecomputeSome:
     """`run_layers` of a block some of whose layers are recomputed; it is given one at a time."""
 
     chosen: tuple[nn.Module, ...]
@@ -74,10 +74,10 @@ def recompute_predictions(block: Any, config: TransformerConfig, layers_before: 
         chosen = tuple(block.layers)
         if config.recompute_method == "block":
             chosen = chosen[: max(0, (config.recompute_num_layers or 1) - layers_before)]
-        block.run_layers = _Chosen(chosen, Recomputed(block.run_layers, spread_over), block.run_layers)
+        block.run_layers = _RecomputeSome(chosen, Recomputed(block.run_layers, spread_over), block.run_layers)
     else:
         for layer in block.layers:
-            recompute_parts(layer.transformer_layer, chosen_modules(config))
+            recompute_parts(layer.transformer_layer, recomputed_modules(config))
 
 
 def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
@@ -163,12 +163,12 @@ def _recompute(module: Any) -> None:
 def _forget_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
     """Keep nothing between the two products of an MLP: neither the activation's intermediate results nor its output,
     which the second product needs for its weight gradient."""
-    forgotten = ForgottenResults(_InTuple(Recomputed(activate)), linear_fc2.forward)
-    mlp.activate, linear_fc2.forward = _OutOfTuple(forgotten.compute), forgotten
+    forgotten = ForgottenResults(_AsTuple(Recomputed(activate)), linear_fc2.forward)
+    mlp.activate, linear_fc2.forward = _FromTuple(forgotten.compute), forgotten
 
 
 @dataclass(frozen=True)
-class _InTuple:
+class _AsTuple:
     """A function of one result, as one of several."""
 
     function: Any
@@ -178,7 +178,7 @@ class _InTuple:
 
 
 @dataclass(frozen=True)
-class _OutOfTuple:
+class _FromTuple:
     """The inverse."""
 
     function: Any

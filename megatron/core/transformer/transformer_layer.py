@@ -149,7 +149,7 @@ class TransformerLayer(MegatronModule):
         if bias_dropout_add is not get_bias_dropout_add:  # a user's own, with masks of its own
             add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
             return add(output_and_bias, residual, self.hidden_dropout)
-        place = inputs.hidden_dropout_place(self.layer_number, site) if self.training else None
+        place = inputs.hidden_dropout_position(self.layer_number, site) if self.training else None
         return self.backend.bias_dropout_add(*output_and_bias, residual, self.hidden_dropout, place)
 
 

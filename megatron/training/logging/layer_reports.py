@@ -1,4 +1,4 @@
-"""What layers report (`megatron.core.transformer.reported`), brought together when the log is written.
+"""What layers report (`megatron.core.transformer.layer_metrics`), brought together when the log is written.
 
 Each pipeline stage has its own layers. The ranks of a stage sum what they added with one all-reduce; the stages then
 tell each other what they have, with two gathers: how much, and what. Names travel as JSON beside the numbers, so that
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_gather, all_reduce
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.reported import EXPERT_LOAD, take_reports
+from megatron.core.transformer.layer_metrics import EXPERT_LOAD, take_layer_metrics
 from megatron.training.logging.metrics import synchronization_allowed
 
 Key = tuple[str, int]
-"""Name and layer, as in a `Report`."""
+"""Name and layer, as in a `LayerMetric`."""
 Sums = dict[Key, tuple[list[float], float]]
 """Totals (one number, or one for each expert) and count."""
 
@@ -80,7 +80,7 @@ class LayerReports:
         return LayerNumbers(_means(found)), line
 
     def _of_this_stage(self) -> Sums:
-        reports = sorted(take_reports(self._chunks), key=lambda report: (report.layer, report.name))
+        reports = sorted(take_layer_metrics(self._chunks), key=lambda report: (report.layer, report.name))
         if not reports:
             return {}
         flat = torch.cat([torch.cat([r.total.reshape(-1), r.count.reshape(1)]) for r in reports])

@@ -72,7 +72,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, feature: dict[str, Any], mask: Tensor
     if feature.get("dropout"):
         place = LayerInputs(Tokens(s, b), dropout=dropout_tokens(Tokens(s, b, random=PLACE), q.device))
         index = place.dropout.index.view(s, b).t()
-        site = place.dropout_place(3, "attention")
+        site = place.dropout_position(3, "attention")
         keep = keep_attention(site, index, index, torch.arange(a), feature["dropout"]).double() / (
             1 - feature["dropout"]
         )

@@ -27,7 +27,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.reported import Report, take_reports
+from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metrics
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 # name: (settings of the config, keywords of the model, packed)
@@ -48,14 +48,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 }
 
 
-def ours(model: GPTModel, packed: bool, scale: float) -> tuple[Tensor, list[Report]]:
+def ours(model: GPTModel, packed: bool, scale: float) -> tuple[Tensor, list[LayerMetric]]:
     """The mean loss of the next token and what is reported; gradients of all losses in the model."""
     ids, labels, mask = whole_batch(packed)
     step = MicroBatch(auxiliary_scale=torch.tensor(scale, dtype=torch.float64))
     losses = model(ids, labels=labels, loss_mask=mask, tokens=tokens_of(packed), micro_batch=step)
     loss = (losses * mask.double()).sum() / mask.double().sum()
     (loss * scale).backward()
-    return loss.detach(), take_reports([model])
+    return loss.detach(), take_layer_metrics([model])
 
 
 def plain(weights: dict[str, Tensor], config: Any, model: dict, packed: bool) -> tuple[Tensor, list, Tensor]:
@@ -123,7 +123,7 @@ def test_nothing_is_predicted_where_no_gradient_follows() -> None:
     model = predicting_model(predicting_config(), **ROPE)
     ids, labels, mask = whole_batch()
     losses = model(ids, labels=labels, loss_mask=mask).detach()
-    take_reports([model])
+    take_layer_metrics([model])
     calls: list[int] = []
     model.mtp.register_forward_hook(lambda *unused: calls.append(1))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_nothing_is_predicted_where_no_gradient_follows() -> None:
     model.eval()
     assert torch.equal(model(ids, labels=labels), losses)
     assert model(ids).shape == (ROWS, ROW, 37)
-    assert not calls and not take_reports([model])
+    assert not calls and not take_layer_metrics([model])
     model.train()
     model(ids, labels=labels)
     assert calls
@@ -151,7 +151,7 @@ def test_tokens_are_counted_whatever_type_losses_have(mask_type: torch.dtype) ->
     losses = torch.ones(43, 7, dtype=torch.bfloat16, requires_grad=True)
     total = depth(losses, torch.ones(43, 7, dtype=mask_type))
     total.backward()
-    (report,) = take_reports([depth])
+    (report,) = take_layer_metrics([depth])
     assert (float(total.detach()), float(report.total), float(report.count)) == (301.0, 301.0, 301.0)
     assert losses.grad is not None and torch.equal(losses.grad, torch.ones_like(losses))
 

@@ -14,8 +14,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.tokens import RngPosition, Tokens
+from megatron.core.transformer.layer_metrics import take_layer_metrics
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.reported import take_reports
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LENGTH, ROWS, WIDTH, FFN, TOPK = 32, 2, 64, 128, 2
@@ -85,7 +85,9 @@ def outcome(model: GPTModel) -> dict[str, Tensor]:
     first.backward()
     second.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found |= {f"{r.name} of {r.layer}": torch.stack([r.total.sum(), r.count.sum()]) for r in take_reports([model])}
+    found |= {
+        f"{r.name} of {r.layer}": torch.stack([r.total.sum(), r.count.sum()]) for r in take_layer_metrics([model])
+    }
     routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
     return found | {f"tokens {n}": router.take_tokens_per_expert() for n, router in enumerate(routers)}
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.reported import Reported
+from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.training.logging.console_line import format_line
 from megatron.training.logging.jsonl import read_metrics
 from megatron.training.logging.layer_reports import LayerNumbers, LayerReports, load_numbers
@@ -35,7 +35,7 @@ LOSSES = ["load_balancing_loss", "seq_load_balancing_loss", "z_loss"]
 class Layer(nn.Module):
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.reported = Reported(layer)
+        self.metrics = LayerMetrics(layer)
 
 
 def one_process() -> ProcessGroupCollection:
@@ -50,9 +50,9 @@ def test_numbers_are_means_over_what_was_added() -> None:
     model = nn.ModuleList([Layer(2), Layer(5)])
     reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=True)
     for value in (1.0, 3.0):
-        model[0].reported.add("z_loss", torch.tensor(value), 1)
-        model[0].reported.add_load(counts(value, 1, 0, 0))
-    model[1].reported.add("z_loss", torch.tensor(10.0), 2)
+        model[0].metrics.add("z_loss", torch.tensor(value), 1)
+        model[0].metrics.add_load(counts(value, 1, 0, 0))
+    model[1].metrics.add("z_loss", torch.tensor(10.0), 2)
     now, line = reports.collect(reset=False)
     assert now == line
     load = load_numbers([4.0, 2.0, 0.0, 0.0])
@@ -71,9 +71,9 @@ def test_numbers_are_means_over_what_was_added() -> None:
 def test_a_save_between_two_lines_loses_nothing() -> None:
     model = nn.ModuleList([Layer(1)])
     reports = LayerReports([model], one_process(), torch.device("cpu"), stages_report=False)
-    model[0].reported.add("z_loss", torch.tensor(1.0), 1)
+    model[0].metrics.add("z_loss", torch.tensor(1.0), 1)
     reports.collect(reset=False)
-    model[0].reported.add("z_loss", torch.tensor(4.0), 2)
+    model[0].metrics.add("z_loss", torch.tensor(4.0), 2)
     now, line = reports.collect(reset=True)
     assert (now.line(), line.line()) == ({"z_loss": 2.0}, {"z_loss": 5 / 3})
     assert reports.collect(reset=True) == (LayerNumbers(), LayerNumbers())

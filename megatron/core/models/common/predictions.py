@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.stages import states_into_stages
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.reported import Reported
+from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -113,13 +113,13 @@ class PredictionLoss(nn.Module):
     def __init__(self, config: TransformerConfig, depth: int) -> None:
         super().__init__()
         self.name = f"mtp_{depth} loss"
-        self.reported = Reported(config.num_layers + depth)
+        self.metrics = LayerMetrics(config.num_layers + depth)
 
     def forward(self, losses: Tensor, mask: Tensor) -> Tensor:
         """Losses and mask [s, b], of any types -> the sum of the unmasked losses, in float32 at least."""
         losses = widened(losses)  # a head of a user's own may give bfloat16, in which no number over 256 is counted
         total = (losses * mask.to(losses.dtype)).sum()
-        self.reported.add(self.name, total, mask.sum(dtype=torch.float64))
+        self.metrics.add(self.name, total, mask.sum(dtype=torch.float64))
         return total
 
 

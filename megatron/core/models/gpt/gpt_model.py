@@ -259,8 +259,8 @@ class GPTModel(LanguageModule):
         self, input_ids: Tensor, positions: Tensor | None, inputs: LayerInputs, layer_number: int = 0
     ) -> Tensor:
         if not self.sequence_parallel or self.embedding.scatter_to_sequence_parallel:
-            return self.embedding(input_ids, positions, inputs.hidden_dropout_place(layer_number, "embedding"))
-        whole = self.embedding(input_ids, positions, inputs.dropout_place(layer_number, "embedding"))
+            return self.embedding(input_ids, positions, inputs.hidden_dropout_position(layer_number, "embedding"))
+        whole = self.embedding(input_ids, positions, inputs.dropout_position(layer_number, "embedding"))
         return scatter_to_sequence_parallel_region(whole, self.pg_collection.tp)
 
     def _look_ahead(

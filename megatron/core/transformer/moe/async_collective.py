@@ -1,8 +1,8 @@
-"""Exchanges of rows between ranks whose start and finish are apart, in forward and in backward alike.
+"""Asynchronous exchanges of rows between ranks, with separate start and finish in forward and in backward.
 
-What an autograd graph has between the two, such as the shared experts, is computed while rows are under way: in
-forward because it is called there, in backward because nodes run in the reverse order of their making. What has begun
-and is not awaited yet never leaves the two nodes that know of it.
+Operations between the two in the autograd graph, such as the shared experts, are computed during the exchange: in
+forward because they are called there, in backward because autograd runs nodes in reverse order of their creation. A
+tensor whose data has not arrived yet never leaves the two nodes that share the exchange.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +28,19 @@ Start = Callable[[Tensor], "Pending | PendingRowSum"]
 
 @dataclass(frozen=True)
 class Route:
-    """How rows go to other ranks, and how their gradient comes back."""
+    """An exchange of rows in forward, and of their gradient in backward."""
 
     go: Start
     come_back: Start
 
     def reversed(self) -> "Route":
-        """For what comes back in forward."""
+        """Returns the route of the combine, which goes the other way."""
         return Route(self.come_back, self.go)
 
 
 def all_to_all_route(group: Group, sent: Sequence[int], received: Sequence[int]) -> Route:
-    """`sent[i]` rows go to rank i of the group, from which `received[i]` come; both lie in group order."""
+    """Returns a route that sends `sent[i]` rows to rank i of the group and receives `received[i]` rows from it, both in
+    group order."""
     return Route(
         lambda rows: start_all_to_all_rows(rows, group, received, sent),
         lambda rows: start_all_to_all_rows(rows, group, sent, received),
@@ -47,13 +48,14 @@ def all_to_all_route(group: Group, sent: Sequence[int], received: Sequence[int])
 
 
 def gather_route(group: Group) -> Route:
-    """All ranks' rows, equally many of each, come to every rank; back goes the sum of their gradients."""
+    """Returns a route that gathers the rows of all ranks, equally many from each; in backward it sums the gradients and
+    scatters the sum."""
     return Route(lambda rows: start_gather_rows(rows, group), lambda rows: start_reduce_scatter_rows(rows, group))
 
 
 def uneven_gather_route(group: Group, sizes: Sequence[int], rank: int) -> Route:
-    """As `gather_route`, of ranks that have `sizes` rows each, of which this one is number `rank`; addends are added
-    in float32 at least and rounded once."""
+    """Returns a `gather_route` for ranks with `sizes` rows each; this rank has index `rank`. Gradients
+    are summed in float32 at least and rounded once."""
     ranks, mine = group_size(group), [sizes[rank]] * len(sizes)
 
     def gather(rows: Tensor) -> Pending:
@@ -67,16 +69,18 @@ def uneven_gather_route(group: Group, sizes: Sequence[int], rank: int) -> Route:
 
 
 class PendingRowSum:
-    """Addends under way, end to end; `wait` gives their sum."""
+    """The sum of addends that other ranks send."""
 
     def __init__(self, addends: Pending, count: int) -> None:
         self._addends, self._count = addends, count
 
     @property
     def tensor(self) -> Tensor:
+        """The buffer of the addends, end to end."""
         return self._addends.tensor
 
     def wait(self) -> Tensor:
+        """Waits for the addends and returns their sum."""
         addends = self._addends.wait()
         wide = torch.promote_types(addends.dtype, torch.float32)
         shape = (self._count, addends.shape[0] // self._count, *addends.shape[1:])
@@ -87,7 +91,9 @@ class PendingRowSum:
 
 
 @dataclass
-class _UnderWay:
+class _PendingCollective:
+    """State that the start and the finish of one exchange share, in forward and in backward."""
+
     route: Route
     turn: CooperativeTurn | None
     wanted: list[bool] = field(default_factory=list)
@@ -96,55 +102,56 @@ class _UnderWay:
     returning: list[Pending | PendingRowSum | None] = field(default_factory=list)
 
     def yield_turn(self) -> None:
-        """Let another micro-batch compute until the rows are there."""
+        """Lets another micro-batch compute until the rows have arrived."""
         if self.turn is not None:
             self.turn.yield_turn()
 
 
 class AsyncCollective:
-    """Rows under way. `finish` waits for them; call it once."""
+    """An exchange of rows that has started. Call `finish` once."""
 
     def __init__(self, route: Route, turn: CooperativeTurn | None, *rows: Tensor) -> None:
-        self._way = _UnderWay(route, turn)
-        self._rows = _Start.apply(self._way, *rows)
+        self._exchange = _PendingCollective(route, turn)
+        self._rows = _Start.apply(self._exchange, *rows)
 
     def finish(self) -> tuple[Tensor, ...]:
-        """What came, for each tensor that went. Another micro-batch may compute meanwhile (`turn`)."""
+        """Waits for the exchange and returns the received tensors, one for each sent. Another micro-batch may compute
+        in the meantime (`turn`)."""
         rows, self._rows = self._rows, ()  # whose memory goes when the caller is done with it
-        return _Finish.apply(self._way, *rows)
+        return _Finish.apply(self._exchange, *rows)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _UnderWay, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.way = way
-        way.wanted = [tensor.requires_grad for tensor in rows]
-        way.pending = [way.route.go(tensor) for tensor in rows]
-        return tuple(pending.tensor for pending in way.pending)  # whose numbers are still to come
+    def forward(ctx: Any, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        exchange.wanted = [tensor.requires_grad for tensor in rows]
+        exchange.pending = [exchange.route.go(tensor) for tensor in rows]
+        return tuple(pending.tensor for pending in exchange.pending)  # whose numbers are still to come
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.way.yield_turn()
-        returning, ctx.way.returning = ctx.way.returning, []
+        ctx.exchange.yield_turn()
+        returning, ctx.exchange.returning = ctx.exchange.returning, []
         return None, *(None if pending is None else pending.wait() for pending in returning)
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, way: _UnderWay, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.way, ctx.shapes = way, [tensor.shape for tensor in rows]
-        way.yield_turn()
-        pending, way.pending = way.pending, []
+    def forward(ctx: Any, exchange: _PendingCollective, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.shapes = exchange, [tensor.shape for tensor in rows]
+        exchange.yield_turn()
+        pending, exchange.pending = exchange.pending, []
         return tuple(one.wait() for one in pending)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        way = ctx.way
-        way.returning = [
-            way.route.come_back(gradient.contiguous()) if wanted else None
-            for gradient, wanted in zip(gradients, way.wanted, strict=True)
+        exchange = ctx.exchange
+        exchange.returning = [
+            exchange.route.come_back(gradient.contiguous()) if wanted else None
+            for gradient, wanted in zip(gradients, exchange.wanted, strict=True)
         ]
         # The other node knows where the gradients are; what autograd hands it in their place has no memory.
         return None, *(g.new_zeros(()).expand(shape) for g, shape in zip(gradients, ctx.shapes, strict=True))

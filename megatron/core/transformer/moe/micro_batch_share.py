@@ -1,4 +1,4 @@
-"""The tokens that a rank routes, among those of the whole micro-batch, which several ranks may share."""
+"""The tokens of a micro-batch that one rank routes, if several ranks share the micro-batch."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,65 +15,67 @@ from megatron.core.tokens import RngPosition, Tokens, row_index
 
 @dataclass(frozen=True)
 class MicroBatchShare:
-    """This rank's tokens of a micro-batch. Everything that couples tokens couples those of all its ranks."""
+    """This rank's tokens of a micro-batch. Operations that couple tokens (capacity, auxiliary losses) act on the tokens
+    of all ranks that share it."""
 
     tokens: Tokens
-    """Those of this context parallel rank."""
+    """The tokens of this context parallel rank."""
     count: int
     """Tokens that this rank routes."""
     group: Group
-    """Ranks that share the micro-batch's tokens, each with `count` of its own."""
+    """Ranks that share the micro-batch; each routes `count` of its tokens."""
     sequence_group: Group
-    """Those among which the tokens of a context parallel rank are cut, as they lie; None: each has all of them."""
+    """Ranks among which the tokens of a context parallel rank are split, in memory order; None: they are not split."""
 
     @property
     def ranks(self) -> int:
-        """Of the group."""
+        """Number of ranks in the group."""
         return group_size(self.group)
 
     @property
     def total(self) -> int:
-        """Tokens of the whole micro-batch."""
+        """Number of tokens of the whole micro-batch."""
         return self.count * self.ranks
 
     @property
     def sample_length(self) -> int:
-        """Tokens of a sample: of a row, or of one of the samples that a packed row lays end to end."""
+        """Number of tokens of a sample: a row, or one of the samples of a packed row."""
         return self.tokens.sample_length or self.tokens.row_length
 
     @property
     def samples(self) -> int:
-        """Samples of the whole micro-batch."""
+        """Number of samples of the whole micro-batch."""
         return self.total // self.sample_length
 
     def sample_numbers(self, device: torch.device) -> Tensor:
-        """Which of the micro-batch's samples each of this rank's tokens belongs to: int64 [t]."""
+        """Returns the index of the sample that each of this rank's tokens belongs to: int64 [t]."""
         position, row = self._places(device)
         return self.cut((position + row * self.tokens.row_length) // self.sample_length)
 
     def order(self, device: torch.device) -> Tensor | None:
-        """Place of each of this rank's tokens in the micro-batch as it lies on a rank that holds all of it, sequence-
-        major: int64 [t]. None where this rank does."""
+        """Returns the index of each of this rank's tokens in the whole micro-batch, sequence-major: int64 [t]. None if
+        this rank has the whole micro-batch."""
         if self.ranks == 1:
             return None
         position, row = self._places(device)
         return self.cut(position * self.tokens.batch_size + row)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """[t, ...] of each rank -> [total, ...], by rank."""
+        """Gathers the rows [t, ...] of all ranks: [total, ...], rank by rank."""
         return gather_rows(rows, self.group)
 
     def own(self, rows: Tensor) -> Tensor:
-        """[total, ...], by rank -> this rank's [t, ...]."""
+        """Returns this rank's rows [t, ...] of gathered rows [total, ...]."""
         return rows.narrow(0, group_rank(self.group) * self.count, self.count)
 
     def cut(self, index: Tensor) -> Tensor:
-        """Of something about each token of this context parallel rank, what is about those that this rank routes."""
+        """Returns the entries of `index`, which has one per token of this context parallel rank, for the tokens that
+        this rank routes."""
         return index.flatten().chunk(group_size(self.sequence_group))[group_rank(self.sequence_group)]
 
-    def place(self, seed: int, layer: int, site: str, device: torch.device) -> DropoutRngPosition:
-        """Where noise of this rank's tokens stands in the run. Without a place in a run it is that of the first
-        iteration under `seed`: the same on every rank, and in a layer that is computed again."""
+    def noise_position(self, seed: int, layer: int, site: str, device: torch.device) -> DropoutRngPosition:
+        """Returns the position of this rank's tokens for random noise. Without a position in the run, it is that of the
+        first iteration under `seed`, which is the same on every rank and when a layer is recomputed."""
         tokens = dataclasses.replace(self.tokens, random=self.tokens.random or RngPosition(seed, 0))
         numbers = dropout_tokens(tokens, device)
         return DropoutRngPosition(dataclasses.replace(numbers, index=self.cut(numbers.index)), layer, site)
@@ -83,8 +85,10 @@ class MicroBatchShare:
         return position, torch.arange(self.tokens.batch_size, device=device)
 
 
-def share_of(tokens: Tokens, count: int, groups: ProcessGroupCollection, sequence_parallel: bool) -> MicroBatchShare:
-    """The share of a rank that routes `count` of the `tokens` of its context parallel rank: its part of them with
+def micro_batch_share(
+    tokens: Tokens, count: int, groups: ProcessGroupCollection, sequence_parallel: bool
+) -> MicroBatchShare:
+    """Returns the share of a rank that routes `count` of the `tokens` of its context parallel rank: a part of them with
     `sequence_parallel`, else all."""
     parts, group = sequence_parallel and groups.size("tp") > 1, None
     if parts or groups.size("cp") > 1:
@@ -92,11 +96,13 @@ def share_of(tokens: Tokens, count: int, groups: ProcessGroupCollection, sequenc
     return MicroBatchShare(tokens, count, group, groups.tp if parts else None)
 
 
-def share_of_rows(s: int, b: int, groups: ProcessGroupCollection, sequence_parallel: bool) -> MicroBatchShare:
-    """The same of `whole_rows`."""
-    return share_of(whole_rows(s, b, groups, sequence_parallel), s * b, groups, sequence_parallel)
+def micro_batch_share_of_rows(
+    s: int, b: int, groups: ProcessGroupCollection, sequence_parallel: bool
+) -> MicroBatchShare:
+    """Returns the share of a rank whose tokens are those of `whole_rows`."""
+    return micro_batch_share(whole_rows(s, b, groups, sequence_parallel), s * b, groups, sequence_parallel)
 
 
 def whole_rows(s: int, b: int, groups: ProcessGroupCollection, sequence_parallel: bool) -> Tokens:
-    """The tokens of a context parallel rank where nothing is known but that this rank has [s, b] of whole rows."""
+    """Returns the tokens of a context parallel rank, given only that this rank has [s, b] tokens of whole rows."""
     return Tokens(s * (groups.size("tp") if sequence_parallel else 1), b, sequence_part(groups))

@@ -1,4 +1,4 @@
-"""A layer of experts in place of one MLP (Shazeer et al. 2017; Lepikhin et al. 2020)."""
+"""A mixture-of-experts layer, in place of one MLP (Shazeer et al. 2017; Lepikhin et al. 2020)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,18 +29,18 @@ _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLi
 
 @dataclass
 class MoESubmodules:
-    """Specs of a layer's parts; None: the usual ones, or none where the config asks for none."""
+    """Specs of a layer's parts; None: the default, or no such part if the config asks for none."""
 
     experts: Spec | None = None
     shared_experts: Spec | None = None
 
 
 class MoELayer(MegatronModule):
-    """sum_k w_k expert_k(x) + shared_experts(x), the k experts of a token and their weights being the router's.
+    """sum_k w_k expert_k(x) + shared_experts(x). The router chooses the k experts of a token and their weights w_k.
 
-    Tokens of all ranks that share the experts go to where their experts are, and come back. With
-    `moe_shared_expert_overlap` the shared experts are computed while they are under way, in both passes. With
-    `moe_latent_size` tokens travel, and experts compute, at that width.
+    Tokens are sent to the ranks of their experts, and the results are sent back. With `moe_shared_expert_overlap` the
+    shared experts are computed during these exchanges, in forward and backward. With `moe_latent_size` tokens are sent,
+    and experts compute, at that width.
     """
 
     reads_layer_inputs = True
@@ -84,13 +84,13 @@ class MoELayer(MegatronModule):
         )
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Number over the whole model, from 1."""
+        """Sets the layer's number, counted over the whole model from 1."""
         self.router.set_layer_number(layer_number)
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs | None = None) -> tuple[Tensor, None]:
-        """This rank's tokens, [t, h] or [s, b, h] -> (the same shape, no bias that were still to be added).
+        """Returns (output, None) for this rank's tokens, [t, h] or [s, b, h]; the output has the same shape.
 
-        Without `inputs`, whole rows of [s, b, h], whose auxiliary losses count once.
+        Without `inputs` the tokens are whole rows of [s, b, h], and auxiliary losses have the scale 1.
         """
         self._refuse_shared_tokens()
         hidden = hidden_states.view(-1, hidden_states.shape[-1])  # [t, h]
@@ -98,9 +98,9 @@ class MoELayer(MegatronModule):
         exchange = self.token_dispatcher.plan(self.router.route(hidden, inputs), inputs.turn)
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
-        shared.while_tokens_go()
+        shared.during_dispatch()
         exchange.start_combine(self._results_of(exchange.finish_dispatch()))
-        shared.while_results_come()
+        shared.during_combine()
         output = exchange.finish_combine()
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
@@ -108,7 +108,7 @@ class MoELayer(MegatronModule):
         return shared.added_to(output).view(hidden_states.shape), None
 
     def _results_of(self, arrived: ExpertRows) -> Tensor:
-        """What the experts make of rows, whose memory goes before the results travel."""
+        """Runs the experts. The rows are freed before the results are sent."""
         results: Tensor = self.experts(arrived.rows, arrived.weights, arrived.groups)
         return results
 
@@ -127,25 +127,25 @@ class MoELayer(MegatronModule):
 
 
 class _Shared:
-    """The shared experts of one micro-batch, computed in two halves beside the exchanges, or after them."""
+    """The shared experts of one micro-batch: computed in two halves during the exchanges, or after them."""
 
     def __init__(self, experts: nn.Module | None, hidden: Tensor, config: TransformerConfig) -> None:
         self.experts, self.hidden = experts, hidden
         self.overlaps = config.moe_shared_expert_overlap and experts is not None
-        # As one, where nothing that is between the halves is to be kept for backward.
+        # Recomputed shared experts run as one: nothing between the halves is kept for backward.
         recomputed = config.recompute_granularity == "selective" and "shared_experts" in (
             config.recompute_modules or ()
         )
         self.in_halves = isinstance(experts, SharedExpertMLP) and not recomputed
         self.output: Tensor | None = None
 
-    def while_tokens_go(self) -> None:
+    def during_dispatch(self) -> None:
         if self.overlaps:
             assert self.experts is not None
             compute = self.experts.first_half if self.in_halves else self.experts
             self.output = compute(self.hidden)  # type: ignore[operator]
 
-    def while_results_come(self) -> None:
+    def during_combine(self) -> None:
         if self.overlaps and self.in_halves:
             assert self.experts is not None
             self.output = self.experts.second_half(self.hidden, self.output)  # type: ignore[operator]

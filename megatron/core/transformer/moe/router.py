@@ -27,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.auxiliary_losses import (
     LOSS_NAMES,
@@ -36,9 +37,12 @@ from megatron.core.transformer.moe.auxiliary_losses import (
     sequence_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.micro_batch_share import MicroBatchShare, share_of, share_of_rows
+from megatron.core.transformer.moe.micro_batch_share import (
+    MicroBatchShare,
+    micro_batch_share,
+    micro_batch_share_of_rows,
+)
 from megatron.core.transformer.moe.routing import Routing
-from megatron.core.transformer.reported import Reported
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
@@ -72,7 +76,7 @@ class TopKRouter(MegatronModule):
         self.uses_sinkhorn = "sinkhorn" in listed(kinds)
         self.balance = coefficients(kinds, config.moe_aux_loss_coeff)
         self.global_balance = GlobalBalance()
-        self.reported = Reported(0)
+        self.metrics = LayerMetrics(0)
         self.set_layer_number(layer_number or 0)
         # Under sequence parallelism every rank routes its own tokens only.
         facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
@@ -89,12 +93,12 @@ class TopKRouter(MegatronModule):
 
     def set_layer_number(self, layer_number: int) -> None:
         """Number over the whole model, from 1: what noise is a function of, and the place of what is reported."""
-        self.layer_number = self.reported.layer = layer_number
+        self.layer_number = self.metrics.layer = layer_number
 
     def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
         """Where this rank's tokens [t, h] go: those of `inputs.tokens`, or, under sequence parallelism, its part of
         them. In training with gradients, auxiliary losses are tied to logits and weights."""
-        share = share_of(inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel)
+        share = micro_batch_share(inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel)
         return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale)
 
     def _routing(self, logits: Tensor, share: MicroBatchShare, scale: Tensor | None) -> Routing:
@@ -114,7 +118,7 @@ class TopKRouter(MegatronModule):
         map [t, experts]. Auxiliary losses have the weight 1."""
         _refuse_padding(padding_mask)
         s, b = input.shape[:2]
-        share = share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         logits = self._logits(input.flatten(0, 1), share)
         return self.routing(logits.view(s, b, -1))
 
@@ -122,7 +126,7 @@ class TopKRouter(MegatronModule):
         """This rank's logits [s, b, experts] -> the published pair; see `forward`."""
         _refuse_padding(padding_mask)
         s, b = logits.shape[:2]
-        share = share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         return self._routing(logits.flatten(0, 1), share, None).dense(self.num_experts)
 
     def is_aux_loss_enabled(self) -> bool:
@@ -140,7 +144,7 @@ class TopKRouter(MegatronModule):
         """[t, experts]"""
         logits = self._affine(self._jittered(hidden, share))
         if self.config.moe_router_force_load_balancing:
-            place = share.place(self.config.seed, self.layer_number, "forced balance", logits.device)
+            place = share.noise_position(self.config.seed, self.layer_number, "forced balance", logits.device)
             logits = straight_through(logits, token_normal(place, self.num_experts).to(logits.dtype))
         return logits
 
@@ -148,7 +152,7 @@ class TopKRouter(MegatronModule):
         width = self.config.moe_input_jitter_eps
         if not width or not self.training:
             return hidden
-        place = share.place(self.config.seed, self.layer_number, "router jitter", hidden.device)
+        place = share.noise_position(self.config.seed, self.layer_number, "router jitter", hidden.device)
         noise = token_uniform(place, hidden.shape[1])
         return hidden * (1.0 + width * (2.0 * noise - 1.0)).to(hidden.dtype)
 
@@ -167,12 +171,12 @@ class TopKRouter(MegatronModule):
     def _choose_by_sinkhorn(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
         wide = widened(logits)
         scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
-        compared = self._evened_out(logits, share) if self.training else scores
+        compared = self._sinkhorn_scores(logits, share) if self.training else scores
         experts = best(compared.detach(), self.topk)
         return experts, scores.gather(1, experts)
 
     @torch.no_grad()
-    def _evened_out(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
+    def _sinkhorn_scores(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
         # In float64: exp has room, and how ranks share the tokens cannot be seen in what is compared.
         return share.own(sinkhorn(share.gather(logits.double().exp())))
 
@@ -222,16 +226,16 @@ class TopKRouter(MegatronModule):
         share: MicroBatchShare,
         scale: Tensor | None,
     ) -> Tensor:
-        self.reported.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
+        self.metrics.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
         # A loss per token is divided by tokens in the end: it stands for those of the micro-batch.
         tokens = share.total if self.config.calculate_per_token_loss else 1
         return attach_loss(carrier, value * (coefficient * tokens), scale)
 
     def _count(self, routing: Routing) -> None:
         counts = routing.tokens_per_expert(self.num_experts).double()
-        self.reported.add_load(counts)
+        self.metrics.add_load(counts)
         if routing.kept is not None:
-            self.reported.add("moe_dropped", (~routing.kept).sum(), routing.kept.numel())
+            self.metrics.add("moe_dropped", (~routing.kept).sum(), routing.kept.numel())
         if self.expert_bias is not None and self.training:
             seen = self.local_tokens_per_expert
             self.local_tokens_per_expert = counts if seen is None else seen + counts

@@ -34,7 +34,7 @@ from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.pipeline_parallel.stages import embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
-from megatron.core.transformer.reported import take_reports
+from megatron.core.transformer.layer_metrics import take_layer_metrics
 
 MICRO_BATCHES = 2
 
@@ -162,7 +162,7 @@ def step(name: str, layout: dict[str, Any], values: dict[str, Tensor] | None, ra
         micro_batch_size=1 if model.packed else 2,
         pg_collection=groups,
     )
-    depths = {report.name: torch.stack([report.total, report.count]) for report in take_reports(chunks)}
+    depths = {report.name: torch.stack([report.total, report.count]) for report in take_layer_metrics(chunks)}
     for total in (*reports, *depths.values()):
         if groups.size("cp") > 1:
             torch.distributed.all_reduce(total, group=groups.cp)
@@ -230,6 +230,9 @@ def test_a_stage_behind_knows_its_tokens_by_what_it_gets() -> None:
     labels = whole_batch()[1]
     model.set_input_tensor(hidden)
     losses = model(None, labels=labels)
-    assert losses.shape == (2, 16) and [report.name for report in take_reports([model])] == ["mtp_1 loss", "mtp_2 loss"]
+    assert losses.shape == (2, 16) and [report.name for report in take_layer_metrics([model])] == [
+        "mtp_1 loss",
+        "mtp_2 loss",
+    ]
     losses.sum().backward()
     assert all(part.abs().sum() > 0 for part in hidden.grad.chunk(3))

@@ -16,9 +16,9 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import info_of
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_metrics import take_layer_metrics
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.reported import take_reports
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recomputed import Recomputed
 
@@ -45,7 +45,7 @@ def inputs(**fields: Any) -> LayerInputs:
 
 
 def reports(of: TopKRouter) -> dict[str, Tensor]:
-    return {report.name: report.total / report.count for report in take_reports([of])}
+    return {report.name: report.total / report.count for report in take_layer_metrics([of])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens, row_index
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_metrics import take_layer_metrics
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.reported import take_reports
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 S, B, H, EXPERTS, SAMPLES = 8, 2, 12, 4, 4
@@ -115,7 +115,7 @@ def routed(layout: tuple[int, int, int], fields: dict[str, Any], packed: bool) -
         all_reduce(gradient, groups.dp_cp)
         gradient /= 1 if config.calculate_per_token_loss else data_parallel * context
     numbers = {}
-    for report in take_reports([router]):
+    for report in take_layer_metrics([router]):
         both = torch.cat([report.total.reshape(-1), report.count.reshape(1)])
         if ranks > 1:
             all_reduce(both, groups.tp_dp_cp)
