@@ -32,10 +32,11 @@ def command_line(name: str) -> str:
     words = shlex.split(MODELS[name] if MODELS[name] != "none" else "")
     words = [{"R": R, "U": U}.get(word, word) for word in words if word != "..."]
     base = "--max-position-embeddings 262144 --kv-channels 4" if "longrope" in words else ""
-    return f"{base} {' '.join(words)}"
+    balance = "--moe-aux-loss-coeff 0.01" if "--num-experts" in words else ""  # part of training, not of the model
+    return f"{base} {' '.join(words)} {balance}"
 
 
-def test_every_knob_is_on_the_page() -> None:
+def test_every_model_option_is_on_the_page() -> None:
     named = [flag for cell, _ in rows("Model options") for flag in re.findall("--[a-z0-9-]+", cell)]
     assert len(named) == len(set(named)) and set(named) == MODEL_OPTIONS
 
@@ -97,7 +98,13 @@ SIZES = {"ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilo
     "rope_scaling_low_freq_factor",
     "rope_scaling_original_length",
 }
-EXPERTS = {"num_moe_experts", "moe_router_topk", "moe_router_score_function", "moe_apply_probs_on_input"} | {
+EXPERTS = {
+    "moe_aux_loss_coeff",
+    "num_moe_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_apply_probs_on_input",
+} | {
     "moe_shared_expert_intermediate_size",
     "moe_ffn_hidden_size",
 }

@@ -12,7 +12,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
-WRITTEN_ANEW_ELSEWHERE = {"benchmarks.md", "models.md", "parity.md"}
+WRITTEN_ANEW_ELSEWHERE = {"benchmarks.md", "parity.md"}
 LONGEST = 120
 
 RIDDLES = (

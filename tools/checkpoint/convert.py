@@ -4,7 +4,7 @@ python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
 
 Neither direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
-layout. docs/checkpoints.md has an example to follow, docs/models.md lists what can be converted.
+layout. docs/checkpoints.md has an example to follow, and lists what can be converted.
 """
 
 import os
