@@ -1,12 +1,17 @@
 #!/bin/bash
-# Train Mixtral:   ./train_mixtral.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py, which win over those here]
+# Train Mixtral:   ./train_mixtral.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py]
 #
-# CHECKPOINTS  folder to save into, and to go on from
-# TOKENIZER    folder with a tokenizer.json, or MOCK: text is ids
-# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: made-up data
+# CHECKPOINTS  folder to save to and to resume from
+# TOKENIZER    folder with a tokenizer.json, or MOCK: text is token ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: random data
+# flags        are added after those of this script, and override them
 #
-# SIZE=8x7b (default) or tiny, which any laptop trains. GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT say
-# where, TP, PP, EP how the model is shared out, PRETRAINED names a checkpoint to take weights from.
+# Environment variables:
+# SIZE            8x7b (default) or tiny, which trains on any laptop
+# GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   the processes, as for torchrun
+# TP, PP, EP      tensor, pipeline and expert parallel sizes
+# SEQ_LENGTH      tokens of a sample
+# PRETRAINED      folder of a checkpoint to start from, such as an import from the hub
 set -euo pipefail
 
 CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
@@ -32,7 +37,7 @@ tiny)
     : "${GPUS_PER_NODE:=2}" "${TP:=1}" "${PP:=1}" "${EP:=2}"
     ;;
 *)
-    echo "SIZE=$SIZE: 8x7b and tiny are there" >&2
+    echo "SIZE=$SIZE is unknown; use 8x7b or tiny" >&2
     exit 2
     ;;
 esac
@@ -57,4 +62,4 @@ TRAINING=(
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
 )
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds text and processes, and runs it all
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds flags of tokenizer and data, and starts the processes

@@ -1,13 +1,17 @@
 #!/bin/bash
-# Train Qwen3:   ./train_qwen3.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py, which win over those here]
+# Train Qwen3:   ./train_qwen3.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py]
 #
-# CHECKPOINTS  folder to save into, and to go on from
-# TOKENIZER    folder with a tokenizer.json, or MOCK: text is ids
-# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: made-up data
+# CHECKPOINTS  folder to save to and to resume from
+# TOKENIZER    folder with a tokenizer.json, or MOCK: text is token ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: random data
+# flags        are added after those of this script, and override them
 #
-# SIZE=0.6b, 8b (default), 30b-a3b (experts), or tiny and tiny-moe, which any laptop trains. GPUS_PER_NODE, NNODES,
-# NODE_RANK, MASTER_ADDR, MASTER_PORT say where, TP, PP, EP how the model is shared out, PRETRAINED names a checkpoint to
-# take weights from.
+# Environment variables:
+# SIZE            0.6b, 8b (default), 30b-a3b (experts), or tiny and tiny-moe, which train on any laptop
+# GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   the processes, as for torchrun
+# TP, PP, EP      tensor, pipeline and expert parallel sizes
+# SEQ_LENGTH      tokens of a sample
+# PRETRAINED      folder of a checkpoint to start from, such as an import from the hub
 set -euo pipefail
 
 CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
@@ -46,7 +50,7 @@ tiny | tiny-moe)
     : "${TP:=2}" "${PP:=1}" "${EP:=1}"
     ;;
 *)
-    echo "SIZE=$SIZE: 0.6b, 8b, 30b-a3b, tiny and tiny-moe are there" >&2
+    echo "SIZE=$SIZE is unknown; use 0.6b, 8b, 30b-a3b, tiny or tiny-moe" >&2
     exit 2
     ;;
 esac
@@ -73,4 +77,4 @@ TRAINING=(
     --eval-interval 1000 --eval-iters 10 --log-interval 10 --log-throughput
     --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 500 --keep-last 3
 )
-source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds text and processes, and runs it all
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # adds flags of tokenizer and data, and starts the processes
