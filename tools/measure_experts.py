@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation
 from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.utils.torch_private import sleep_on_gpu
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
     for _ in range(repeats):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # so that the host's launches are ahead of the device
+            sleep_on_gpu(1_000_000)  # so that the host's launches are ahead of the device
             start.record()
             run()
             end.record()

@@ -21,6 +21,7 @@ from megatron.core.backends import LOCAL, Backend, triton_backend
 from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.rope import Rotation
 from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
+from megatron.core.utils.torch_private import foreach_norm
 from tools.measure_experts import Operation, ceilings, seconds
 
 
@@ -109,7 +110,7 @@ class Bench:
         lr = scalar(1e-3, dtype=torch.float64)
         self.found += [
             Operation("AdamW", lambda: rule.update(segments, step, lr, 0.1), nbytes=30.0 * count * 4),
-            Operation("norm of gradients", lambda: torch._foreach_norm(gradients), nbytes=4.0 * count * 4),
+            Operation("norm of gradients", lambda: foreach_norm(gradients), nbytes=4.0 * count * 4),
         ]
 
 

@@ -19,14 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import pretrain_gpt
 from megatron.core.collectives import Traffic, recorded
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.environment import process_environment
@@ -121,9 +120,9 @@ def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
 def memory_of(trainer: Trainer, kept: Sequence[int]) -> dict[str, int]:
     """Bytes of this rank's buffers between steps, and of a micro-batch's activations."""
     units = [unit for chunk in trainer.model for unit in chunk.units]
-    weights = sum(unit.owned_weights.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
+    weights = sum(unit.weight_shard.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
     storages = {unit.grad_buffer.untyped_storage().data_ptr(): unit.grad_buffer.untyped_storage() for unit in units}
-    storages |= {u.owned_gradients.untyped_storage().data_ptr(): u.owned_gradients.untyped_storage() for u in units}
+    storages |= {u.gradient_shard.untyped_storage().data_ptr(): u.gradient_shard.untyped_storage() for u in units}
     return {
         "weights": weights,
         "gradients": sum(storage.nbytes() for storage in storages.values()),

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.planning import Tolerance
 from megatron.core.dist_checkpointing.reading import Loaded, load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -1,4 +1,4 @@
-"""Data parallelism: units, their buffers, the reduction of gradients."""
+"""Data parallelism: units, their flat buffers, and the reduction of gradients."""
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig

@@ -1,8 +1,9 @@
-"""Buckets: neighbouring units whose gradients are reduced once a step, and when that happens.
+"""Buckets: neighbouring units whose gradients are reduced together, once in each step.
 
-All ranks reduce buckets in one fixed order, the last units first, as backward finishes them. With overlap a bucket goes
-out once all contributions to it have arrived and those before it are out. How many contributions there are (a weight
-that is used twice has two) is learned from the first reduced step: until it is known, buckets go out at the end.
+All ranks reduce buckets in one fixed order, last units first, which is the order in which backward finishes them. With
+overlap, the reduction of a bucket starts as soon as it has received all contributions and the buckets before it have
+started. The number of contributions is learned from the first step (a weight that is used twice has two); in that step
+all reductions start at the end.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,37 +18,38 @@ from megatron.core.parameters import info_of
 
 
 @dataclass(frozen=True)
-class Reductions:
-    """How gradients of one grid are summed over data parallel ranks."""
+class TwoLevelReduction:
+    """How gradients of one grid are summed over data parallel ranks: one reduction, or two if shards are replicated."""
 
     data: Reduction
-    """Over all ranks, or over those of one instance, where units are sharded."""
+    """The sum over all data parallel ranks; with several instances of the shards, over the ranks of one instance."""
     replicas: Reduction | None = None
-    """Then, where there are several instances: over the ranks that own the same range."""
+    """The following sum over the ranks that have the same shard; None with one instance."""
 
 
 class Bucket:
-    """Gradients of some units in one buffer, and the state of their reduction.
+    """The gradients of some units in one buffer, and the state of their reduction.
 
-    Replicated units are summed by one all-reduce of the buffer; of sharded ones each rank gets the sum of its ranges.
+    Replicated units are summed by one all-reduce of the buffer, sharded units by a reduce-scatter each.
     """
 
-    def __init__(self, units: Sequence[Unit], reductions: Reductions, wire_dtype: torch.dtype) -> None:
+    def __init__(self, units: Sequence[Unit], reduction: TwoLevelReduction, wire_dtype: torch.dtype) -> None:
         self.units = list(units)
-        self.reductions = reductions
+        self.reduction = reduction
         self.wire_dtype = wire_dtype
         numel = sum(unit.plan.numel for unit in units)
         self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.main_dtype, device=units[0].device)
         self.num_accumulated = 0
-        """Contributions since reductions were last allowed to start."""
+        """Contributions from micro-batches that may start reductions (the last one of a step)."""
         self.expected: int | None = None
-        """Contributions of a step's last micro-batch, once seen."""
+        """Number of contributions in the last micro-batch of a step; None until it is known."""
         self.started = False
         self._sums: list[PendingReduction] = []
         self._replica_sums: list[PendingReduction] = []
 
     @property
     def is_ready(self) -> bool:
+        """Whether all contributions have arrived. False until their number is known."""
         return self.expected is not None and self.num_accumulated >= self.expected
 
     @property
@@ -55,34 +57,38 @@ class Bucket:
         return self.units[0].sharding.shards > 1
 
     def start(self) -> None:
-        """Begin the sum over the group. Nothing may land after this until `reset`."""
+        """Starts the reduction. No gradient may be added after this until `reset`."""
         self.started = True
         if self._is_sharded:
-            self._sums = [self.reductions.data.start_part(unit.grad_buffer, self.wire_dtype) for unit in self.units]
+            self._sums = [
+                self.reduction.data.start_reduce_scatter(unit.grad_buffer, self.wire_dtype) for unit in self.units
+            ]
         else:
-            self._sums = [self.reductions.data.start_whole(self.grad_buffer, self.wire_dtype)]
+            self._sums = [self.reduction.data.start_all_reduce(self.grad_buffer, self.wire_dtype)]
 
     def advance(self) -> None:
-        """Wait for the sums over an instance, and begin those over its replicas."""
+        """Waits for the sums over an instance, and starts those over its replicas."""
         sums = [pending.wait() for pending in self._sums]
         self._sums = []
         if not self._is_sharded:
             return
-        for unit, part in zip(self.units, sums, strict=True) if sums else ():
-            if part.data_ptr() != unit.owned_gradients.data_ptr():
-                unit.owned_gradients.copy_(part)
-            if self.reductions.replicas is not None:
-                self._replica_sums.append(self.reductions.replicas.start_whole(unit.owned_gradients, self.wire_dtype))
+        for unit, shard in zip(self.units, sums, strict=True) if sums else ():
+            if shard.data_ptr() != unit.gradient_shard.data_ptr():
+                unit.gradient_shard.copy_(shard)
+            if self.reduction.replicas is not None:
+                self._replica_sums.append(
+                    self.reduction.replicas.start_all_reduce(unit.gradient_shard, self.wire_dtype)
+                )
 
     def finish(self) -> None:
-        """Wait until the sum is where the units own it (on CUDA: order later kernels behind it)."""
+        """Waits until the units' shards have the sum (on CUDA, later kernels wait)."""
         self.advance()
         for pending in self._replica_sums:
             pending.wait()
         self._replica_sums = []
 
     def reset(self) -> None:
-        """Zero the gradients, for the next step."""
+        """Zeroes the gradients for the next step."""
         self.finish()
         self.grad_buffer.zero_()
         self.num_accumulated = 0
@@ -90,13 +96,13 @@ class Bucket:
 
 
 class BucketQueue:
-    """All buckets of a model chunk that are reduced once a step, in that order."""
+    """The buckets of a model chunk, in the order of reduction."""
 
     def __init__(self, buckets: Sequence[Bucket], overlap: bool) -> None:
         self.buckets = list(buckets)
         self.overlap = overlap
         self.may_start = True
-        """False while micro-batches other than the last add their part."""
+        """False during all micro-batches of a step but the last."""
         for bucket in self.buckets:
             self._bind(bucket)
 
@@ -106,8 +112,8 @@ class BucketQueue:
 
         offset = 0
         for unit in bucket.units:
-            whole = bucket.grad_buffer[offset : offset + unit.plan.numel]
-            unit.bind_gradients(whole, whole[slice(*unit.owned_range)], on_accumulated)
+            buffer = bucket.grad_buffer[offset : offset + unit.plan.numel]
+            unit.bind_gradients(buffer, buffer[slice(*unit.shard_range)], on_accumulated)
             offset += unit.plan.numel
 
     def _on_accumulated(self, bucket: Bucket, parameter: nn.Parameter) -> None:
@@ -129,56 +135,59 @@ class BucketQueue:
                 if only_ready and not bucket.is_ready:
                     return
                 bucket.start()
-                if previous is not None and previous.reductions.replicas is not None:
+                if previous is not None and previous.reduction.replicas is not None:
                     previous.advance()
             previous = bucket
 
     def start(self) -> None:
-        """Begin all reductions that have not begun."""
+        """Starts all reductions that have not started."""
         self._start(only_ready=False)
 
     def finish(self) -> None:
-        """Wait for all reductions, beginning those that have not begun."""
+        """Waits for all reductions, and starts those that have not started."""
         self.start()
-        went_through = any(
+        had_backward = any(
             bucket.num_accumulated for bucket in self.buckets
-        )  # else there was no backward to learn from
+        )  # otherwise there is nothing to learn from
         for bucket in self.buckets:
             bucket.finish()
-            if went_through:
+            if had_backward:
                 bucket.expected = max(bucket.num_accumulated, bucket.expected or 0)
 
     def reset(self) -> None:
-        """Zero all gradients."""
+        """Zeroes all gradients."""
         for bucket in self.buckets:
             bucket.reset()
 
 
 def make_buckets(
     units: Sequence[Unit],
-    reductions: Mapping[str, Reductions],
+    reductions: Mapping[str, TwoLevelReduction],
     max_elements: int | None,
     wire_dtype: Callable[[Unit], torch.dtype],
 ) -> list[Bucket]:
-    """Cut units, last first, into buckets of at most `max_elements` (one unit at least; None: no limit) of one kind."""
+    """Returns buckets of neighbouring units of one grid and type, last units first.
+
+    A bucket has at most `max_elements` elements, but at least one unit. None sets no limit.
+    """
     buckets: list[Bucket] = []
-    run: list[Unit] = []
+    group: list[Unit] = []
 
     def close() -> None:
-        if run:
-            buckets.append(Bucket(run, reductions[run[0].plan.grid], wire_dtype(run[0])))
-            run.clear()
+        if group:
+            buckets.append(Bucket(group, reductions[group[0].plan.grid], wire_dtype(group[0])))
+            group.clear()
 
     for unit in reversed(units):
-        alike = run and (run[0].plan.grid, run[0].plan.dtype) == (unit.plan.grid, unit.plan.dtype)
-        full = max_elements is not None and sum(u.plan.numel for u in run) + unit.plan.numel > max_elements
+        alike = group and (group[0].plan.grid, group[0].plan.dtype) == (unit.plan.grid, unit.plan.dtype)
+        full = max_elements is not None and sum(u.plan.numel for u in group) + unit.plan.numel > max_elements
         if not alike or full:
             close()
-        run.append(unit)
+        group.append(unit)
     close()
     return buckets
 
 
 def wire_dtype_of(unit: Unit, reduce_in_main_dtype: bool) -> torch.dtype:
-    """The type in which a unit's gradients are sent."""
+    """Returns the type in which a unit's gradients are communicated."""
     return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype

@@ -1,4 +1,4 @@
-"""How gradients are reduced over data parallel ranks."""
+"""Settings of the reduction of gradients over data parallel ranks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,85 +10,88 @@ Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Settings of `DistributedDataParallel`. Raises UserError for a value whose feature is still to come."""
+    """Settings of `DistributedDataParallel`. Raises UserError for a value that is not supported yet."""
 
     grad_reduce_in_fp32: bool = flag(False, on="--accumulate-allreduce-grads-in-fp32")
-    """Accumulate and reduce gradients in float32. The training app always does with bf16 and fp16."""
+    """Accumulate and reduce gradients in float32. Always on in training with --bf16 or --fp16, unless
+    --grad-reduce-in-bf16 is given."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients of a layer while backward goes on with the layers below."""
+    """Reduce the gradients of a layer while backward computes the layers below."""
 
     overlap_param_gather: bool = not_a_flag(False)
-    """Gather updated weights while the next forward pass begins."""
+    """All-gather updated weights while the next forward pass starts."""
 
     align_param_gather: bool = flag(
         False,
         off="--no-align-param-gather",
-        no_effect="pipeline stages gather their weights once they are updated, which is at the same time on all",
+        no_effect="all pipeline stages gather their weights right after the update, which is at the same time",
     )
-    """All pipeline stages start their gathers of weights together."""
+    """All pipeline stages start their all-gathers of weights at the same time."""
 
     use_distributed_optimizer: bool = not_a_flag(False)
-    """Spread the optimizer's state over data parallel ranks."""
+    """Shard the optimizer's state over data parallel ranks."""
 
     num_distributed_optimizer_instances: int = flag(1, only_with="use_distributed_optimizer")
-    """Copies of the sharded optimizer state among data parallel ranks: each is spread over a part of them."""
+    """Number of replicas of the sharded optimizer state: data parallel ranks are divided into this many instances, and
+    each instance shards the state over its ranks."""
 
     check_for_nan_in_grad: bool = not_a_flag(False)
-    """Look for non-finite gradients before they are reduced."""
+    """Check for NaN and infinite gradients before they are reduced."""
 
     check_for_large_grads: bool = not_yet(False)
-    """Look for unexpectedly large gradients before they are reduced."""
+    """Check for unexpectedly large gradients before they are reduced."""
 
     bucket_size: int | None = flag(None, on="--ddp-bucket-size")
-    """Elements that are reduced together, in whole layers; as many as suit the number of ranks when not given."""
+    """Number of elements that are reduced together, rounded to whole layers. Default: chosen by the number of ranks."""
 
     pad_buckets_for_high_nccl_busbw: bool = flag(
         False,
         on="--ddp-pad-buckets-for-high-nccl-busbw",
-        no_effect="a layer's buffer is aligned already; more padding would change no bus speed here",
+        no_effect="the buffers of layers are aligned already; more padding would not make the bus faster here",
     )
-    """Pad what is reduced to a large power of two."""
+    """Pad buckets to a multiple of a large power of two."""
 
     reduce_scatter_with_fp32_accumulation: bool = flag(
         False,
         on="--ddp-reduce-scatter-with-fp32-accumulation",
         only_with="grad_reduce_in_bf16",
     )
-    """With --grad-reduce-in-bf16: send gradients in the model's type and sum them in float32."""
+    """With --grad-reduce-in-bf16: send gradients in the model's type, but sum them in float32."""
 
     average_in_collective: bool = flag(False, on="--ddp-average-in-collective")
-    """Let the collective divide by the number of ranks, instead of scaling gradients before it."""
+    """Let the collective average over ranks, instead of scaling gradients before it."""
 
     fp8_param_gather: bool = not_yet(False)
-    """Keep weights in fp8 and gather them so."""
+    """Keep weights in fp8 and gather them in fp8."""
 
     reuse_grad_buf_for_mxfp8_param_ag: bool = not_a_flag(False)
     """Gather mxfp8 weights into the gradient buffer."""
 
     use_megatron_fsdp: bool = False
-    """Shard what --data-parallel-sharding-strategy says over data parallel ranks."""
+    """Shard the model over data parallel ranks as --data-parallel-sharding-strategy says."""
 
     use_custom_fsdp: bool = not_a_flag(False)
     """Former name of use_megatron_fsdp."""
 
     data_parallel_sharding_strategy: Sharding = flag("no_shard", only_with="use_megatron_fsdp")
-    """With --use-megatron-fsdp: what is sharded."""
+    """With --use-megatron-fsdp: shard nothing (no_shard), optimizer state (optim), gradients too (optim_grads), or
+    parameters too (optim_grads_params)."""
 
     gradient_reduce_div_fusion: bool = flag(
         True,
         off="--no-gradient-reduce-div-fusion",
-        no_effect="gradients lie packed from the start, so there is no kernel that packs them",
+        no_effect="gradients are accumulated in packed buffers, so no kernel packs them",
     )
     """With --use-megatron-fsdp: divide gradients in the kernel that packs them."""
 
     suggested_communication_unit_size: int | None = flag(
-        None, no_effect="what is sharded comes and goes a layer at a time; --ddp-bucket-size joins layers"
+        None, no_effect="shards are communicated layer by layer; --ddp-bucket-size joins layers"
     )
-    """With --use-megatron-fsdp: elements to communicate at once."""
+    """With --use-megatron-fsdp: number of elements to communicate at once."""
 
     preserve_fp32_weights: bool = not_a_flag(True)
-    """With use_megatron_fsdp: keep float32 main weights."""
+    """With use_megatron_fsdp: keep main weights in float32."""
 
     keep_fp8_transpose_cache: bool = flag(False, only_with="fp8")
     """With --use-megatron-fsdp: keep transposed fp8 weights between micro-batches."""
@@ -97,21 +100,21 @@ class DistributedDataParallelConfig:
     """Register communication buffers with NCCL, so that it reads them in place."""
 
     fsdp_double_buffer: bool = flag(False, no_effect="the weights of each layer are gathered into memory of its own")
-    """With --use-megatron-fsdp: use two buffers in turn for gathered weights."""
+    """With --use-megatron-fsdp: alternate between two buffers for gathered weights."""
 
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
         "no_shard", supported=["no_shard"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: what is sharded over groups of data parallel ranks."""
+    """With --use-megatron-fsdp: what is sharded over the outer groups of data parallel ranks."""
 
     disable_symmetric_registration: bool = flag(False, only_with="nccl_ub")
-    """With --use-nccl-ub: register buffers on each rank apart."""
+    """With --use-nccl-ub: register buffers locally on each rank instead of symmetrically on all."""
 
     fsdp_manual_registration: bool = flag(False, only_with="nccl_ub")
-    """With --use-nccl-ub: register the buffers of full sharding by hand."""
+    """With --use-nccl-ub: register the buffers of sharded parameters manually."""
 
     delay_wgrad_compute: bool = not_a_flag(False)
-    """Weight gradients come later than input gradients."""
+    """Weight gradients are computed later than input gradients."""
 
     def __post_init__(self) -> None:
         refuse(unsupported_values(self), self)

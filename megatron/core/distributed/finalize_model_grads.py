@@ -1,17 +1,17 @@
-"""What gradients still need when all micro-batches of a step are done, read off the parameters' descriptors.
+"""The last part of a step's gradients, after all micro-batches: sums over model parallel ranks, and division by tokens.
 
-Every rank works on what it owns of each unit. Ranks along a model parallel axis plan their units alike, and so do the
-stages that hold a tied weight, which is a unit of its own: their ranges are the same elements.
+Each rank works on its shards of the units. Ranks along a model parallel axis have equal unit plans, and so have the
+stages that hold a tied weight, which is a unit of its own: their shards have the same elements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.expert_balance import finish_routers
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
@@ -19,8 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 _GROUP_OF_AXIS = {"tp": "tp", "etp": "expt_tp", "ep": "ep"}
 
-Owned = tuple[ParameterInfo, Tensor]
-"""A parameter and what this rank owns of its gradient, one-dimensional."""
+GradientSlice = tuple[ParameterInfo, Tensor]
+"""A parameter and the one-dimensional part of its gradient in this rank's shard."""
 
 
 @torch.no_grad()
@@ -30,12 +30,14 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool | None = False,
 ) -> None:
-    """Finish the data parallel sums, sum what model parallel ranks hold in parts, and divide by the count of tokens.
-    What routers have counted in this global batch moves the biases of their experts.
+    """Finishes the data parallel sums, sums partial gradients over model parallel ranks, and divides by the number of
+    tokens. Updates the expert biases of routers from the tokens of this global batch.
 
     `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches,
-    zero on pipeline stages other than the one that has the loss. Gradients are then sums over tokens and become means
-    over the global batch; a batch without tokens leaves them as they are. Nothing here waits for the device.
+    zero on pipeline stages without the loss. Gradients are then sums over tokens and become means over the global
+    batch; a batch without tokens leaves them unchanged. Does not wait for the device.
+
+    Raises UserError for a model chunk that is not wrapped in DistributedDataParallel.
     """
     chunks = [_data_parallel(chunk) for chunk in model]
     for chunk in chunks:
@@ -43,14 +45,14 @@ def finalize_model_grads(
     for chunk in chunks:
         chunk.finish_grad_sync(force_all_reduce)
     groups = pg_collection or chunks[0].pg_collection
-    owned = [
-        (parameter_slice.info, parameter_slice.of(unit.owned_gradients))
+    slices = [
+        (parameter_slice.info, parameter_slice.view_in(unit.gradient_shard))
         for unit in _units(chunks)
         for parameter_slice in unit.parameter_slices
     ]
     for axis, name in _GROUP_OF_AXIS.items():
-        _sum_together([part for info, part in owned if axis in info.partial_gradient_axes], groups, name)
-    _sum_tied(owned, groups)
+        _sum_together([part for info, part in slices if axis in info.partial_gradient_axes], groups, name)
+    _sum_tied(slices, groups)
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, groups)
     finish_routers(chunks, groups)
@@ -60,11 +62,11 @@ def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
     return [unit for chunk in chunks for unit in chunk.units]
 
 
-def _sum_tied(owned: Sequence[Owned], groups: ProcessGroupCollection) -> None:
-    """Give all copies of a tied weight the sum of their gradients: of those on this rank (in several chunks), and over
-    the stages that hold one."""
+def _sum_tied(slices: Sequence[GradientSlice], groups: ProcessGroupCollection) -> None:
+    """Gives all copies of a tied weight the sum of their gradients: over the chunks of this rank, and over the stages
+    that hold a copy."""
     copies: dict[tuple[str, str], list[Tensor]] = {}
-    for info, part in owned:
+    for info, part in slices:
         if info.tied:
             copies.setdefault((info.tied_over, info.name), []).append(part)
     for first, *others in copies.values():
@@ -78,7 +80,8 @@ def _sum_tied(owned: Sequence[Owned], groups: ProcessGroupCollection) -> None:
 
 
 def _sum_together(gradients: Sequence[Tensor], groups: ProcessGroupCollection, name: str) -> None:
-    """Sum gradients over a group, all of whose ranks give the same ones in one order: those of a type in one go."""
+    """Sums gradients over a group, with one all-reduce for each type. All its ranks pass the same list in the same
+    order."""
     if not gradients or groups.size(name) == 1 or groups.rank(name) < 0:
         return
     by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -101,7 +104,7 @@ def _divide_by_tokens(
     for name in ("pp", "dp_cp"):
         if groups.size(name) > 1:
             all_reduce(total, getattr(groups, name))
-    # In float64, where it costs nothing: the reciprocal is rounded once, in the gradients' type.
+    # In float64, so that the reciprocal is rounded only once, to the gradients' type.
     scale = 1.0 / total.clamp(min=1).double()
     for chunk in chunks:
         chunk.scale_gradients(scale)
@@ -113,3 +116,25 @@ def _data_parallel(chunk: torch.nn.Module) -> DistributedDataParallel:
             f"{type(chunk).__name__} is not wrapped in DistributedDataParallel, which keeps the gradients to finalise"
         )
     return chunk
+
+
+def finish_routers(chunks: Iterable[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Updates the expert biases of all routers of a rank's model chunks, with one all-reduce, and resets the routers'
+    statistics of this global batch.
+
+    A router is a module with `move_expert_bias` and `local_tokens_per_expert`. Each rank of a router's copies
+    (`tp_dp_cp`) counts its own tokens. Counts are whole numbers in float64, so their sums are exact.
+    """
+    routers: list[Any] = [
+        module for chunk in chunks for module in chunk.modules() if hasattr(module, "move_expert_bias")
+    ]
+    for router in routers:
+        router.reset_global_aux_loss_tracker()
+    biased = [router for router in routers if router.expert_bias is not None]
+    if not biased:
+        return
+    counts = torch.stack([router.take_tokens_per_expert() for router in biased])  # [routers, experts]
+    if groups.size("tp_dp_cp") > 1:
+        all_reduce(counts, groups.tp_dp_cp)
+    for router, count in zip(biased, counts, strict=True):
+        router.move_expert_bias(count)

@@ -1,17 +1,17 @@
-"""Parameters whose memory was given back: reading one is an error that names it, not a crash.
+"""Parameters whose memory is freed: reading one raises an error that names it, instead of a crash.
 
-A tensor whose storage has no memory may be read by most operations, which then end the process or deliver whatever
-lies there. So a parameter without memory changes its class for the time being, to one that lets nothing through but
-questions about shape and the like. Inside autograd nothing changes: what was saved for backward is the same tensor.
+Most operations accept a tensor whose storage has no memory; they then end the process or return garbage. So a parameter
+without memory temporarily changes its class to `FreedParameter`, which allows only questions about shape, type and the
+like. Autograd is not affected: tensors that it saved for backward are the same objects.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron.core.parameters import info_of
+from megatron.core.utils.torch_private import DisableTorchFunctionSubclass
 
 _HARMLESS = frozenset(
     (
@@ -21,10 +21,10 @@ _HARMLESS = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "__hash__", "__len__"),
     )
 )
-"""What may be asked of a parameter without its values."""
+"""Attributes and functions that do not read the values of a parameter."""
 
 
-class ReleasedParameter(nn.Parameter):
+class FreedParameter(nn.Parameter):
     """A parameter of a sharded unit while its whole weights are not gathered."""
 
     @classmethod
@@ -39,27 +39,27 @@ class ReleasedParameter(nn.Parameter):
         if name in ("__get__", "__set__"):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        which = next((info_of(a).name for a in _flat(args, kwargs) if isinstance(a, ReleasedParameter)), "a parameter")
+        which = next((info_of(a).name for a in _flat(args, kwargs) if isinstance(a, FreedParameter)), "a parameter")
         raise RuntimeError(
-            f"{which} is read ({name}) while its weights are not gathered: with sharded parameters they are there only "
-            "while the module that holds them runs, forward or backward. A module that reads a parameter which is not "
-            "below it lists it in its attribute `borrowed_parameters`"
+            f"{which} is read ({name}) while its weights are not gathered: sharded parameters have values only while "
+            "the module that holds them runs, forward or backward. A module that reads a parameter of another must "
+            "list it in its attribute `borrowed_parameters`"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ReleasedParameter({info_of(self).name}, shape={tuple(self.shape)})"
+        return f"FreedParameter({info_of(self).name}, shape={tuple(self.shape)})"
 
 
-def mark_released(parameter: nn.Parameter) -> None:
-    """From here on its values cannot be read."""
+def mark_freed(parameter: nn.Parameter) -> None:
+    """Makes every read of the parameter's values an error."""
     assert type(parameter) is nn.Parameter, type(parameter)
-    parameter.__class__ = ReleasedParameter
+    parameter.__class__ = FreedParameter
 
 
-def mark_present(parameter: nn.Parameter) -> None:
-    """Its values are there again."""
+def mark_gathered(parameter: nn.Parameter) -> None:
+    """Allows reading the parameter's values again."""
     parameter.__class__ = nn.Parameter
 
 

@@ -1,8 +1,8 @@
-"""Memory and values for a model that was built without.
+"""Memory and initial values for a model that was built on the meta device.
 
-On the meta device a model has shapes and descriptors only. Initial values are functions of a parameter's name and of
-the elements at hand, so units get theirs one after the other: where parameters are sharded, one unit at a time is
-whole, and a model is built that no rank could hold.
+On the meta device a model has only shapes and descriptors. An initial value is a function of the parameter's name and
+the index of the element, so units can be initialised one after the other. With sharded parameters only one unit at a
+time is whole, so a model can be built that does not fit on one rank.
 """
 
 from typing import Any
@@ -15,10 +15,9 @@ from megatron.core.parameters import has_initial_value, info_of, initialize_para
 
 
 def materialize(parameter: nn.Parameter, device: torch.device, config: Any) -> None:
-    """Give a parameter on the meta device memory and its initial value; one that has memory is left alone.
+    """Gives a parameter on the meta device memory and its initial value. Does nothing for a parameter with memory.
 
-    `config` has `seed` and `perform_initialization`. Raises UserError where the descriptor does not say what the
-    parameter starts from.
+    `config` has `seed` and `perform_initialization`. Raises UserError if the descriptor has no initial value.
     """
     if parameter.device.type != "meta":
         return
@@ -30,13 +29,14 @@ def materialize(parameter: nn.Parameter, device: torch.device, config: Any) -> N
         )
     real = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=parameter.requires_grad)
     real.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, real)  # whoever holds the parameter has the real one now
+    torch.utils.swap_tensors(parameter, real)  # all references to the parameter now refer to the real one
     if getattr(config, "perform_initialization", True):
         initialize_parameter(parameter, config.seed)
 
 
 def materialize_rest(module: nn.Module, device: torch.device, config: Any) -> None:
-    """The parameters that belong to no unit. Raises UserError for a buffer, whose values are lost."""
+    """Materialises the parameters that belong to no unit. Raises UserError for a buffer on the meta device, which has
+    lost its values."""
     for parameter in module.parameters():
         materialize(parameter, device, config)
     for name, buffer in module.named_buffers():

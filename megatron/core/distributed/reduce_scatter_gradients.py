@@ -1,12 +1,13 @@
-"""Sharded gradients: those of every micro-batch are reduced by themselves and added to what a rank owns.
+"""Sharded gradients (ZeRO-2): the gradients of every micro-batch are reduce-scattered and added to each rank's shard.
 
-A unit's whole gradients have memory from their first contribution to the end of their reduction, and no longer. With
-late weight gradients that is from the first input gradient to the last product, which the schedule has to bound.
+The whole gradients of a unit have memory only from their first contribution to the end of their reduction. With
+deferred weight gradients this lasts from the first input gradient to the last product; the schedule has to bound it.
 
-All ranks reduce the units in one fixed order, the last first, each once a micro-batch. When a unit's gradients are
-complete is known by the number of contributions: of a backward pass, or of a micro-batch's late products, learned from
-the first of each. Until then a unit is taken to be complete once a later one in the order gets a contribution; what was
-taken too early gets a second reduction, at the end. Sums do not mind.
+All ranks reduce the units in one fixed order, last unit first, once for each micro-batch. A unit is complete when it
+has received the expected number of contributions. That number is learned from the first backward pass and, separately,
+from the first deferred products of a micro-batch. Before it is known, a unit counts as complete as soon as the next
+unit in the order receives a contribution. Contributions that come after that are reduced separately at the end, which
+gives the same sum.
 """
 
 import contextlib
@@ -16,98 +17,98 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.autograd_callbacks import BackwardEndCallback
-from megatron.core.distributed.buckets import Reductions
+from megatron.core.distributed.buckets import TwoLevelReduction
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction
 from megatron.core.parameters import info_of
+from megatron.core.utils.torch_private import BackwardEndCallback
 
 
 class TransientGradients:
-    """The whole gradients of one unit, which come and go, and what this rank owns of their sum, which stays."""
+    """The whole gradients of one unit, which have memory only while needed, and this rank's shard of their sum."""
 
-    def __init__(self, unit: Unit, owned: Tensor, reductions: Reductions, wire_dtype: torch.dtype) -> None:
-        self.owned = owned
-        self.reductions = reductions
+    def __init__(self, unit: Unit, shard: Tensor, reduction: TwoLevelReduction, wire_dtype: torch.dtype) -> None:
+        self.shard = shard
+        self.reduction = reduction
         self.wire_dtype = wire_dtype
         self.whole = torch.empty(unit.plan.numel, dtype=unit.plan.main_dtype, device=unit.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self.num_accumulated = 0
-        """Contributions that lie in the whole gradients."""
+        """Contributions in the whole gradients."""
         self.seen = 0
-        """Contributions in this backward pass, or of these late products."""
+        """Contributions in this backward pass, or from the deferred products being computed."""
         self.expected: dict[bool, int] = {}
-        """How many there are in all, once known: of a backward pass (False), of late products (True)."""
+        """The total number of contributions, once known: in a backward pass (False), from deferred products (True)."""
         self._sum: PendingReduction | None = None
 
     def open(self) -> None:
-        """Have memory for a contribution that is about to come."""
+        """Allocates the whole gradients, as zeros, before a contribution is written."""
         self.finish()
         if self.whole.untyped_storage().nbytes() == 0:
             self.whole.untyped_storage().resize_(self._nbytes)
             self.whole.zero_()
 
     def start(self) -> None:
-        """Begin the sum over the ranks that share the unit."""
-        if not self.num_accumulated:  # another rank may have something
+        """Starts the reduce-scatter over the ranks that shard the unit."""
+        if not self.num_accumulated:  # other ranks may have contributions
             self.open()
         self.num_accumulated = 0
-        self._sum = self.reductions.data.start_part(self.whole, self.wire_dtype)
+        self._sum = self.reduction.data.start_reduce_scatter(self.whole, self.wire_dtype)
 
     def finish(self) -> None:
-        """If a sum is under way, wait for it, add it to what this rank owns, and give the memory back."""
+        """Waits for a running reduction, adds its result to the shard, and frees the whole gradients."""
         if self._sum is not None:
-            self.owned.add_(self._sum.wait())
+            self.shard.add_(self._sum.wait())
             self._sum = None
             self.whole.untyped_storage().resize_(0)
 
-    def forget(self) -> None:
-        """Drop what is not reduced."""
+    def discard(self) -> None:
+        """Drops gradients that are not reduced."""
         self.finish()
         self.whole.untyped_storage().resize_(0)
         self.num_accumulated = self.seen = 0
 
 
 @dataclass(frozen=True)
-class OwnedGradients:
-    """What this rank owns of the gradients of all units of one kind, end to end."""
+class GradientShards:
+    """This rank's gradient shards of all units of one grid and type, concatenated."""
 
     flat: Tensor
-    reductions: Reductions
+    reduction: TwoLevelReduction
     wire_dtype: torch.dtype
 
 
 class ReduceScatterGradients:
-    """The gradients of the units of a model chunk that are reduced after every micro-batch."""
+    """The gradients of those units of a model chunk that are reduced after every micro-batch."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        reductions: Mapping[str, Reductions],
+        reductions: Mapping[str, TwoLevelReduction],
         wire_dtype: Callable[[Unit], torch.dtype],
         overlap: bool,
     ) -> None:
         self.overlap = overlap
-        self.owned: list[OwnedGradients] = []
-        self.passing: list[TransientGradients] = []
-        """In the order in which they are reduced."""
-        parts = self._share_out(units, reductions, wire_dtype)
+        self.shards: list[GradientShards] = []
+        self.units: list[TransientGradients] = []
+        """The gradients of each unit, in the order of reduction."""
+        parts = self._allocate_shards(units, reductions, wire_dtype)
         for unit in reversed(units):
             self._bind(unit, TransientGradients(unit, parts[unit], reductions[unit.plan.grid], wire_dtype(unit)))
         self._next = 0
-        """The first in `passing` that is not yet reduced in this micro-batch."""
-        self._under_way: TransientGradients | None = None
+        """Index in `units` of the first one that is not yet reduced in this micro-batch."""
+        self._reducing: TransientGradients | None = None
         self._backward_end = BackwardEndCallback(self._backward_ended)
-        self._held = False
-        """Products are put off: nothing is complete."""
-        self._late = False
-        """Products that were put off are being computed."""
+        self._defers = False
+        """Weight gradients are being deferred: no unit is complete."""
+        self._computes_deferred = False
+        """Deferred weight gradients are being computed."""
         self._finished = False
 
-    def _share_out(
+    def _allocate_shards(
         self,
         units: Sequence[Unit],
-        reductions: Mapping[str, Reductions],
+        reductions: Mapping[str, TwoLevelReduction],
         wire_dtype: Callable[[Unit], torch.dtype],
     ) -> dict[Unit, Tensor]:
         kinds: dict[tuple[str, torch.dtype], list[Unit]] = {}
@@ -115,35 +116,35 @@ class ReduceScatterGradients:
             kinds.setdefault((unit.plan.grid, unit.plan.dtype), []).append(unit)
         parts: dict[Unit, Tensor] = {}
         for (grid, _), alike in kinds.items():
-            sizes = [unit.owned_weights.numel() for unit in alike]
+            sizes = [unit.weight_shard.numel() for unit in alike]
             flat = torch.zeros(sum(sizes), dtype=alike[0].plan.main_dtype, device=alike[0].device)
             parts |= zip(alike, flat.split(sizes), strict=True)
-            self.owned.append(OwnedGradients(flat, reductions[grid], wire_dtype(alike[0])))
+            self.shards.append(GradientShards(flat, reductions[grid], wire_dtype(alike[0])))
         return parts
 
-    def _bind(self, unit: Unit, passing: TransientGradients) -> None:
-        number = len(self.passing)
+    def _bind(self, unit: Unit, transient: TransientGradients) -> None:
+        number = len(self.units)
 
-        def opened() -> None:
+        def before_write() -> None:
             self._open(number)
 
         def on_accumulated(parameter: nn.Parameter) -> None:
             self._on_accumulated(number, parameter)
 
-        self.passing.append(passing)
-        unit.bind_gradients(passing.whole, passing.owned, on_accumulated, opened)
-        passing.forget()  # views can be made only of what has memory
+        self.units.append(transient)
+        unit.bind_gradients(transient.whole, transient.shard, on_accumulated, before_write)
+        transient.discard()  # views can be made only of a tensor with memory
 
     # Contributions ---------------------------------------------------------------------------------------------------
 
     def _open(self, number: int) -> None:
-        passing = self.passing[number]
+        transient = self.units[number]
         if self._next == 0:
-            self._finish_under_way()  # of the micro-batch before, which had a forward's time
-        if not self._held and self._late not in passing.expected:
-            # Before memory is taken: what is complete, as far as one can tell, is to make room.
+            self._finish_reducing()  # the last one of the previous micro-batch, which overlapped a forward
+        if not self._defers and self._computes_deferred not in transient.expected:
+            # Before memory is allocated: units that count as complete make room.
             self._start_while(lambda other: other.seen > 0, number)
-        passing.open()
+        transient.open()
 
     def _on_accumulated(self, number: int, parameter: nn.Parameter) -> None:
         if self._finished:
@@ -151,102 +152,103 @@ class ReduceScatterGradients:
                 f"a gradient of {info_of(parameter).name} came after the step's reductions were finished: "
                 "zero_grad_buffer() was not called before this step"
             )
-        passing = self.passing[number]
-        passing.num_accumulated += 1
-        passing.seen += 1
+        transient = self.units[number]
+        transient.num_accumulated += 1
+        transient.seen += 1
         self._backward_end.expect()
-        if not self._held and self._late in passing.expected:
-            self._start_while(lambda other: other.seen >= other.expected[self._late], len(self.passing))
+        if not self._defers and self._computes_deferred in transient.expected:
+            self._start_while(lambda other: other.seen >= other.expected[self._computes_deferred], len(self.units))
 
     def _start_while(self, complete: Callable[[TransientGradients], bool], stop: int) -> None:
-        while self._next < stop and complete(self.passing[self._next]):
-            self._start(self.passing[self._next])
+        while self._next < stop and complete(self.units[self._next]):
+            self._start(self.units[self._next])
             self._next += 1
 
-    def _start(self, passing: TransientGradients) -> None:
-        # One reduction at a time has memory beside the unit that backward is at.
-        self._finish_under_way()
-        passing.start()
-        self._under_way = passing
+    def _start(self, transient: TransientGradients) -> None:
+        # At most one reduction has memory beside the unit that backward writes.
+        self._finish_reducing()
+        transient.start()
+        self._reducing = transient
         if not self.overlap:
-            passing.finish()
+            transient.finish()
 
-    def _finish_under_way(self) -> None:
-        if self._under_way is not None:
-            self._under_way.finish()
-            self._under_way = None
+    def _finish_reducing(self) -> None:
+        if self._reducing is not None:
+            self._reducing.finish()
+            self._reducing = None
 
     def _backward_ended(self) -> None:
-        if not self._held:
+        if not self._defers:
             self._learn_and_flush()
 
     def _learn_and_flush(self) -> None:
-        for passing in self.passing:
-            passing.expected[self._late] = passing.seen
+        for transient in self.units:
+            transient.expected[self._computes_deferred] = transient.seen
         self.flush()
 
-    # Late products ---------------------------------------------------------------------------------------------------
+    # Deferred products
+    # ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Backward passes in here put products off."""
-        self._held = True
+    def deferring(self) -> Iterator[None]:
+        """Backward passes inside defer their weight gradients."""
+        self._defers = True
         try:
             yield
         finally:
-            self._held = False
-            self._forget_seen()
+            self._defers = False
+            self._reset_seen()
 
     @contextlib.contextmanager
-    def late(self) -> Iterator[None]:
-        """Products of one micro-batch that were put off are computed in here; then it is complete."""
-        self._late = True
+    def computing_deferred(self) -> Iterator[None]:
+        """The deferred weight gradients of one micro-batch are computed inside. At the end its units are complete."""
+        self._computes_deferred = True
         try:
             yield
             self._learn_and_flush()
         finally:
-            self._late = False
+            self._computes_deferred = False
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Begin to reduce all that this micro-batch has left."""
-        for passing in self.passing[self._next :]:
-            self._start(passing)
-        for passing in self.passing:
-            if passing.num_accumulated:  # after it was taken to be complete
-                self._start(passing)
+        """Starts the remaining reductions of this micro-batch."""
+        for transient in self.units[self._next :]:
+            self._start(transient)
+        for transient in self.units:
+            if transient.num_accumulated:  # contributions that came after its reduction
+                self._start(transient)
         self._next = 0
-        self._forget_seen()
+        self._reset_seen()
 
-    def _forget_seen(self) -> None:
-        for passing in self.passing:
-            passing.seen = 0
+    def _reset_seen(self) -> None:
+        for transient in self.units:
+            transient.seen = 0
 
     def flush_accumulated(self) -> None:
-        """Begin to reduce what came from outside of a backward pass, if anything did."""
-        if any(passing.num_accumulated for passing in self.passing):
+        """Starts the reduction of gradients that were added outside of a backward pass, if there are any."""
+        if any(transient.num_accumulated for transient in self.units):
             self.flush()
 
     def finish(self) -> None:
-        """Wait until this rank owns the sum of the step (on CUDA: order later kernels behind it)."""
+        """Waits until the shards have the sum of the step (on CUDA, later kernels wait)."""
         if self._finished:
             return
         self.flush_accumulated()
-        self._finish_under_way()
+        self._finish_reducing()
         sums = [
-            owned.reductions.replicas.start_whole(owned.flat, owned.wire_dtype)
-            for owned in self.owned
-            if owned.reductions.replicas is not None
+            shards.reduction.replicas.start_all_reduce(shards.flat, shards.wire_dtype)
+            for shards in self.shards
+            if shards.reduction.replicas is not None
         ]
         for pending in sums:
             pending.wait()
         self._finished = True
 
     def reset(self) -> None:
-        """Zero the gradients, for the next step."""
-        for passing in self.passing:
-            passing.forget()
-        for owned in self.owned:
-            owned.flat.zero_()
-        self._under_way, self._next, self._finished = None, 0, False
+        """Zeroes the gradients for the next step."""
+        for transient in self.units:
+            transient.discard()
+        for shards in self.shards:
+            shards.flat.zero_()
+        self._reducing, self._next, self._finished = None, 0, False

@@ -1,4 +1,4 @@
-"""Sums of gradients over data parallel ranks: whole on every rank, or each rank's own part."""
+"""Sums of gradients over data parallel ranks: all-reduce or reduce-scatter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,52 +20,57 @@ from megatron.core.collectives import (
 
 
 class PendingReduction:
-    """A sum under way. `wait` gives it; on CUDA, to kernels that come later."""
+    """A running reduction."""
 
     def __init__(self, pending: Pending, finish: Callable[[Tensor], Tensor] | None = None) -> None:
         self._pending = pending
         self._finish = finish
 
     def wait(self) -> Tensor:
+        """Returns the sum; on CUDA, later kernels of the current stream wait for it."""
         result = self._pending.wait()
         return result if self._finish is None else self._finish(result)
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How flat tensors of gradients are summed over one group."""
+    """How flat gradient tensors are summed over one group."""
 
     group: Group
     scale: float = 1.0
-    """Multiplies gradients before the sum."""
+    """Factor of the gradients before the sum."""
     average_in_collective: bool = False
-    """Leave the part of the scale that is 1 / (size of the group) to the collective, where the backend can do it."""
+    """Let the collective apply the factor 1 / (size of the group), if the backend can average."""
     sum_in_main_dtype: bool = False
-    """A part that is sent in a narrower type is summed in the gradients' own: every rank gets all addends of its part,
-    instead of sums that were rounded on their way. The bytes are those of a reduce-scatter."""
+    """Sum shards in the gradients' own type even if they are sent in a narrower one: each rank receives all addends of
+    its shard by an all-to-all, instead of sums that are rounded on the way. Sends as many bytes as a reduce-scatter."""
 
-    def start_whole(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
-        """Begin the sum of `gradients` [n], sent in `wire_dtype`. It ends in the same memory, which may be used for
-        nothing else until then."""
+    def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
+        """Starts the sum of `gradients` [n], sent in `wire_dtype`. The result is written to `gradients`, which must not
+        be used before it has arrived."""
         wire, op = self._scaled(gradients, wire_dtype)
         if group_size(self.group) == 1 or wire is gradients:
             return PendingReduction(start_all_reduce(wire, self.group, op))
         return PendingReduction(start_all_reduce(wire, self.group, op), gradients.copy_)
 
-    def start_part(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
-        """Begin the sum of this rank's part of `gradients` [n * ranks], sent in `wire_dtype`: [n], of that type or of
-        the gradients' own. It may lie in the memory of `gradients`, which may be used for nothing else until then."""
+    def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
+        """Starts the sum of this rank's shard of `gradients` [n * ranks], sent in `wire_dtype`.
+
+        The result [n] has that type or the gradients' own. It can be a view of `gradients`, which must not be used
+        before the result has arrived.
+        """
         wire, op = self._scaled(gradients, wire_dtype)
         ranks = group_size(self.group)
         if self.sum_in_main_dtype and wire is not gradients and op is ReduceOp.SUM:
             addends = start_all_to_all_rows(wire, self.group)
             return PendingReduction(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=gradients.dtype))
         size = gradients.numel() // ranks
-        part = wire[group_rank(self.group) * size :][:size]
-        return PendingReduction(start_reduce_scatter_rows(wire, self.group, out=part, op=op))
+        shard = wire[group_rank(self.group) * size :][:size]
+        return PendingReduction(start_reduce_scatter_rows(wire, self.group, out=shard, op=op))
 
     def _scaled(self, gradients: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, ReduceOp.RedOpType]:
-        """What is sent: the gradients themselves, scaled in place, or a narrower copy; and how it is added up."""
+        """Returns the tensor to send (the gradients, scaled in place, or a scaled copy in a narrower type) and the
+        reduction operation."""
         ranks, scale = group_size(self.group), self.scale
         narrow = wire_dtype != gradients.dtype and ranks > 1
         averaging = self.average_in_collective and averages_in_collective(gradients, self.group)

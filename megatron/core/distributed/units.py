@@ -1,11 +1,12 @@
-"""Plans of units: the flat buffers of a layer, the embedding or the head, times (grid, type).
+"""Plans of units. A unit is the parameters of a layer, the embedding or the head that have one grid and one type.
 
-A unit holds the weights of its parameters end to end in one flat buffer, of which the parameters are views, and their
-gradients in the same order in another, which the parameters' main gradients write. Reduction, update and
-checkpoint see flat ranges; layers see ordinary parameters. Which range of a unit a rank owns is its sharding's affair.
+A unit has the weights of its parameters concatenated in one flat buffer, and their gradients in the same order in
+another one. The parameters and their main gradients are views of these buffers: reductions, the optimizer and
+checkpoints see flat ranges, layers see ordinary parameters. `sharding_strategy` decides which range of a unit is a
+rank's shard.
 
-Which parameter lies where is a pure function of canonical names, shapes and the number of shards (`plan_units`), so
-that all ranks agree without asking, and a dry run can count bytes on a meta device.
+The position of each parameter is a pure function of canonical names, shapes and the number of shards (`plan_units`). So
+all ranks agree without communication, and a dry run can count bytes on the meta device.
 """
 
 import dataclasses
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 from megatron.core.parameters import ParameterInfo, canonical_names, info_of
 
 ALIGNMENT = 64
-"""Elements: parameters start at multiples of 128 bytes even in 16-bit types, as matrix kernels and copies like it."""
+"""In elements: parameters start at multiples of 128 bytes even in 16-bit types, for fast matrix kernels and copies."""
 
 _UP_TO_FIRST_NUMBER = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where one parameter lies in its unit: elements [start, stop). Its padding, if any, is the end of that."""
+class ParameterSlot:
+    """The position of one parameter in its unit: elements [start, stop), of which the last ones can be padding."""
 
     parameter: nn.Parameter
     info: ParameterInfo
@@ -34,39 +35,41 @@ class Slot:
 
     @property
     def stop(self) -> int:
+        """End of the slot."""
         return self.start + self.parameter.numel()
 
     @property
     def box_stop(self) -> int:
-        """Where the box ends and padding begins."""
+        """End of the box, where padding begins."""
         return self.start + self.info.box.numel
 
-    def of(self, buffer: Tensor) -> Tensor:
-        """The parameter's box in a flat buffer of the whole unit, without padding: a one-dimensional view."""
+    def box_view_in(self, buffer: Tensor) -> Tensor:
+        """Returns the parameter's box in a flat buffer of the unit, without padding, as a one-dimensional view."""
         return buffer[self.start : self.box_stop]
 
-    def shaped(self, buffer: Tensor) -> Tensor:
-        """The whole slot in a flat buffer of the whole unit, shaped as the parameter."""
+    def view_in(self, buffer: Tensor) -> Tensor:
+        """Returns the slot in a flat buffer of the unit as a view shaped as the parameter."""
         return buffer[self.start : self.stop].view(self.parameter.shape)
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """What a rank owns of one parameter's box: elements [start, stop) of what it owns of the unit."""
+    """The part of one parameter's box in a rank's shard: elements [start, stop) of the shard."""
 
-    slot: Slot
+    slot: ParameterSlot
     start: int
     stop: int
     flat_range: tuple[int, int] | None
-    """The same elements as counted in the box; None: all of it."""
+    """The same elements as a range of the box; None: all of the box."""
 
     @property
     def info(self) -> ParameterInfo:
+        """The descriptor of the parameter."""
         return self.slot.info
 
-    def of(self, owned: Tensor) -> Tensor:
-        """The parameter_slice in a flat tensor of what the rank owns: a one-dimensional view."""
-        return owned[self.start : self.stop]
+    def view_in(self, shard: Tensor) -> Tensor:
+        """Returns the slice as a one-dimensional view of the rank's shard."""
+        return shard[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -76,23 +79,24 @@ class UnitPlan:
     name: str
     grid: str
     dtype: torch.dtype
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     numel: int
-    """Elements of each of its whole buffers: the parameters, what aligns them, and what makes all shards equal."""
+    """Elements of each whole buffer: the parameters, their alignment, and padding that makes all shards equal."""
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Type of gradients, and of the weights that the optimizer updates: float32, or wider if the model is."""
+        """Type of gradients and of the weights that the optimizer updates: float32, or the model's type if that is
+        wider."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def needs_main_weights(self) -> bool:
-        """The model's weights are too narrow to be updated in place."""
+        """Whether the optimizer keeps main weights because the model's type is narrower than the main type."""
         return self.main_dtype != self.dtype
 
-    def parameter_slices(self, owned: tuple[int, int]) -> tuple[ParameterSlice, ...]:
-        """What a range of the unit holds of each parameter's box, for those of which it holds anything."""
-        first, end = owned
+    def parameter_slices(self, shard_range: tuple[int, int]) -> tuple[ParameterSlice, ...]:
+        """Returns the slices of parameters' boxes in a range of the unit."""
+        first, end = shard_range
         found = []
         for slot in self.slots:
             start, stop = max(slot.start, first), min(slot.box_stop, end)
@@ -104,12 +108,12 @@ class UnitPlan:
 
 
 def plan_units(module: nn.Module, shards: Mapping[str, int] | None = None) -> list[UnitPlan]:
-    """The units of a model chunk, in the order of its modules. Parameters that need no gradient are left alone.
+    """Returns the units of a model chunk, in the order of its modules. Parameters without gradient belong to no unit.
 
-    A unit is what shares a name up to its first number (`decoder.layers.3`), else its first word (`embedding`); a
-    weight that another stage holds too is a unit of its own, so that both stages share it out alike. Within a unit
-    decayed parameters come first, so that weight decay acts on one run. `shards`: into how many equal parts units of
-    each grid are cut (default 1).
+    The parameters of a unit share their name up to its first number (`decoder.layers.3`) or, without a number, its
+    first word (`embedding`). A weight that another stage holds too is a unit of its own, so that both stages shard it
+    alike. In a unit, parameters with weight decay come first, so that weight decay acts on one range. `shards` is the
+    number of equal shards of each grid's units (default 1).
     """
     members: dict[tuple[str, str, torch.dtype], list[tuple[nn.Parameter, ParameterInfo]]] = {}
     for parameter, info in named_infos(module):
@@ -119,7 +123,7 @@ def plan_units(module: nn.Module, shards: Mapping[str, int] | None = None) -> li
 
 
 def unit_name(info: ParameterInfo) -> str:
-    """The unit that a parameter belongs to."""
+    """Returns the name of the unit that a parameter belongs to."""
     if info.tied:
         return info.name
     numbered = _UP_TO_FIRST_NUMBER.match(info.name)
@@ -127,7 +131,7 @@ def unit_name(info: ParameterInfo) -> str:
 
 
 def named_infos(module: nn.Module) -> Iterable[tuple[nn.Parameter, ParameterInfo]]:
-    """Parameters and descriptors of a model, wrapped or not; a name is given to those whose model gave them none."""
+    """Yields the parameters of a model, wrapped or not, with their descriptors. Unnamed descriptors get a name."""
     for path, parameter in canonical_names(module):
         info = info_of(parameter)
         if not info.name:
@@ -141,7 +145,7 @@ def _plan(
 ) -> UnitPlan:
     slots, end = [], 0
     for parameter, info in sorted(parameters, key=lambda member: (not member[1].decays, member[1].embedding_or_output)):
-        slots.append(Slot(parameter, info, end))
+        slots.append(ParameterSlot(parameter, info, end))
         end = _round_up(end + parameter.numel(), ALIGNMENT)
     return UnitPlan(name, grid, dtype, tuple(slots), _round_up(end, ALIGNMENT * shards))
 

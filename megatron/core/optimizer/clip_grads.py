@@ -12,19 +12,19 @@ from torch import Tensor
 from megatron.core.collectives import all_reduce, broadcast
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.replicas import counts_here
-from megatron.core.distributed.sharding_strategy import GRIDS, Sharding
+from megatron.core.distributed.sharding_strategy import GRIDS, Sharding, is_counted_on_this_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils.torch_private import foreach_norm
 
 _MODEL_PARALLEL_GROUP = {"dense": "mp", "expert": "tp_ep_pp"}
 
 
 def _gradients(unit: Unit) -> Tensor:
-    return unit.owned_gradients
+    return unit.gradient_shard
 
 
 def _weights(unit: Unit) -> Tensor:
-    return unit.owned_weights
+    return unit.weight_shard
 
 
 def counted_gradients(
@@ -36,8 +36,8 @@ def counted_gradients(
     for unit in units:
         if unit.plan.grid == grid:
             for parameter_slice in unit.parameter_slices:
-                if counts_here(parameter_slice.info, groups) and parameter_slice.info.name not in tied:
-                    yield parameter_slice.of(owned(unit))
+                if is_counted_on_this_rank(parameter_slice.info, groups) and parameter_slice.info.name not in tied:
+                    yield parameter_slice.view_in(owned(unit))
                 if parameter_slice.info.tied:  # two chunks of this rank may hold a copy each
                     tied.add(parameter_slice.info.name)
 
@@ -51,7 +51,7 @@ def grad_norm(
     """
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
-        return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        return torch.stack(foreach_norm(gradients)).double().square().sum()
 
     return _sum_over_model(units, groups, of_grid, chunk).sqrt()
 
@@ -63,7 +63,7 @@ def weight_norm(
 
     def of_grid(weights: list[Tensor]) -> Tensor:
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
-        return torch.stack([norm.double() for norm in torch._foreach_norm(weights, 2, dtype)]).square().sum()
+        return torch.stack([norm.double() for norm in foreach_norm(weights, 2, dtype)]).square().sum()
 
     return _sum_over_model(units, groups, of_grid, chunk, _weights).sqrt()
 

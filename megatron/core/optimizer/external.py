@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.replicas import replica_ranks
-from megatron.core.distributed.sharding_strategy import sharding_strategy_of
+from megatron.core.distributed.sharding_strategy import replica_ranks, sharding_strategy_of
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, grad_norm
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
@@ -82,7 +81,7 @@ class ExternalOptimizer(MegatronOptimizer):
         if applied.item():
             divisor = clip_divisor(norm, self.config.clip_grad)
             for parameter, (unit, slot) in self._places.items():
-                parameter.grad = (slot.shaped(unit.grad_buffer) / divisor).to(parameter.dtype)
+                parameter.grad = (slot.view_in(unit.grad_buffer) / divisor).to(parameter.dtype)
             self.optimizer.step()
             self.zero_grad()
         return StepUpdate(norm, applied)

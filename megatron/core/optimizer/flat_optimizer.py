@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_state_chunk
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
-from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
@@ -39,13 +39,13 @@ class UnitState:
     @classmethod
     def begin(cls, unit: Unit, rule: UpdateRule) -> "UnitState":
         main = unit.plan.main_dtype
-        weights = unit.owned_weights.to(main) if unit.plan.needs_main_weights else unit.owned_weights
+        weights = unit.weight_shard.to(main) if unit.plan.needs_main_weights else unit.weight_shard
         return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
 
     def reload(self) -> None:
         """Widen the model's weights into the main weights."""
         if self.unit.plan.needs_main_weights:
-            self.weights.copy_(self.unit.owned_weights)
+            self.weights.copy_(self.unit.weight_shard)
 
 
 class FlatOptimizer(MegatronOptimizer):
@@ -100,17 +100,17 @@ class FlatOptimizer(MegatronOptimizer):
         by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
         for run in ranges:
             state = self.states[run.unit]
-            first, end = state.unit.owned_range
+            first, end = state.unit.shard_range
             owned = slice(max(run.start, first) - first, min(run.stop, end) - first)
             if owned.start < owned.stop:
                 by_type.setdefault(state.weights.dtype, []).append((state, owned))
         return [
             Segments(
                 [state.weights[owned] for state, owned in alike],
-                [state.unit.owned_gradients[owned] for state, owned in alike],
+                [state.unit.gradient_shard[owned] for state, owned in alike],
                 {name: [state.moments[name][owned] for state, owned in alike] for name in self.rule.moments},
                 [
-                    state.unit.owned_weights[owned] if state.unit.plan.needs_main_weights else None
+                    state.unit.weight_shard[owned] if state.unit.plan.needs_main_weights else None
                     for state, owned in alike
                 ],
             )
@@ -180,7 +180,7 @@ class FlatOptimizer(MegatronOptimizer):
         norm = self.get_grad_norm()
         divisor = clip_divisor(norm, clip_grad)
         for unit in self.units:
-            unit.owned_gradients.div_(divisor)
+            unit.gradient_shard.div_(divisor)
         return norm
 
     def count_zeros(self) -> Tensor:
@@ -194,7 +194,7 @@ class FlatOptimizer(MegatronOptimizer):
         for state in self.states:
             whole = state.unit.sharding.shards == 1
             for parameter_slice in state.unit.parameter_slices:
-                take = parameter_slice.slot.shaped if whole else parameter_slice.of
+                take = parameter_slice.slot.view_in if whole else parameter_slice.view_in
                 found[parameter_slice.slot.parameter] = {name: take(moment) for name, moment in state.moments.items()}
         return found
 
@@ -214,7 +214,7 @@ class FlatOptimizer(MegatronOptimizer):
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
                 for kind, tensor in kinds.items():
                     yield optimizer_state_chunk(
-                        kind, parameter_slice.info, parameter_slice.of(tensor), parameter_slice.flat_range, holders
+                        kind, parameter_slice.info, parameter_slice.view_in(tensor), parameter_slice.flat_range, holders
                     )
 
     def common_state(self) -> dict[str, Any]:

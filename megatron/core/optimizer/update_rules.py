@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.utils.torch_private import foreach_mul_, fused_adam_, fused_adamw_, fused_sgd_
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Adam:
         if isinstance(weight_decay, Tensor):  # the fused kernels take a number only
             apply_decay(segments, step, lr, weight_decay, self.decoupled)
             weight_decay = 0.0
-        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        fused = fused_adamw_ if self.decoupled else fused_adam_
         fused(
             segments.weights,
             segments.gradients,
@@ -134,7 +135,7 @@ class Sgd:
         if isinstance(weight_decay, Tensor):
             apply_decay(segments, step, lr, weight_decay, decoupled=False)
             weight_decay = 0.0
-        torch._fused_sgd_(
+        fused_sgd_(
             segments.weights,
             segments.gradients,
             segments.moments["momentum_buffer"],
@@ -161,7 +162,7 @@ def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: 
     """A weight decay that lives on the device, ahead of an update without one."""
     if decoupled:
         kept = torch.where(step.skip, 1.0, 1.0 - lr * weight_decay)
-        torch._foreach_mul_(segments.weights, kept.to(segments.dtype))
+        foreach_mul_(segments.weights, kept.to(segments.dtype))
     else:
         pull = (weight_decay * step.divisor).to(segments.dtype)  # the update divides it again
         for weight, gradient in zip(segments.weights, segments.gradients, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.distributed.replicas import replica_ranks
+from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo, canonical_name, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection

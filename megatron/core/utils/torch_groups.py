@@ -8,9 +8,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from megatron.core.rank_grid import Axes, hierarchical_groups
+from megatron.core.utils.torch_private import local_group_named, set_group_timeout
 
 
 def create_group(
@@ -49,14 +50,14 @@ def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None =
     counts[tuple(ranks)] += 1
     text = f"members {' '.join(map(str, ranks))} time {counts[tuple(ranks)]}"
     name = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-    torchs_own, device = distributed_c10d._hash_ranks_to_str, world.bound_device_id
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    # Of a world that is bound to a device torch splits a new group off, in which all of its ranks would have to join.
+    device = world.bound_device_id
+    # torch splits a new group off a world that is bound to a device, and all ranks of the world would have to join.
     world.bound_device_id = None
     try:
-        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        with local_group_named(name):
+            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
-        distributed_c10d._hash_ranks_to_str, world.bound_device_id = torchs_own, device
+        world.bound_device_id = device
 
 
 def create_hierarchical_groups(
@@ -130,4 +131,4 @@ def overwrite_nccl_comm_cfgs(
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
     """Let collectives of a group (default: the world) take this long."""
-    dist.distributed_c10d._set_pg_timeout(timeout, pg)
+    set_group_timeout(timeout, pg)

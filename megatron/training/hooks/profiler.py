@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.torch_private import profiler_config_of_all_threads
 from megatron.training.hooks.hook import Hook
 
 
@@ -72,8 +73,7 @@ class TorchProfiler(Hook):
         """The file, once it is written."""
         self._options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
         if all_threads:
-            config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-            self._options["experimental_config"] = config
+            self._options["experimental_config"] = profiler_config_of_all_threads()
         self._profiler: Any = None
         self._first = 0
 

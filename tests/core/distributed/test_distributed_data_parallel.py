@@ -192,7 +192,9 @@ def test_published_methods_of_the_wrapper() -> None:
     ddp.zero_grad_buffer()
     assert all(not value.any() for value in gradients_of(ddp).values())
     ddp.load_state_dict({name: value + 1 for name, value in before.items()})
-    assert torch.equal(ddp.units[0].slots[0].of(ddp.units[0].param_buffer), before["embedding.table"].flatten() + 1)
+    assert torch.equal(
+        ddp.units[0].slots[0].box_view_in(ddp.units[0].param_buffer), before["embedding.table"].flatten() + 1
+    )
 
 
 def broadcast_from_first() -> Tensor:

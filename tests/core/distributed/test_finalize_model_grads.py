@@ -10,8 +10,7 @@ from support.small_models import SmallModel
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.replicas import counts_here, replica_ranks
-from megatron.core.distributed.sharding_strategy import shardings
+from megatron.core.distributed.sharding_strategy import is_counted_on_this_rank, replica_ranks, shardings
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import count_zeros, grad_norm
 from megatron.core.parameters import Box, Constant, ParameterInfo, declare, main_grad_accumulator, name_parameters
@@ -169,10 +168,10 @@ def test_each_parameter_counts_on_one_rank_of_a_model_and_its_replicas_are_known
     expert = info(grid="expert", sharded_axes=frozenset({"ep"}))
     model_parallel = ranks[0].ranks("mp")
     assert model_parallel == (0, 1, 8, 9)
-    assert [counts_here(sharded, ranks[r]) for r in model_parallel] == [True, True, True, True]
-    assert [counts_here(whole, ranks[r]) for r in model_parallel] == [True, False, True, False]
-    assert [counts_here(tied, ranks[r]) for r in model_parallel] == [True, False, False, False]
-    assert all(counts_here(expert, groups) for groups in ranks)
+    assert [is_counted_on_this_rank(sharded, ranks[r]) for r in model_parallel] == [True, True, True, True]
+    assert [is_counted_on_this_rank(whole, ranks[r]) for r in model_parallel] == [True, False, True, False]
+    assert [is_counted_on_this_rank(tied, ranks[r]) for r in model_parallel] == [True, False, False, False]
+    assert all(is_counted_on_this_rank(expert, groups) for groups in ranks)
     assert replica_ranks(whole, ranks[3]) == tuple(range(8))
     assert replica_ranks(sharded, ranks[3]) == (1, 3, 5, 7)
     assert replica_ranks(expert, ranks[3]) == (3, 7)
@@ -184,7 +183,7 @@ def test_who_owns_the_same_range_is_known() -> None:
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
     groups = ProcessGroupCollection.from_grid(grid, 3)
     sharding = shardings(config, groups)["dense"]
-    assert (sharding.shards, sharding.place, sharding.instances) == (2, 1, 2)
+    assert (sharding.shards, sharding.shard_index, sharding.instances) == (2, 1, 2)
     sharded, whole, tied = info(sharded_axes=frozenset({"tp"})), info(), info(tied=True)
     # Data parallel ranks of 3 are 1, 3, 5, 7: instances (1, 3) and (5, 7). Tensor parallel: 2. Other stage: 11.
     assert replica_ranks(sharded, groups, sharding) == (3, 7)

@@ -60,20 +60,22 @@ def test_products_that_lag_come_when_called_for_and_at_the_latest_with_the_end_o
 
     for number, x in enumerate(inputs):
         x = x.clone().requires_grad_()
-        with queue.deferred() as catch_up:
+        with queue.deferred() as compute_deferred:
             hidden = layer(x)
 
-            def look(gradient: Tensor, *, calls: bool = number == 1, catch_up: Callable[[], None] = catch_up) -> None:
+            def look(
+                gradient: Tensor, *, calls: bool = number == 1, compute_deferred: Callable[[], None] = compute_deferred
+            ) -> None:
                 before = count()
                 if calls:
-                    catch_up()
+                    compute_deferred()
                 seen.append([before, count()])
 
             x.register_hook(look)  # the last thing in this backward
             hidden.pow(2).sum().backward()
             assert count() == number + 1
     assert seen == [[0, 0], [1, 2]]
-    queue.catch_up()  # nothing lags any more
+    queue.compute_deferred()  # nothing is deferred any more
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.main_grad, expected[name]), name  # type: ignore[arg-type]
 
@@ -85,7 +87,7 @@ def test_a_backward_that_fails_leaves_nothing_that_lags() -> None:
     x.register_hook(lambda gradient: 1 // 0)
     with pytest.raises(ZeroDivisionError), queue.deferred():
         layer(x).pow(2).sum().backward()
-    queue.catch_up()
+    queue.compute_deferred()
     assert not any(parameter is layer.weight for parameter in on_accumulated) and not queue.takes_products
 
 

@@ -78,12 +78,12 @@ def held(ddp: DistributedDataParallel, states: Any = ()) -> Held:
     """Bytes by what they are."""
     units = ddp.units
     return {
-        "weights": nbytes(t for u in units for t in (u.param_buffer, u.owned_weights)),
-        "gradients": nbytes(t for u in units for t in (u.grad_buffer, u.owned_gradients)),
+        "weights": nbytes(t for u in units for t in (u.param_buffer, u.weight_shard)),
+        "gradients": nbytes(t for u in units for t in (u.grad_buffer, u.gradient_shard)),
         "state": nbytes(
             t for s in states for t in (*s.moments.values(), *([s.weights] if s.unit.plan.needs_main_weights else []))
         ),
-        "whole weights": sum(u.has_buffer for u in units),
+        "whole weights": sum(u.has_whole_weights for u in units),
         "whole gradients": sum(u.grad_buffer.untyped_storage().nbytes() > 0 for u in units),
     }
 
@@ -97,7 +97,7 @@ def costs(name: str, dtype: torch.dtype) -> tuple[Held, list[Held], list[Traffic
     alive: list[Held] = []
     for parameter in model.parameters():
         main_grad: Any = parameter.main_grad_accumulator
-        main_grad.opened = _then(main_grad.opened, lambda: alive.append(held(ddp)))
+        main_grad.before_write = _then(main_grad.before_write, lambda: alive.append(held(ddp)))
         main_grad.on_accumulated = _then(main_grad.on_accumulated, lambda: alive.append(held(ddp)))
     for module in model.modules():  # at the turn from one module's backward to the next one's
         module.register_forward_hook(_watch_gradient(lambda: alive.append(held(ddp))))
@@ -214,8 +214,8 @@ def test_a_narrow_wire_and_sums_in_float32(pool: Pool, name: str) -> None:
 def test_one_rank_sums_nothing_and_rounds_nothing() -> None:
     gradients = torch.tensor([1.0, 257.0])
     for reduction in (Reduction(None), Reduction(None, sum_in_main_dtype=True)):
-        assert torch.equal(reduction.start_part(gradients.clone(), torch.bfloat16).wait(), gradients)
-        assert torch.equal(reduction.start_whole(gradients.clone(), torch.bfloat16).wait(), gradients)
+        assert torch.equal(reduction.start_reduce_scatter(gradients.clone(), torch.bfloat16).wait(), gradients)
+        assert torch.equal(reduction.start_all_reduce(gradients.clone(), torch.bfloat16).wait(), gradients)
 
 
 def read_outside(borrows: bool) -> str:
@@ -269,7 +269,7 @@ def test_no_weights_outlive_an_update(pool: Pool, name: str) -> None:
 
 
 def late_reductions(name: str) -> list[int]:
-    """Reductions begun after each phase of two micro-batches whose products are put off."""
+    """TwoLevelReduction begun after each phase of two micro-batches whose products are put off."""
     groups = groups_of(2)
     ddp, _ = wrap(Stack(), groups, **STRATEGIES[name])  # type: ignore[arg-type]
     seen = []

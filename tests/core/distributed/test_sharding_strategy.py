@@ -198,7 +198,7 @@ def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[Pieces, int, in
     ddp_config = DistributedDataParallelConfig(**STRATEGIES[name])
     device = torch.device("cpu")
     ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups, device=device)
-    found = pieces(ddp.weight_chunks()), len(ddp.units), sum(unit.has_buffer for unit in ddp.units)
+    found = pieces(ddp.weight_chunks()), len(ddp.units), sum(unit.has_whole_weights for unit in ddp.units)
     groups.close()
     return found
 

@@ -141,7 +141,7 @@ def test_narrow_models_keep_main_weights(dtype: torch.dtype) -> None:
 def test_model_weights_wide_enough_have_no_copy() -> None:
     for dtype in (torch.float32, torch.float64):
         ddp, optimizer = build(dtype)
-        assert optimizer.states[0].weights is ddp.units[0].owned_weights
+        assert optimizer.states[0].weights is ddp.units[0].weight_shard
         assert optimizer.states[0].weights.data_ptr() == ddp.units[0].param_buffer.data_ptr()
         assert not any("optimizer.param." in chunk.name for chunk in optimizer.state_chunks())
 
@@ -244,7 +244,7 @@ def all_ones_norm(dtype: torch.dtype) -> tuple[float, int, int]:
     ddp, optimizer = build(dtype, log_num_zeros_in_grad=True, padded=3)
     for parameter in ddp.parameters():
         parameter.main_grad.fill_(1.0)
-    ddp.units[-1].slots[-1].of(ddp.units[-1].grad_buffer)[0] = 0.0
+    ddp.units[-1].slots[-1].box_view_in(ddp.units[-1].grad_buffer)[0] = 0.0
     result = optimizer.step_on_device()
     assert result.num_zeros is not None
     count = sum(info_of(parameter).box.numel for parameter in ddp.parameters())

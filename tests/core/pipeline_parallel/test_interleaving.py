@@ -355,7 +355,7 @@ def exchanging_step(
             pg_collection=groups,
         )
     if ddp:
-        gradients = {f"{unit.plan.name} {place}": unit.owned_gradients.clone() for place, unit in units}
+        gradients = {f"{unit.plan.name} {place}": unit.gradient_shard.clone() for place, unit in units}
     else:
         gradients = {p.info.name: p.grad.clone() for model in models for p in model.parameters()}  # type: ignore[union-attr]
     return {

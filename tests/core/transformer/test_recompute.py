@@ -249,7 +249,7 @@ def _sharded_gradients(**settings) -> dict[str, Tensor]:
     chunk = DistributedDataParallel(model.config, placement, model)
     loss_of(chunk).backward()
     chunk.finish_grad_sync()
-    held = [unit.plan.name for unit in chunk.units if unit.has_buffer]
+    held = [unit.plan.name for unit in chunk.units if unit.has_whole_weights]
     assert not held, held
     return {str(gradient): gradient.flat.clone() for gradient in chunk.gradient_chunks()}
 

@@ -75,7 +75,7 @@ ROUTERS = [
     Mutation(
         "bias-by-own-counts",
         "each rank moves the experts' bias by what its own tokens chose",
-        "core/distributed/expert_balance.py",
+        "core/distributed/finalize_model_grads.py",
         "all_reduce(counts, groups.tp_dp_cp)",
         "pass",
         "moe-bias/sp2/default",

@@ -14,7 +14,7 @@ PIPELINE = [
     Mutation(
         "tied-counted-twice",
         "both copies of a tied embedding count in the gradient norm",
-        "core/distributed/replicas.py",
+        "core/distributed/sharding_strategy.py",
         "if info.tied and groups.rank(info.tied_over) != 0:",
         "if False:",
         "gpt2/pp2/default",

@@ -95,7 +95,7 @@ TENSOR = [
     Mutation(
         "norm-counts-copies",
         "what all tensor parallel ranks have counts once for each of them in the gradient norm",
-        "core/distributed/replicas.py",
+        "core/distributed/sharding_strategy.py",
         "return all(groups.rank(_GROUP_OF_AXIS[axis]) == 0 for axis in model_axes)",
         "return True",
         "llama-gqa/tp2/per-token",

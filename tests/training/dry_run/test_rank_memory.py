@@ -215,10 +215,10 @@ def _bytes_that_pass(config: PretrainConfig) -> int:
 
         return call
 
-    gather, opening = Unit.start_gather, TransientGradients.open
+    gather, opening = Unit.start_all_gather, TransientGradients.open
     sharded = config.ddp.data_parallel_sharding_strategy == "optim_grads_params"
     with (
-        mock.patch.object(Unit, "start_gather", watched(gather, "weights", "param_buffer")),
+        mock.patch.object(Unit, "start_all_gather", watched(gather, "weights", "param_buffer")),
         mock.patch.object(TransientGradients, "open", watched(opening, "gradients", "whole")),
     ):
         training.run_pretraining(config, GPT, time.monotonic())

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
 from megatron.core.ops.attention.unfused import AttentionVariant
+from megatron.core.utils.torch_private import (
+    cudnn_attention_backward,
+    cudnn_attention_forward,
+    flash_attention_backward,
+    flash_attention_forward,
+)
 
 Window = tuple[int, int]
 """The flash kernel's window: query i of sq sees keys from i + (sk - sq) - left to i + (sk - sq) + right; -1: no
@@ -137,7 +143,7 @@ def flash_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns output and lse. With `lengths` (b = 1) queries see keys of their own sequence only."""
     tensors = [_flash_layout(tensor, lengths, _flash_width(query, value)) for tensor in (query, key, value)]
-    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+    output, lse, *_ = flash_attention_forward(
         *tensors,
         *_extents(query, key, lengths),
         0.0,
@@ -165,7 +171,7 @@ def flash_backward(
     width = _flash_width(query, value)
     tensors = [_flash_layout(tensor, lengths, width) for tensor in (gradient, query, key, value, output)]
     unused = query.new_empty(2, dtype=torch.uint64)  # of dropout
-    gradients = torch.ops.aten._flash_attention_backward(
+    gradients = flash_attention_backward(
         *tensors,
         (lse if lengths is None else lse[0]).contiguous(),
         *_extents(query, key, lengths),
@@ -219,9 +225,7 @@ def _our_layout(heads: Tensor, lengths: Lengths | None, width: int) -> Tensor:
 def cudnn_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and lse."""
     tensors = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]  # [b, a, s, d]
-    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *tensors, None, True, 0.0, causal, False, scale=scale
-    )
+    output, lse, *_ = cudnn_attention_forward(*tensors, None, True, 0.0, causal, False, scale=scale)
     return output.permute(2, 0, 1, 3), lse.view(lse.shape[:3])
 
 
@@ -238,7 +242,7 @@ def cudnn_backward(
     """Gradients of query, key and value."""
     tensors = [tensor.permute(1, 2, 0, 3) for tensor in (gradient, query, key, value, output)]
     unused = query.new_empty((), dtype=torch.int64)  # of dropout
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients = cudnn_attention_backward(
         *tensors,
         lse.contiguous()[..., None],
         unused,

@@ -4,7 +4,6 @@ Our kernel accumulates into the float32 main gradient. None of the kernels needs
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,8 +17,7 @@ from megatron.core.ops.moe.grouped_linear import (
     grouped_product,
     is_one_product,
 )
-
-_grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
+from megatron.core.utils.torch_private import grouped_mm
 
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
@@ -28,7 +26,7 @@ def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transp
         return grouped_product(rows, weight, groups, transposed)
     if not rows.shape[0]:
         return rows.new_empty(0, weight.shape[1 if transposed else 2])
-    return _grouped_mm(rows.contiguous(), weight.transpose(1, 2) if transposed else weight, offs=groups.ends)
+    return grouped_mm(rows.contiguous(), weight.transpose(1, 2) if transposed else weight, offs=groups.ends)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ experts are. A sum over experts is so rounded once on each rank and once more at
 import torch
 from torch import Tensor
 
+from megatron.core.collectives import HostCopy
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
@@ -19,7 +20,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
 )
-from megatron.core.utils.host_copy import HostCopy
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.collectives import gather_rows, group_rank, group_size
+from megatron.core.collectives import HostCopy, gather_rows, group_rank, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
@@ -31,7 +31,6 @@ from megatron.core.transformer.moe.async_collective import (
 )
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.host_copy import HostCopy
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core import collectives
 from megatron.core.backends import LOCAL
+from megatron.core.collectives import HostCopy
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import (
     EachOf,
@@ -34,7 +35,6 @@ from megatron.core.transformer.moe import async_collective, token_dispatcher
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.host_copy import HostCopy
 
 SWIGLU = {"gated_linear_unit": True, "activation_func": F.silu}
 

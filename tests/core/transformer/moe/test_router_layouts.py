@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import all_reduce
 from megatron.core.context_parallel import sequence_part
-from megatron.core.distributed.expert_balance import finish_routers
+from megatron.core.distributed.finalize_model_grads import finish_routers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import RngPosition, Tokens, row_index

@@ -1,0 +1,95 @@
+"""All private names of torch that this project uses.
+
+torch may change them in any release, so this file is the one place to look at for a new release. Its test names the
+releases it was tried with (`TRIED_RELEASES`), checks that every name exists in the installed one, and that no other
+file of megatron/ or tools/ uses a private name.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+
+TRIED_RELEASES = ("2.11", "2.13")
+"""Releases of torch with which the tests passed."""
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operations
+
+foreach_norm = torch._foreach_norm
+"""Norms of a list of tensors."""
+foreach_mul_ = torch._foreach_mul_
+"""Multiplies each tensor of a list in place."""
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+grouped_mm: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
+"""Matrix products of groups of rows; public in newer releases."""
+flash_attention_forward = torch.ops.aten._flash_attention_forward
+flash_attention_backward = torch.ops.aten._flash_attention_backward
+cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Context manager: `__torch_function__` of tensor subclasses is not called inside."""
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for so many clock cycles."""
+    torch.cuda._sleep(cycles)
+
+
+def profiler_config_of_all_threads() -> Any:
+    """Returns the setting with which torch.profiler records all threads of the process."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a node of a backward pass, or recomputes a forward inside one."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class BackwardEndCallback:
+    """Calls a function once at the end of every backward pass in which `expect` was called."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._last_task_id: int | None = None
+
+    def expect(self) -> None:
+        """Requests the call at the end of the backward pass that is running. Does nothing outside of a backward
+        pass."""
+        task_id = torch._C._current_graph_task_id()
+        if task_id not in (-1, self._last_task_id):
+            self._last_task_id = task_id
+            torch.autograd.Variable._execution_engine.queue_callback(self._function)  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Process groups
+
+
+@contextlib.contextmanager
+def local_group_named(name: str) -> Iterator[None]:
+    """Groups that `torch.distributed.new_group` makes inside among their members alone get this name."""
+    hash_ranks = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = hash_ranks
+
+
+def set_group_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
+    """Sets how long collectives of a group (default: the world) may take."""
+    distributed_c10d._set_pg_timeout(timeout, group)
