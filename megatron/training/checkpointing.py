@@ -1,4 +1,4 @@
-"""What goes into a run's checkpoints, when one is loaded, and what is said about it."""
+"""Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,8 +52,8 @@ class Checkpoints:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
-        """Write a checkpoint of this state under --save; whole on disk on return. Raises UserError, the same on all
-        ranks, when it cannot be written; earlier checkpoints are then untouched."""
+        """Writes a checkpoint of this state under --save; it is complete on disk on return. Raises UserError, the same
+        on all ranks, if it cannot be written; earlier checkpoints are then untouched."""
         assert self.flags.save is not None
         root = Path(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
@@ -87,10 +87,11 @@ class Checkpoints:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> bool:
-        """Go on from the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; False for a fresh start.
+        """Continues from the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; returns False for a
+        fresh start.
 
-        Raises UserError, the same on all ranks, when there is one that cannot be loaded, or none and
-        --exit-on-missing-checkpoint.
+        Raises UserError, the same on all ranks, if the checkpoint cannot be loaded, or if there is none and
+        --exit-on-missing-checkpoint is given.
         """
         flags = self.flags
         if flags.load is not None:
@@ -179,7 +180,7 @@ class Checkpoints:
     # Both ------------------------------------------------------------------------------------------------------------
 
     def weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
-        """The weights that this rank holds, as checkpoint chunks over live memory."""
+        """Yields the weights that this rank holds, as checkpoint chunks over live memory."""
         for part in model:
             if isinstance(part, DistributedDataParallel):
                 yield from part.weight_chunks()
@@ -202,8 +203,8 @@ def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Ch
 
 
 def read_run_description(root: str | Path, step: int | None = None) -> dict[str, Any]:
-    """What the newest whole checkpoint under `root` (or that of one iteration) says about the run that wrote it:
-    `command_line`, `architecture`. Raises UserError when there is none."""
+    """Returns what the newest complete checkpoint under `root` (or that of one iteration) says about the run that wrote
+    it: `command_line`, `architecture`. Raises UserError if there is none."""
     checkpoint = find_checkpoint(Path(root), step)
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
@@ -211,7 +212,7 @@ def read_run_description(root: str | Path, step: int | None = None) -> dict[str,
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Published functions, for user scripts: they speak of the run that was set up last
+# Megatron-LM's functions, for user scripts: they act on the run that was set up last
 
 
 def save_checkpoint(
@@ -234,8 +235,9 @@ def save_checkpoint(
     pp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> None:
-    """Save the run under --save as of `iteration`. Ranks and groups are the run's own whatever is given; data has no
-    state beside the count of samples. Raises UserError as `Checkpoints.save`, and for what there is not yet."""
+    """Saves the run under --save as iteration `iteration`. Ranks and groups are the run's own, whatever is given; data
+    has no state but the count of samples. Raises UserError like `Checkpoints.save`, and for arguments that are not
+    supported yet."""
     asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
     asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
     _refuse("save_checkpoint", asked)
@@ -260,9 +262,9 @@ def load_checkpoint(
     pp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> tuple[int, float]:
-    """Load from the folder that the flag `load_arg` names; (iteration, floating point operations so far), (0, 0.0) when
-    it holds no checkpoint. Without `strict`, keys may be missing or unused and are printed. Raises UserError as
-    `Checkpoints.load`."""
+    """Loads from the folder that the flag `load_arg` names. Returns (iteration, floating point operations so far), (0,
+    0.0) if the folder holds no checkpoint. Without `strict`, missing and unused keys are allowed and printed. Raises
+    UserError like `Checkpoints.load`."""
     _refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
     run = current_run()
     flags = run.config.checkpoint

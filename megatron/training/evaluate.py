@@ -16,7 +16,7 @@ from megatron.training.logging.metrics import synchronization_allowed
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     On ranks that compute no loss (all pipeline stages but one) `losses` and `counts` are empty.
     """
@@ -34,7 +34,7 @@ class EvaluationResult:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that the first loss is the mean over; None without one."""
+        """Number of tokens that the first loss is the mean over; None without a loss."""
         return round(next(iter(self.counts.values()))) if self.counts else None
 
 
@@ -136,7 +136,7 @@ def _add(sums: dict[str, Tensor], report: Mapping[str, Tensor], device: torch.de
 
 
 def _mean(sums: Mapping[str, Tensor], group: Group) -> tuple[dict[str, float], dict[str, float]]:
-    """Losses and counts over all ranks: one all-reduce, one copy to the host."""
+    """Returns losses and counts over all ranks, with one all-reduce and one copy to the host."""
     if not sums:
         return {}, {}
     totals = torch.stack(list(sums.values()))  # [names, 2]
@@ -152,7 +152,7 @@ def _mean(sums: Mapping[str, Tensor], group: Group) -> tuple[dict[str, float], d
 
 @dataclass(frozen=True)
 class FullPass:
-    """How a whole data set is covered by equal global batches (--full-validation)."""
+    """The equal global batches that cover a whole dataset (--full-validation)."""
 
     iterations: int
     samples: int
@@ -161,7 +161,7 @@ class FullPass:
 
 
 def full_pass(num_samples: int, global_batch_size: int) -> FullPass:
-    """Every sample once. Raises UserError for an empty set."""
+    """Returns the batches that contain every sample once. Raises UserError for an empty dataset."""
     if num_samples < 1:
         raise UserError(
             "--full-validation: the validation set is empty; give it a part in --split, or a --valid-data-path"

@@ -1,7 +1,7 @@
-"""What user scripts ask for without an argument: `get_args()`, `get_timers()`, `get_tokenizer()`.
+"""Megatron-LM's global functions for user scripts: `get_args()`, `get_timers()`, `get_tokenizer()`.
 
-The app's facade room, beside megatron.core.parallel_state: it keeps the run that was set up last. Our own code is
-handed what it needs and never asks here.
+The counterpart of megatron.core.parallel_state in the app: it keeps the run that was set up last. Our own code gets
+what it needs as arguments and does not call these functions.
 """
 
 import os
@@ -23,15 +23,16 @@ _STATE_NAMES = {
     "curr_iteration": "iteration",
     "num_floating_point_operations_so_far": "floating_point_operations_so_far",
 }
-"""Published names of what TrainState calls otherwise."""
+"""Megatron-LM's names of fields of TrainState."""
 
 
 class LiveArguments:
-    """The run's settings and state under their published names, as they are now.
+    """The run's settings and state under Megatron-LM's names, with their present values.
 
-    Reading finds, in this order: what the script wrote, its own arguments, the state of training (`iteration`,
-    `consumed_train_samples`, ...), and the settings, by field (`num_moe_experts`) or by flag (`num_experts`). A new
-    attribute can be written; a setting or the state cannot, and the error says how it is changed instead.
+    Reading looks, in this order, at what the script wrote, the script's own arguments, the state of training
+    (`iteration`, `consumed_train_samples`, ...), and the settings, by field (`num_moe_experts`) or by flag
+    (`num_experts`). A new attribute can be written; a setting or the state cannot, and the error says how to change it
+    instead.
     """
 
     __slots__ = ("_own", "_settings", "_state")
@@ -80,7 +81,7 @@ class LiveArguments:
         return sorted(self.as_dict())
 
     def as_dict(self) -> Mapping[str, Any]:
-        """Everything that can be read, by name: a copy. `vars(args)` gives the same."""
+        """Returns a copy of everything that can be read, by name. `vars(args)` gives the same."""
         state = vars(self._state) if self._state is not None else {}
         return {**self._settings, **state, **self._own}
 
@@ -105,50 +106,51 @@ _current = _CurrentRun()
 
 
 def set_current_run(context: "Context", timers: Timers | None = None, **facts: Any) -> None:
-    """Make a run the one that the functions below speak of. `facts` are further values of `get_args()`."""
+    """Makes this run the one that the functions below act on. `facts` are further values of `get_args()`."""
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)
     _current.timers = timers
 
 
 def clear_current_run() -> None:
-    """There is no run any more."""
+    """Forgets the current run."""
     _current.context = _current.arguments = _current.timers = _current.tensorboard_writer = None
 
 
 def current_run() -> "Context":
-    """The run that was set up last, for the published functions that take no config. Raises UserError before any."""
+    """Returns the run that was set up last, for Megatron-LM's functions that take no config. Raises UserError if there
+    is none."""
     if _current.context is None:
         raise UserError("there is no run yet: this works inside the functions that are handed to pretrain()")
     return _current.context
 
 
 def get_args() -> LiveArguments:
-    """Settings and state of the run. Raises UserError before there is one."""
+    """Returns settings and state of the run. Raises UserError before a run is set up."""
     if _current.arguments is None:
         raise UserError("get_args() works once the run is set up: inside the functions that are handed to pretrain()")
     return _current.arguments
 
 
 def get_tokenizer() -> "Tokenizer":
-    """The run's tokenizer. Raises UserError before there is a run."""
+    """Returns the run's tokenizer. Raises UserError before a run is set up."""
     if _current.context is None:
         raise UserError("get_tokenizer() works once the run is set up")
     return _current.context.tokenizer
 
 
 def get_timers() -> Timers:
-    """The run's timers; silent ones if it keeps none."""
+    """Returns the run's timers, or silent ones if it has none."""
     if _current.timers is None:
         _current.timers = Timers(log_level=0, log_option="max")
     return _current.timers
 
 
 def get_tensorboard_writer() -> Any:
-    """None: TensorBoard's files are written by the app's log."""
+    """Returns None: the app's log writes TensorBoard's files."""
     return _current.tensorboard_writer
 
 
 def get_wandb_writer() -> None:
-    """None: there is no Weights & Biases yet."""
+    """Returns None: Weights & Biases is not supported yet."""
     return

@@ -123,7 +123,8 @@ def run_step(
 
 
 def norm_of_weights(trainer: Trainer) -> Tensor | None:
-    """The 2-norm of all weights after the update, with --log-params-norm and where a log line is due."""
+    """Returns the 2-norm of all weights after the update if --log-params-norm is given and a log line is due, else
+    None."""
     logging = trainer.config.logging
     if not logging.log_params_norm or (trainer.state.iteration + 1) % logging.log_interval:
         return None
@@ -132,7 +133,8 @@ def norm_of_weights(trainer: Trainer) -> Tensor | None:
 
 
 def losses_are_finite(reports: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-    """A bool scalar on the device: every loss that this rank reports is finite. True if it reports none."""
+    """Returns a bool scalar on the device: whether every loss that this rank reports is finite. True if it reports
+    none."""
     values = [value.detach().reshape(-1).float() for report in reports for value in report.values()]
     if not values:
         return torch.ones((), dtype=torch.bool, device=device)

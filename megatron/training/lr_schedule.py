@@ -1,4 +1,4 @@
-"""The run's learning rate and weight decay, counted in samples; what its parts are called on the command line."""
+"""Builds the schedule of learning rate and weight decay, which counts samples, and names its settings as flags."""
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -11,8 +11,8 @@ def build_scheduler(
     optimizer: MegatronOptimizer,
     kind: type[OptimizerParamScheduler] = OptimizerParamScheduler,
 ) -> OptimizerParamScheduler:
-    """The scheduler that the flags describe; an iteration counts as a full global batch. `kind` is its class, for a
-    script with a formula of its own (`OptimizerParamScheduler.rate`)."""
+    """Returns the scheduler that the flags describe; an iteration counts as a full global batch. `kind` is its class,
+    for a script with a formula of its own (`OptimizerParamScheduler.rate`)."""
     schedule, training, rates = config.schedule, config.training, config.optimizer
     batch = training.global_batch_size
     assert batch is not None
@@ -47,8 +47,8 @@ def build_scheduler(
 
 
 def schedule_flag(config: PretrainConfig, name: str) -> str:
-    """How a user says an attribute of the scheduler: by the flag that was given, or else by the one that would be. What
-    flags count in iterations the scheduler counts in samples, which is added."""
+    """Returns the flag that sets an attribute of the scheduler: the one that was given, else the usual one. Where the
+    scheduler counts samples and the flag iterations, the text says so."""
     given = [field for field, source in config.provenance.items() if source == "flag"]
     counted = name in _COUNTED
     usual = _WAYS[name][-1 if counted and "train_samples" in given else 0]

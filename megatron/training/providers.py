@@ -1,4 +1,4 @@
-"""What a script hands to `pretrain`: how to build the model, the data and the step of a run."""
+"""What a script gives to `pretrain`: functions that build the model, the data and the forward step of a run."""
 
 import inspect
 import os
@@ -28,7 +28,7 @@ makes a loss of it."""
 
 @dataclass(frozen=True)
 class Context:
-    """What the providers of a run may look at."""
+    """The parts of a run that a provider may read."""
 
     config: PretrainConfig
     environment: Environment
@@ -37,13 +37,13 @@ class Context:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the model's vocabulary, without what pads it: the tokenizer's, or more if --vocab-size says so."""
+        """Entries of the model's vocabulary without padding: the tokenizer's, or more if --vocab-size says so."""
         return self.config.tokenizer.model_vocab_size(self.tokenizer.vocab_size)
 
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Samples that a run asks of each split; None: as many as there are, once."""
+    """Number of samples that a run needs of each split; None: every sample of the split, once."""
 
     train: int
     valid: int | None
@@ -52,7 +52,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class Stage:
-    """Which part of the model a chunk is: all of it without pipeline parallelism."""
+    """The part of the model that a chunk is; without pipeline parallelism the whole model."""
 
     pre_process: bool = True
     """It has the embedding."""
@@ -63,7 +63,7 @@ class Stage:
 
 
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
-    """What the model chunks of a pipeline rank are, in the order of the rank's chunks."""
+    """Returns the stages of a pipeline rank, one for each of its model chunks, in the order of chunks."""
     stages = stage_map(config.transformer)
     parts = [stages.stage_at(pipeline_rank, chunk) for chunk in range(stages.chunks)]
     several = len(parts) > 1
@@ -72,7 +72,7 @@ def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
 
 @dataclass(frozen=True)
 class Providers:
-    """The providers of a run."""
+    """The functions that build the parts of a run."""
 
     build_model: Callable[[Context, Stage], nn.Module]
     build_datasets: Callable[[Context, SampleCounts], Sequence[Any]]
@@ -149,11 +149,13 @@ def optimizer_builder(optimizer_provider: Callable[..., Any]) -> Callable[[Conte
 def datasets_of_provider(
     provider: Callable[..., Sequence[Any]], counts: SampleCounts, chunks: Sequence[int | None]
 ) -> Sequence[Any]:
-    """The data sets that a published provider gives this rank; None for those that it gives other ranks only.
+    """Returns the datasets that Megatron-LM's datasets provider builds on this rank; None for a dataset that it builds
+    on other ranks only.
 
-    It is called on every rank, also where it says (`is_distributed`) that the first tensor parallel rank would do: each
-    reads its own data. With virtual stages it is asked about each chunk, as published; all chunks of a rank then read
-    the same data sets, those of the first that is given any. Raises UserError for one that knows no virtual stages.
+    It is called on every rank, even if it says (`is_distributed`) that the first tensor parallel rank is enough,
+    because each rank reads its own data. With virtual stages it is called once for each chunk, as Megatron-LM does; all
+    chunks of a rank then read the same datasets, those of the first chunk that got any. Raises UserError if it has no
+    parameter for virtual stages.
     """
     asked = [counts.train, counts.valid, counts.test]
     found: list[Any] = [None] * len(asked)
@@ -174,7 +176,7 @@ def _check_takes_vp_stage(provider: Callable[..., Any], what: str) -> None:
 
 
 def warn_unused(function: str, given: Mapping[str, Any]) -> None:
-    """Print, on the first rank, which functions a published `function` was handed that have nothing to choose here."""
+    """Prints, on the first rank, which arguments of a function of Megatron-LM have no effect here."""
     for name, value in given.items():
         if value is not None and os.environ.get("RANK", "0") == "0":
             print(
@@ -184,7 +186,7 @@ def warn_unused(function: str, given: Mapping[str, Any]) -> None:
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered keywords that a function takes."""
+    """Returns those of the offered keyword arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return offered

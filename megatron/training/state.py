@@ -26,17 +26,19 @@ class TrainState:
     """Of the model, by formula."""
 
     def to_json(self) -> dict[str, int | float]:
+        """Returns the counts by name, for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "TrainState":
-        """Undo `to_json`; counts that an older release did not keep begin at 0. Raises UserError for an unknown one."""
+        """Builds the state that `to_json` described. Counts that an older release did not save start at 0. Raises
+        UserError for an unknown count."""
         unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise UserError(f"the training state holds {', '.join(unknown)}, which this release does not know")
         return cls(**fields)
 
     def restore(self, other: "TrainState") -> None:
-        """Take over another state's counts, so that those who hold this object see them."""
+        """Copies another state's counts into this object, so that everyone who holds this object sees them."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(other, field.name))

@@ -1,4 +1,4 @@
-"""A model as a checkpoint holds it, for use without its run: generation, measurements."""
+"""Loads the model of a checkpoint for use outside its run: generation, measurements."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _AND_BESIDE_THEM = ("cp_comm_type",)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A whole model in evaluation mode, and what belongs to it."""
+    """A whole model in evaluation mode, with its tokenizer and settings."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -44,7 +44,7 @@ class TrainedModel:
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens of a row that the model was trained for."""
+        """Number of tokens of a row that the model was trained for."""
         return self.config.model.max_position_embeddings
 
 
@@ -55,13 +55,14 @@ def load_trained_model(
     changes: Sequence[str] = (),
     say: Say = print,
 ) -> TrainedModel:
-    """The model of the newest whole checkpoint under `root`, or of one iteration, in this process and on its device.
+    """Returns the model of the newest complete checkpoint under `root`, or of iteration `step`, on this process's
+    device.
 
-    `build_model` is the piece of the script that trained it; the flags are those that the checkpoint says it ran with,
-    with `changes` (words of a command line, such as the tokenizer's new place) after them. On a CPU the weights of a
-    half-precision run are held in float32.
+    `build_model` is the model builder of the script that trained it. The flags are those that the checkpoint was
+    written with, followed by `changes` (words of a command line, such as the tokenizer's new path). On a CPU the
+    weights of a half-precision run are held in float32.
 
-    Raises UserError when there is no whole checkpoint, or its flags, files or tensors do not make a model.
+    Raises UserError if there is no complete checkpoint, or if its flags, files or tensors do not make a model.
     """
     checkpoint = find_checkpoint(Path(root), step, say)
     if checkpoint is None:
@@ -80,14 +81,15 @@ def load_trained_model(
 
 
 def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str], *, has_cuda: bool) -> PretrainConfig:
-    """The settings of the run that a checkpoint describes, for its model in one process, with `changes` (words) after
-    its flags. What only training needs may be missing. Raises UserError if they make no model."""
+    """Returns the settings of the run that a checkpoint describes, for its model in one process, with the words
+    `changes` after its flags. Settings that only training needs may be missing. Raises UserError if they make no
+    model."""
     words = _for_one_process(described.get("command_line", []), half=has_cuda)
     return configure([*words, *changes, "--dry-run"], launch_environment=LaunchEnvironment(1, has_cuda))
 
 
 def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:
-    """The flags of a run without those of its layout; without `half`, in float32 at least."""
+    """Returns the flags of a run without those of its layout; without `half`, also without half-precision formats."""
     kept_formats = _FORMATS if half else _FORMATS[2:]
     table = flags_by_spelling()
     words: list[str] = []

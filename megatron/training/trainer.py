@@ -1,4 +1,4 @@
-"""A run that is set up: everything that the loop works on, and the small steps that the loop is told in."""
+"""A run that is set up (`Trainer`): its parts, and the small steps that the loop consists of."""
 
 import contextlib
 import sys
@@ -32,7 +32,7 @@ from megatron.training.state import TrainState
 
 @dataclass
 class Trainer:
-    """The parts of a run. Made by `setup.set_up`; used by `training.train`."""
+    """The parts of a run. Built by `setup.set_up`; the loop (`megatron.training.loop`) works on it."""
 
     config: PretrainConfig
     environment: Environment
@@ -56,11 +56,13 @@ class Trainer:
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         return self.environment.device
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Within, the run is at something else than training. What fails there leaves it so."""
+        """Marks a phase (evaluation, saving) for error messages. After an exception the phase stays set, so that the
+        message names it."""
         self.phase, before = phase, self.phase
         yield
         self.phase = before
@@ -68,13 +70,14 @@ class Trainer:
     # One step --------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> int:
-        """Get ready for the next global batch; returns its micro-batches on this rank."""
+        """Prepares for the next global batch: sets the batch size and the place in the data. Returns the number of
+        micro-batches on this rank."""
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
 
     def record_step(self, result: Any) -> None:
-        """Count what a step consumed and tell the log."""
+        """Counts what a step consumed and hands its values to the log."""
         samples = self.batches.global_batch_size
         self.state.iteration += 1
         self.state.consumed_train_samples += samples
@@ -99,11 +102,13 @@ class Trainer:
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluation_is_due(self) -> bool:
+        """Whether --eval-interval asks for an evaluation after this iteration."""
         interval = self.config.evaluation.eval_interval
         return bool(interval and self.splits.valid is not None and self.state.iteration % interval == 0)
 
     def evaluate(self, split: str, where: str | None = None) -> None:
-        """Put --eval-iters global batches of a split through the model and log the mean loss over their tokens."""
+        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model and logs the mean loss over
+        their tokens."""
         data: StepData | None = getattr(self.splits, split)
         iterations = self.config.evaluation.eval_iters
         if data is None or iterations == 0:
@@ -147,8 +152,9 @@ class Trainer:
     # Saving and leaving ----------------------------------------------------------------------------------------------
 
     def check_exit(self) -> ExitDecision | None:
-        """Whether all ranks leave now. Before a save and at the end of training nothing is left open: a checkpoint of
-        a step that was not finite would pass over its data without a word."""
+        """Returns the decision of all ranks to exit now, or None. Before a save and after the last iteration it waits
+        for every rank's answer, because a checkpoint of a step that was not finite would silently skip that step's
+        data."""
         decision = self.exit.after_step(self.state.iteration)
         if self.save_is_due(decision) or self.is_done():
             self.log.flush()  # by now the host knows all that the device found
@@ -156,10 +162,11 @@ class Trainer:
         return decision
 
     def is_done(self) -> bool:
-        """No iteration is left."""
+        """Whether the last iteration is done."""
         return self.state.iteration >= self.config.training.train_iters
 
     def save_is_due(self, decision: ExitDecision | None) -> bool:
+        """Whether a checkpoint is due after this iteration: by --save-interval, or because the run exits."""
         checkpoint = self.config.checkpoint
         if checkpoint.save is None or self.state.iteration == self.checkpoints.last_saved:
             return False
@@ -169,14 +176,14 @@ class Trainer:
         return bool(interval and self.state.iteration % interval == 0)
 
     def save(self) -> None:
-        """Write a checkpoint of this iteration, which is whole when this returns."""
+        """Writes a checkpoint of this iteration. It is complete when this returns."""
         with self.log.paused(), self.in_phase("saving"):
             self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
             self.log.event("save", self.state.iteration)
             self.hooks.after_save(self.state.iteration)
 
     def report_exit(self, decision: ExitDecision) -> None:
-        """Say why the run ends before its last iteration."""
+        """Logs and prints why the run ends before its last iteration."""
         if decision.reason is ExitReason.NON_FINITE:
             self.log.flush()
         self.log.event("exit", self.state.iteration, reason=decision.reason.value)
@@ -185,7 +192,7 @@ class Trainer:
             print(f"{decision.message}{where}", flush=True)
 
     def finish(self) -> None:
-        """After the last iteration: the last checkpoint, then the validation and test sets."""
+        """After the last iteration: saves the last checkpoint, then evaluates the validation and test sets."""
         trained = not self.config.evaluation.skip_train
         if trained and self.config.checkpoint.save is not None and self.state.iteration != self.checkpoints.last_saved:
             self.save()
@@ -193,18 +200,19 @@ class Trainer:
         self.evaluate("test", f"iteration {self.state.iteration} on test set")
 
     def close(self) -> None:
-        """End the run in order, data included. Every rank calls it."""
+        """Ends the run in order, data included. Every rank calls it."""
         self.close_training()
         self.splits.close()
 
     def close_training(self) -> None:
-        """End hooks, exit agreement and log, and leave the data open. Every rank calls it."""
+        """Ends hooks, exit agreement and log; the data stays open. Every rank calls it."""
         self.hooks.on_exit(self.state.iteration)
         self.exit.close()
         self.log.close()
 
     def close_after_failure(self, error: BaseException) -> None:
-        """End the run after a failure: no rank can be counted on. Says which rank failed and where."""
+        """Ends the run after an exception, without other ranks, which may be gone. Prints which rank failed, and in
+        which phase."""
         if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
             rank, ranks = self.environment.rank, self.environment.world_size
             where = f"in {self.phase}, after iteration {self.state.iteration}"

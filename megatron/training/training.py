@@ -74,13 +74,13 @@ def pretrain(
     *,
     optimizer_provider: Callable[..., Any] | None = None,
 ) -> None:
-    """Train the model that the command line describes, out of the given providers.
+    """Trains the model that the command line describes, with the given providers.
 
-    Takes the published provider functions, or a `Providers` alone. `optimizer_provider(model_chunks)` may return any
-    torch.optim.Optimizer. Exits with code 2 when the command line is wrong, and with the code of the `ExitDecision`
-    when the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have
-    nothing to choose: which ranks hold an embedding follows from the layout of the stages. Raises UserError for what
-    nothing serves yet: the functions of non-loss data, `store`, `inprocess_call_wrapper`.
+    Takes Megatron-LM's provider functions, or a `Providers` alone. `optimizer_provider(model_chunks)` may return any
+    torch.optim.Optimizer. Exits with code 2 if the command line is wrong, and with the code of the `ExitDecision` if
+    the run ends early because of a non-finite loss. `get_embedding_ranks` and `get_position_embedding_ranks` have no
+    effect: the layout of the stages decides which ranks hold an embedding. Raises UserError for arguments that are not
+    supported yet: functions of non-loss data, `store`, `inprocess_call_wrapper`.
     """
     started = time.monotonic()
     unserved = {
@@ -118,7 +118,8 @@ def pretrain(
 
 
 def run_pretraining(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
-    """Set up, train, finish; returns why the run ended early, if it did. Everything it started has ended by then."""
+    """Sets up, trains and finishes a run. Returns the decision of an early exit, or None. All that it started has ended
+    on return."""
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
     with SignalWatch(sorted(watched)) as signals, process_environment(config) as environment:
         try:
@@ -131,7 +132,7 @@ def run_pretraining(config: PretrainConfig, providers: Providers, started: float
 def set_up_and_train(
     config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
 ) -> ExitDecision | None:
-    """What `run_pretraining` does among the other ranks."""
+    """The part of `run_pretraining` inside the process groups."""
     decision = None
     trainer = set_up(config, providers, environment, signals, started)
     try:
@@ -158,8 +159,9 @@ def get_model(
     config: Any = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> list[nn.Module]:
-    """The chunks of the model on this rank, on its device, in the run's number format; wrapped in
-    DistributedDataParallel unless told otherwise. `config` and groups are the run's own."""
+    """Returns the model chunks of this rank, on its device and in the run's number format, wrapped in
+    DistributedDataParallel unless `wrap_with_ddp` is False. Raises UserError for `config` and `pg_collection`: those of
+    the run are used."""
     refuse("get_model", {"config": config is not None, "pg_collection": pg_collection is not None})
     wrapped = build_model(global_vars.current_run(), model_builder(model_provider_func))
     return [chunk if wrap_with_ddp else chunk.module for chunk in wrapped]
@@ -168,8 +170,8 @@ def get_model(
 def setup_model_and_optimizer(
     model_provider_func: Callable[..., nn.Module], model_type: ModelType, checkpointing_context: Any = None
 ) -> tuple[list[nn.Module], MegatronOptimizer | None, OptimizerParamScheduler | None]:
-    """Model chunks, optimizer and schedule, as --load's checkpoint has them if there is one. With --skip-train the last
-    two are None."""
+    """Returns model chunks, optimizer and schedule, loaded from --load's checkpoint if there is one. With --skip-train
+    the last two are None."""
     run = global_vars.current_run()
     model = build_model(run, model_builder(model_provider_func))
     optimizer = build_optimizer(run, model)
@@ -183,8 +185,8 @@ def setup_model_and_optimizer(
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: Callable[..., Sequence[Any]],
 ) -> tuple[Any, Any, Any]:
-    """This rank's micro-batches of each split from where the run stands; None where there is no such data. With virtual
-    pipeline stages a list each, with an iterator for each model chunk."""
+    """Returns this rank's micro-batches of each split, from the run's place in the data; None for a split without data.
+    With virtual pipeline stages each is a list with one iterator per model chunk."""
     run = global_vars.current_run()
     build_datasets = datasets_builder(build_train_valid_test_datasets_provider)
     splits = build_splits(run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config)))
@@ -316,8 +318,8 @@ def _is_halted(optimizer: MegatronOptimizer, config: PretrainConfig) -> bool:
 
 
 def _mean_reports(reports: Sequence[Mapping[str, Tensor]], run: Context) -> dict[str, Tensor]:
-    """Each loss of the global batch: [sum, count] over all data parallel ranks; one value is the mean over
-    micro-batches of this rank."""
+    """Returns the mean of each loss over the tokens of the global batch, on all data parallel ranks; a loss that is
+    reported as one value is averaged over the micro-batches of this rank."""
     groups, means = run.environment.groups, {}
     for name in reports[0] if reports else ():
         values = torch.stack([report[name].detach().reshape(-1) for report in reports])  # [micro-batches, 1 or 2]
@@ -340,8 +342,8 @@ def evaluate(
     non_loss_data_func: Callable[..., Any] | None = None,
     eval_iters: int | None = None,
 ) -> tuple[dict[str, Tensor], None, bool]:
-    """(mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`. There are no
-    losses where they are not computed."""
+    """Returns (mean losses over all their tokens, None, False) of --eval-iters global batches, or of `eval_iters`. The
+    losses are empty on ranks that do not compute them."""
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("evaluate", asked | {"non_loss_data_func": non_loss_data_func is not None})
     run = global_vars.current_run()

@@ -1,5 +1,5 @@
-"""Small published functions for user scripts. Those that talk to other ranks use the default groups, which are the
-run's own while it lasts."""
+"""Megatron-LM's small functions for user scripts. Those that communicate use the default process groups, which are the
+run's while it lasts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,18 +23,18 @@ from megatron.core.utils.rendezvous import local_device
 
 
 def print_rank_0(message: Any, rank: int | None = None) -> None:
-    """Print on the first rank; `rank` is this process's, where torch.distributed does not know it."""
+    """Prints on the first rank. `rank` is this process's rank, for use before torch.distributed is initialized."""
     if (rank if rank is not None else _rank()) == 0:
         print(message, flush=True)
 
 
 def is_last_rank() -> bool:
-    """This is the last rank of the world, which has the losses unless the pipeline is V-shaped."""
+    """Whether this is the last rank of the world, which computes the losses unless the pipeline is V-shaped."""
     return _rank() == (dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
 def print_rank_last(message: Any) -> None:
-    """Print on the last rank."""
+    """Prints on the last rank."""
     if is_last_rank():
         print(message, flush=True)
 
@@ -48,7 +48,8 @@ def _rank() -> int:
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """The module within wrappers of the given classes (default: data parallel and half precision). A list gives one."""
+    """Returns the module inside wrappers of the given classes (default: data parallel and half precision). A list gives
+    a list."""
     wrappers: Any = module_instances or (DistributedDataParallel, Float16Module)
     if isinstance(model, list):
         return [unwrap_model(chunk, wrappers) for chunk in model]
@@ -58,9 +59,9 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
 
 
 def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False) -> float:
-    """2-norm of all weights of the model, each counted once over all ranks. Waits for the device.
+    """Returns the 2-norm of all weights of the model, each counted once over all ranks. Waits for the device.
 
-    The norm is always computed in float32 at least, without a copy; `force_create_fp32_copy` changes nothing.
+    The norm is computed in float32 at least, without a copy; `force_create_fp32_copy` has no effect.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
@@ -114,11 +115,12 @@ _FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator[Mapping[str, Any]] | None, mtp_on_this_rank: bool = False
 ) -> dict[str, Tensor | None]:
-    """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
+    """Returns the next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
 
-    Tensor parallel ranks get what the first of them reads; the iterators of the others move on as well, where they have
-    any. `attention_mask` is None where the data carries none, for a causal one; boundaries of documents
-    (--reset-attention-mask) become a mask. `mtp_on_this_rank` changes nothing: every rank gets all fields.
+    All tensor parallel ranks get the batch that the first of them reads; the iterators of the others advance too, if
+    they have any. `attention_mask` is None if the data has none (causal attention); document boundaries
+    (--reset-attention-mask) become a mask. `mtp_on_this_rank` has no effect, because every rank gets all fields. Raises
+    UserError if the first tensor parallel rank has no iterator.
     """
     groups = default_collection()
     batch = None if data_iterator is None else next(data_iterator)
@@ -145,8 +147,8 @@ _MOST_DIMS = 4
 
 
 def _from_first_rank(found: dict[str, Tensor | None], device: torch.device, group: Group) -> dict[str, Tensor | None]:
-    """The tensors of the first rank of a group on all of its ranks. Types and shapes go ahead of them, on the host, so
-    that nothing waits for the device."""
+    """Returns the tensors of the first rank of a group on all its ranks. Types and shapes are sent first, between
+    hosts, so that nothing waits for the device."""
     header = torch.zeros(len(found), 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
     if group_rank(group) == 0:
         for row, value in zip(header, found.values(), strict=True):
@@ -184,10 +186,10 @@ _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-    """This context parallel rank's part of the sequences of a batch, tensors [b, s, ...] of whole rows; in place.
+    """Cuts a batch, tensors [b, s, ...] of whole rows, to this context parallel rank's part of the sequences, in place.
 
-    The rows are cut in zig-zag into 2 * ranks chunks. Of `attention_mask` [.., .., s, s] the rows of its queries stay;
-    boundaries of documents are those of whole rows. Raises UserError where the rows do not divide.
+    The rows are cut in zig-zag order into 2 * ranks chunks. Of `attention_mask` [.., .., s, s] the rows of this rank's
+    queries are kept; document boundaries stay those of whole rows. Raises UserError if the rows cannot be divided.
     """
     groups = default_collection()
     part = sequence_part(groups if cp_group is None else ProcessGroupCollection(cp=cp_group))
@@ -200,7 +202,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> di
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Means of some scalars over the data parallel ranks: [number of losses]."""
+    """Returns the means of scalars over the data parallel ranks: [number of losses]."""
     mean = torch.stack([loss.detach().reshape(()) for loss in losses])
     groups = default_collection()
     if groups.size("dp") == 1:

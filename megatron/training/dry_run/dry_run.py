@@ -1,6 +1,6 @@
-"""--dry-run: what a run would be, without process groups, devices or memory.
+"""--dry-run: steps and data of a run, without process groups, devices or memory.
 
-What each rank holds comes from builds of its part of the model (`rank_memory`); here is the rest: steps and data.
+The memory of each rank comes from building its part of the model (`rank_memory`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from megatron.training.tokenizer.build import build_tokenizer
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a run goes over one data set."""
+    """How often a run passes over one dataset."""
 
     name: str
     tokens: int
@@ -31,7 +31,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a run would be."""
+    """The result of a dry run."""
 
     parameters: int
     """Of the whole model, without what pads the vocabulary."""
@@ -48,12 +48,12 @@ class DryRun:
 
     @property
     def memory(self) -> MemoryBytes:
-        """Of the rank that needs most."""
+        """Memory of the rank that needs most."""
         return max((entry.memory for entry in self.ranks), key=lambda memory: memory.total)
 
 
 def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
-    """Find out what the run would be. Raises UserError when its tokenizer, model or data cannot be made."""
+    """Computes the properties of a run. Raises UserError if its tokenizer, model or data cannot be built."""
     tokenizer = build_tokenizer(config.tokenizer)
     training, length = config.training, config.data.seq_length
     padded = vocabulary_rows(config, tokenizer)
@@ -96,7 +96,7 @@ def _passes_over(blend: Blend, share: float, wanted: int | None) -> Iterator[Pas
 
 
 def tokens_to_train_on(config: PretrainConfig) -> int | None:
-    """Tokens of the whole run; None if its length is not given."""
+    """Returns the number of tokens of the whole run, None if its length is not given."""
     training, length = config.training, config.data.seq_length
     if training.train_samples is not None:
         return training.train_samples * length

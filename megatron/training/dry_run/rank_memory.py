@@ -1,9 +1,8 @@
-"""What each rank of a run holds: layers, parameters, bytes, from a build of its part of the model on the meta device.
+"""Layers, parameters and bytes of each rank of a run, from building its part of the model on the meta device.
 
-A rank's chunks are built by the same piece that builds them in earnest, among the groups that the rank would be in, and
-their units are planned and shared out by the functions that a run uses; there is no second formula. Ranks that differ
-in their place in the data parallel groups (context parallel ranks are in those too) hold the same part of the model by
-definition: it is built once for all of them.
+The model provider of the run builds a rank's chunks, in the process groups that the rank would be in, and the run's own
+functions plan and shard their units; there is no second formula. Ranks that differ only in their data parallel
+coordinates (context parallel ranks included) hold the same part of the model: it is built once for all of them.
 """
 
 import math
@@ -32,7 +31,7 @@ _DATA_AXES = ("dp", "cp", "edp")
 
 @dataclass(frozen=True)
 class MemoryBytes:
-    """Bytes on a rank, activations aside."""
+    """Bytes on a rank, without activations."""
 
     weights: int
     gradients: int
@@ -42,12 +41,13 @@ class MemoryBytes:
 
     @property
     def total(self) -> int:
+        """Sum of all kinds."""
         return self.weights + self.gradients + self.optimizer + self.transient
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """A part of the model, as a rank builds it: its chunks, and the units of each."""
+    """The part of the model that a rank builds: its chunks, and the units of each."""
 
     stages: tuple[Stage, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
@@ -66,7 +66,7 @@ class ModelShard:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds."""
+    """The model shard and the memory of one rank."""
 
     rank: int
     place: Mapping[str, int]
@@ -78,7 +78,8 @@ class RankMemory:
 def rank_memory(
     config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int
 ) -> list[RankMemory]:
-    """What every rank holds, in the order of ranks. Raises UserError where a part of the model cannot be built."""
+    """Returns the memory of every rank, in the order of ranks. Raises UserError if a part of the model cannot be
+    built."""
     moments = len(build_update_rule(config.optimizer).moments)
     built: dict[tuple[tuple[str, int], ...], tuple[ModelShard, MemoryBytes]] = {}
     found = []
@@ -96,7 +97,7 @@ def rank_memory(
 def build_shard(
     config: PretrainConfig, providers: Providers, tokenizer: Tokenizer, padded_vocab: int, rank: int
 ) -> ModelShard:
-    """Build a rank's chunks on the meta device and plan their units."""
+    """Builds a rank's chunks on the meta device and plans their units."""
     groups = groups_of_rank(config, rank)
     pipeline = pipeline_of(config.transformer)
     environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
@@ -104,7 +105,7 @@ def build_shard(
     shared = shardings(config.ddp, groups)
     shards = {grid: sharding.shards for grid, sharding in shared.items()}
     stages, pipeline_rank = stage_map(config.transformer), groups.rank("pp")
-    global_vars.set_current_run(context, padded_vocab_size=padded_vocab)  # which published providers ask
+    global_vars.set_current_run(context, padded_vocab_size=padded_vocab)  # which Megatron-LM's providers read
     try:
         with torch.device("meta"), default_groups(groups, pipeline):
             chunks = [providers.build_model(context, stage) for stage in stages_of_rank(config, pipeline_rank)]
@@ -122,7 +123,8 @@ def build_shard(
 
 
 def memory_of_shard(shard: ModelShard, moments: int, config: PretrainConfig) -> MemoryBytes:
-    """What flat buffers of a part's units take, with an optimizer that keeps so many moments."""
+    """Returns the bytes of the flat buffers of a shard's units, for an optimizer with `moments` moments per
+    parameter."""
     weights = gradients = optimizer = 0
     for plan in (plan for plans in shard.plans for plan in plans):
         sharding = shard.shardings[plan.grid]
@@ -134,7 +136,7 @@ def memory_of_shard(shard: ModelShard, moments: int, config: PretrainConfig) -> 
 
 
 def _transient(shard: ModelShard, config: PretrainConfig) -> int:
-    """The most of what is shared out that is whole at once: weights and gradients."""
+    """Returns the largest number of bytes of sharded weights and gradients that are whole at one time."""
     late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
     return _transient_weights(shard, config.ddp.overlap_param_gather) + (
         sum(sum(_opened(shard, chunk)) for chunk in range(len(shard.plans)))  # all, from first to last product
@@ -144,9 +146,9 @@ def _transient(shard: ModelShard, config: PretrainConfig) -> int:
 
 
 def _transient_weights(shard: ModelShard, overlap: bool) -> int:
-    """One unit's weights are there at a time, those of a layer also while its experts' are; with overlap the next are
-    gathered as well. Those of the last unit stay after forward, for the backward that often follows, until the chunk is
-    used again."""
+    """Returns the largest number of bytes of gathered weights. One unit is gathered at a time (a layer stays while its
+    experts are); with overlap the next unit too. The last unit stays after forward, for the backward that often
+    follows, until the chunk is used again."""
     chunks = [
         [p.numel * p.dtype.itemsize * shard.shardings[p.grid].strategy.shards_weights for p in plans]
         for plans in shard.plans
@@ -161,8 +163,9 @@ def _transient_weights(shard: ModelShard, overlap: bool) -> int:
 
 
 def _transient_gradients(shard: ModelShard, overlap: bool) -> int:
-    """One unit's gradients come at a time; with overlap the sum of the unit before is still under way, and the last of
-    every other chunk. Those of an embedding that the head shares are open until backward is there."""
+    """Returns the largest number of bytes of whole gradients. One unit is computed at a time; with overlap the
+    reduction of the previous unit is still running, and that of the last unit of every other chunk. The gradient of an
+    embedding that the head shares stays until backward reaches it."""
     opened = [_opened(shard, chunk) for chunk in range(len(shard.plans))]
     most = 0
     for chunk, sizes in enumerate(opened):
@@ -174,19 +177,19 @@ def _transient_gradients(shard: ModelShard, overlap: bool) -> int:
 
 
 def _opened(shard: ModelShard, chunk: int) -> list[int]:
-    """Bytes of the whole gradients of a chunk's units, those that are kept anyway left out."""
+    """Returns the bytes of the whole gradients of each unit of a chunk, 0 for units that keep them anyway."""
     plans = shard.plans[chunk]
     return [p.numel * p.main_dtype.itemsize * shard.shardings[p.grid].strategy.shards_gradients for p in plans]
 
 
 def _head_is_tied(shard: ModelShard, chunk: int) -> bool:
-    """The head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
+    """Whether the head of a chunk uses the weight of the embedding in the same chunk, which is its first unit."""
     stage, names = shard.stages[chunk], [plan.name for plan in shard.plans[chunk]]
     return (stage.embedding or stage.prediction_layers > 0) and stage.loss and "output_layer" not in names
 
 
 def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
-    """Bytes of the unit in whose module each unit's module is used: of a layer, for its experts'."""
+    """Returns for each unit the bytes of the unit that contains it: of the layer for a unit of its experts."""
     return [
         sum(sizes[other] for other in range(place) if plans[other].name == plan.name)
         for place, plan in enumerate(plans)
@@ -194,7 +197,7 @@ def _around(plans: Sequence[UnitPlan], sizes: Sequence[int]) -> list[int]:
 
 
 def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> int:
-    """The largest sum of so many neighbours, and of what is around the first."""
+    """Returns the largest sum of `length` neighbouring sizes, with the unit around the first."""
     return max(
         (
             sum(sizes[first : first + length]) + (around[first] if first < len(around) else 0)
@@ -209,14 +212,13 @@ def _largest_run(sizes: Sequence[int], length: int, around: Sequence[int]) -> in
 
 
 def parameters_of_model(shards: Iterable[ModelShard]) -> int:
-    """Elements of the whole model, without what pads the vocabulary: each tensor once, however many ranks hold it."""
+    """Returns the number of elements of the whole model without vocabulary padding; each tensor counts once."""
     shapes = {info.name: info.global_shape for shard in shards for info in shard.infos}
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def check_complete(shards: Iterable[ModelShard]) -> None:
-    """Every element of every tensor is held by some rank. Raises UserError otherwise, which a model of the user's own
-    can bring about."""
+    """Raises UserError unless some rank holds every element of every tensor, which a user's own model may violate."""
     boxes: dict[str, tuple[tuple[int, ...], set[Box]]] = {}
     for shard in {id(shard): shard for shard in shards}.values():
         for info in shard.infos:

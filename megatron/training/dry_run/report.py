@@ -1,4 +1,4 @@
-"""What --dry-run prints."""
+"""Prints the result of --dry-run."""
 
 import os
 import re
@@ -17,10 +17,8 @@ from megatron.training.providers import Providers
 
 
 def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
-    """Print what is to be said about the flags, the settings with --print-config, and what the run would be.
-
-    Only the first process does. Where the run could not be made, prints why to stderr and exits with code 2.
-    """
+    """Prints the notes on the flags, the settings with --print-config, and the dry run, on the first process only. If
+    the run cannot be built, prints why to stderr and exits with code 2."""
     if os.environ.get("RANK", "0") != "0":
         return
     try:
@@ -33,7 +31,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
 
 
 def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
-    """The dry run for people."""
+    """Yields the lines of the report."""
     yield from _run_lines(config, run)
     if config.world_size > 1:
         yield ""
@@ -80,13 +78,13 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
 
 
 def size_text(count: int) -> str:
-    """Bytes, exactly and in a unit that can be read."""
+    """Returns a number of bytes in a readable unit and exactly."""
     short = short_size(count)
     return short if short.endswith("bytes") else f"{short} ({count:,} bytes)"
 
 
 def short_size(count: int) -> str:
-    """Bytes in a unit that can be read."""
+    """Returns a number of bytes in a readable unit."""
     value, unit = float(count), "bytes"
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -120,12 +118,12 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
 
 
 def stages_text(stages: Sequence[Stage]) -> str:
-    """What stands on the stages of a rank: `embedding, layers 1 to 4; layers 17 to 20`."""
+    """Returns the content of a rank's stages: `embedding, layers 1 to 4; layers 17 to 20`."""
     return "; ".join(map(stage_text, stages))
 
 
 def stage_text(stage: Stage) -> str:
-    """What stands on a stage."""
+    """Returns the content of a stage."""
     held = ["embedding"] if stage.embedding else []
     if len(stage.layers) > 1:
         held.append(f"layers {stage.layers.start} to {stage.layers[-1]}")
@@ -195,8 +193,8 @@ _SHARES = {
 
 
 def _split_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """Which parameters are shared out among which ranks of a stage, and which each has whole; layers are alike and said
-    once."""
+    """Yields which parameters are split among which ranks of a stage, and which each rank holds whole. Layers are alike
+    and listed once."""
     found: dict[tuple[str, ...], dict[str, str]] = {axes: {} for axes in _SHARES}
     for info in _all_infos(ranks).values():
         name = re.sub(r"\.\d+\.", ".*.", info.name)
@@ -211,7 +209,7 @@ def _split_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
 
 
 def _copy_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """Weights of which two pipeline stages have a copy."""
+    """Yields the weights of which two pipeline stages have a copy."""
     for name, info in _all_infos(ranks).items():
         if info.tied:
             holders = sorted({h.place["pp"] for h in ranks if any(i.name == name for i in h.shard.infos)})
@@ -235,7 +233,7 @@ _SHARED_OUT = {
 
 
 def _sharding_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """What data parallel ranks share out."""
+    """Yields what data parallel ranks shard."""
     sharding = ranks[0].shard.shardings["dense"]
     if sharding.shards == 1:
         return

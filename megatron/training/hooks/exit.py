@@ -1,10 +1,11 @@
-"""Leaving early, all ranks after the same step.
+"""Early exit of all ranks after the same step.
 
-What makes a run leave: --exit-interval, which every rank knows by itself; and a signal, --exit-duration-in-mins or a
-non-finite loss, which one rank notices first. For the latter each step starts one all-reduce of four integers on a gloo
-group beside the device's groups, and reads the result of the one that the step before started. So nothing waits for the
-device, and the host waits for the other hosts only if one of them is a whole step behind. A reason that shows during
-step k ends the run after step k + 1; where a checkpoint is due (`resolve_pending`), after step k.
+A run exits early because of --exit-interval, which every rank knows by itself; or because of a signal,
+--exit-duration-in-mins or a non-finite loss, which one rank notices first. For the latter, each step starts one
+all-reduce of four integers on a gloo group beside the device's groups, and reads the result that the step before
+started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step behind. A
+reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`), after step
+k.
 """
 
 import enum
@@ -20,7 +21,7 @@ from megatron.training.launch.signals import SignalWatch
 
 
 class ExitReason(enum.Enum):
-    """Why a run leaves before its last iteration."""
+    """Why a run exits before its last iteration."""
 
     INTERVAL = "interval"
     DURATION = "duration"
@@ -30,7 +31,7 @@ class ExitReason(enum.Enum):
 
 @dataclass(frozen=True)
 class ExitDecision:
-    """The same on every rank."""
+    """The decision to exit early; the same on every rank."""
 
     reason: ExitReason
     message: str
@@ -81,7 +82,7 @@ class ExitAgreement:
         self._work: dist.Work | None = None
 
     def after_step(self, iteration: int) -> ExitDecision | None:
-        """`poll`, and --exit-interval. `iteration` is the number of iterations done."""
+        """Like `poll`, and checks --exit-interval. `iteration` is the number of iterations done."""
         decision = self.poll()
         if decision is None and self.exit_interval and iteration % self.exit_interval == 0:
             self._decision = decision = ExitDecision(
@@ -90,7 +91,8 @@ class ExitAgreement:
         return decision
 
     def poll(self) -> ExitDecision | None:
-        """The decision of the round before; starts the next round. Once decided, says the same for ever."""
+        """Returns the decision of the previous round and starts the next round. A decision is final: later calls return
+        it again."""
         if self._decision is None:
             self._decision = self._decide(self._finish_round() if self.group is not None else self._local_flags())
             if self._decision is None and self.group is not None:
@@ -98,10 +100,11 @@ class ExitAgreement:
         return self._decision
 
     def resolve_pending(self) -> ExitDecision | None:
-        """The decision with all that any rank knows now. Waits for all ranks; every rank calls it at the same place.
+        """Returns the decision from everything that any rank knows now. Waits for all ranks; every rank calls it at the
+        same place.
 
-        Before a save and after the last step: what one rank noticed in this very step is known to all only now. A
-        non-finite loss wins over any decision before, since its state must not be saved.
+        Call it before a save and after the last step: other ranks hear only now of what one rank noticed in this step.
+        A non-finite loss replaces an earlier decision, because its state must not be saved.
         """
         if self.group is None:
             flags: torch.Tensor | None = self._local_flags()
@@ -115,7 +118,7 @@ class ExitAgreement:
         return self._decision
 
     def close(self) -> None:
-        """Wait for a round that is under way. Every rank calls it once, before the groups are destroyed."""
+        """Waits for a round that has not finished. Every rank calls it once, before the groups are destroyed."""
         self._finish_round()
 
     def _local_flags(self) -> torch.Tensor:
@@ -160,7 +163,7 @@ class ExitAgreement:
 
 
 def agreement_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for `ExitAgreement`; collective. None in a single process."""
+    """Returns a gloo group of all ranks for `ExitAgreement`, None in a single process. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.new_group(backend="gloo")

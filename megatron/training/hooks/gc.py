@@ -23,18 +23,22 @@ class ManualGarbageCollection(Hook):
         self._was_enabled = False
 
     def on_start(self, iteration: int) -> None:
+        """Switches automatic collection off, after one collection."""
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect()
 
     def after_step(self, iteration: int) -> None:
+        """Collects if the interval divides the iteration."""
         if self.interval > 0 and iteration % self.interval == 0:
             gc.collect()
 
     def before_evaluate(self, iteration: int) -> None:
+        """Collects the youngest generation if `evaluation` is set."""
         self._collect_around_evaluation()
 
     def after_evaluate(self, iteration: int) -> None:
+        """Collects the youngest generation if `evaluation` is set."""
         self._collect_around_evaluation()
 
     def _collect_around_evaluation(self) -> None:
@@ -43,5 +47,6 @@ class ManualGarbageCollection(Hook):
             gc.collect(generation=0)
 
     def on_exit(self, iteration: int) -> None:
+        """Switches automatic collection on again if it was on before."""
         if self._was_enabled:
             gc.enable()

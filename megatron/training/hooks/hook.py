@@ -1,25 +1,25 @@
-"""The interface of hooks: what only some runs do, called from fixed places of the training loop."""
+"""The interface of hooks: actions that only some runs take, called from fixed places of the training loop."""
 
 from collections.abc import Iterable
 
 
 class Hook:
-    """Override what you need. Every rank has the same hooks and calls them in the same order.
+    """The methods that a hook may override. Every rank has the same hooks and calls them in the same order.
 
-    `iteration` is the number of iterations done: 0 before the first step of a run that starts from nothing.
+    `iteration` is the number of iterations done: 0 before the first step of a new run.
     """
 
     def on_start(self, iteration: int) -> None:
         """Training begins; called once."""
 
     def before_step(self, iteration: int) -> None:
-        """Step number `iteration` + 1 comes next."""
+        """Step number `iteration` + 1 starts next."""
 
     def after_step(self, iteration: int) -> None:
-        """Step number `iteration` is queued; the device may still be at work on it."""
+        """Step number `iteration` is queued; the device may still compute it."""
 
     def before_evaluate(self, iteration: int) -> None:
-        """An evaluation comes next."""
+        """An evaluation starts next."""
 
     def after_evaluate(self, iteration: int) -> None:
         """An evaluation ended."""
@@ -28,40 +28,47 @@ class Hook:
         """A checkpoint of this iteration is complete."""
 
     def on_exit(self, iteration: int) -> None:
-        """Training ended, also by an exception; called once if `on_start` was."""
+        """Training ended, possibly by an exception; called once if `on_start` was called."""
 
 
 class Hooks(Hook):
-    """Several hooks as one; on the way out they are called in reverse order, each even if another failed."""
+    """Several hooks as one. `on_exit` calls them in reverse order, and calls each even if another raised."""
 
     def __init__(self, hooks: Iterable[Hook] = ()) -> None:
         self.hooks = tuple(hooks)
 
     def on_start(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.on_start(iteration)
 
     def before_step(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.before_step(iteration)
 
     def after_step(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.after_step(iteration)
 
     def before_evaluate(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.before_evaluate(iteration)
 
     def after_evaluate(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.after_evaluate(iteration)
 
     def after_save(self, iteration: int) -> None:
+        """Calls each hook."""
         for hook in self.hooks:
             hook.after_save(iteration)
 
     def on_exit(self, iteration: int) -> None:
+        """Calls the hooks in reverse order; raises the first error after all were called."""
         errors = []
         for hook in reversed(self.hooks):
             try:

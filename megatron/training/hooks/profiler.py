@@ -1,4 +1,4 @@
-"""--profile: a few steps on chosen ranks under Nsight Systems, or under PyTorch's own profiler."""
+"""--profile: records a few steps on chosen ranks with Nsight Systems or with PyTorch's profiler."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,16 +29,19 @@ class NsightProfiler(Hook):
         self._ranges: Any = None
 
     def before_step(self, iteration: int) -> None:
+        """Starts the recording before step `start`."""
         if iteration == self.start:
             torch.cuda.cudart().cudaProfilerStart()
             self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=self._record_shapes)
             self._ranges.__enter__()
 
     def after_step(self, iteration: int) -> None:
+        """Stops the recording after step `end`."""
         if iteration == self.end:
             self._stop()
 
     def on_exit(self, iteration: int) -> None:
+        """Stops a recording that is still running."""
         self._stop()
 
     def _stop(self) -> None:
@@ -78,6 +81,7 @@ class TorchProfiler(Hook):
         self._first = 0
 
     def before_step(self, iteration: int) -> None:
+        """Starts the profiler one step before the first recorded one."""
         if self._profiler is None and self.trace is None and max(self.start - 1, 0) <= iteration < self.end:
             self._first = max(iteration, self.start)
             warmup = self._first - iteration
@@ -89,12 +93,14 @@ class TorchProfiler(Hook):
             self._profiler.start()
 
     def after_step(self, iteration: int) -> None:
+        """Counts a step; writes the trace after the last one."""
         if self._profiler is not None:
             self._profiler.step()
             if iteration >= self.end:
                 self._stop()
 
     def on_exit(self, iteration: int) -> None:
+        """Stops the profiler and writes what was recorded."""
         self._stop()
 
     def _stop(self) -> None:
@@ -121,10 +127,10 @@ def make_profiler(
     with_stack: bool = False,
     all_threads: bool = False,
 ) -> Hook | None:
-    """The profiler that the flags ask for; None on a rank that is not in `ranks`. `all_threads`: PyTorch's records also
-    what is computed on a CPU by threads other than the one that runs the steps.
+    """Returns the profiler that the flags ask for, None on a rank that is not in `ranks`.
 
-    Raises UserError where the steps make no sense or there is no `directory` for PyTorch's traces.
+    With `all_threads` PyTorch's profiler also records computation on a CPU by threads other than the one that runs the
+    steps. Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.
     """
     _check_steps(start, end)
     if rank not in ranks:

@@ -1,4 +1,4 @@
-"""--print-config: every value of a run and where it comes from."""
+"""--print-config: prints every value of a run and where it comes from."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def config_lines(config: PretrainConfig) -> Iterator[str]:
-    """The settings by concern, a line each: name, value, and default, flag, derived or script (a user script's)."""
+    """Yields the settings by concern, a line each: name, value, and source (default, flag, derived, or script for a
+    user script)."""
     values = config.flat()
     groups: dict[str, list[str]] = {}
     for field, flag in flag_table().items():

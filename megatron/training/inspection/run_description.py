@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run that wrote it, and how another run compares with it."""
+"""Describes a run in its checkpoints, and compares another run with such a description."""
 
 import platform
 from collections.abc import Container, Iterator, Mapping
@@ -114,7 +114,7 @@ before there was such a model option is one that leaves it alone."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
-    """A JSON object: the flags that were given, the architecture in effect, and what it ran on."""
+    """Returns a JSON object: the flags that were given, the architecture in effect, versions of torch and Python."""
     return {
         "command_line": command_line_of(config),
         "architecture": architecture_of(config),
@@ -124,8 +124,8 @@ def describe_run(config: PretrainConfig) -> dict[str, Any]:
 
 
 def architecture_of(config: PretrainConfig) -> dict[str, Any]:
-    """The architecture by field name, as JSON values, without what this model has no use for (as `rotary_base` when
-    positions are learned)."""
+    """Returns the architecture by field name, as JSON values, without fields that this model does not use (such as
+    `rotary_base` with learned positions)."""
     values = config.flat()
     turned = [name for name in MODEL_OPTIONS if values[name] != flag_table()[name].default]
     return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
@@ -151,8 +151,8 @@ def _json_value(value: Any) -> Any:
 
 
 def command_line_of(config: PretrainConfig, fields: Container[str] | None = None) -> list[str]:
-    """Words that give this config, or these fields of it: every setting that a flag or the script chose. A script's own
-    flags are left out."""
+    """Returns words that give this config, or these fields of it: every setting that a flag or the script chose. A
+    script's own flags are left out."""
     values = config.flat()
     words: list[str] = []
     for field, flag in flag_table().items():
@@ -163,7 +163,7 @@ def command_line_of(config: PretrainConfig, fields: Container[str] | None = None
 
 
 def words_of(flag: Flag, value: Any) -> Iterator[str]:
-    """The words that give a flag this value; none for a value that no word gives."""
+    """Yields the words that give a flag this value; nothing if no words give it."""
     if flag.switch is not None:
         spellings = [spelling for spelling, sets in flag.switch.items() if sets == value]
         yield from spellings[:1]
@@ -176,7 +176,7 @@ def words_of(flag: Flag, value: Any) -> Iterator[str]:
 
 
 def _one_word(value: Any) -> str:
-    """Also for what one word stands for: a tuple of integers, a list over layers, the stages of a layout."""
+    """Returns a value as one word, also a tuple of integers, a list over layers and the stages of a layout."""
     if isinstance(value, tuple):
         return ",".join(map(value_text, value))
     if isinstance(value, list):
@@ -186,8 +186,8 @@ def _one_word(value: Any) -> str:
 
 
 def architecture_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
-    """A sentence for each architecture value that is not the one in another run's description. What only one of the two
-    has a use for, since they differ in the flag that it goes with, is left out."""
+    """Returns a sentence for each architecture value that differs from another run's description. A field that only one
+    of the two uses, because they differ in the flag that it depends on, is left out."""
     ours, theirs = architecture_of(config), described.get("architecture", {})
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
@@ -199,7 +199,7 @@ def architecture_differences(config: PretrainConfig, described: Mapping[str, Any
 
 
 def _goes_with(field: str, others: Container[str | None]) -> bool:
-    """Whether a flag without which this one is never looked at is among others, by itself or by what it goes with."""
+    """Whether a flag that this one depends on, directly or through others, is among `others`."""
     flag = flag_table().get(field)
     parent = parent_of(flag) if flag is not None else None
     if flag is None or parent is None:
@@ -229,7 +229,7 @@ def _shown(field: str, value: Any) -> str:
 
 
 def check_architecture(config: PretrainConfig, described: Mapping[str, Any]) -> None:
-    """Raises UserError naming every flag that makes this run's model another than the described one."""
+    """Raises UserError naming every flag that makes this run's model differ from the described one."""
     differences = architecture_differences(config, described)
     if differences:
         raise UserError(

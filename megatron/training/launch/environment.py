@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, on which device, in which groups.
+"""The processes of a run: rank, device and process groups of this process.
 
 `process_environment` is a context manager, so that a run can be set up and closed twice in one process, with other
 sizes.
@@ -27,7 +27,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 @dataclass(frozen=True)
 class Environment:
-    """This process among those of the run."""
+    """This process and its place among the processes of the run."""
 
     rank: int
     world_size: int
@@ -38,17 +38,17 @@ class Environment:
 
     @property
     def is_first(self) -> bool:
-        """The process that prints what is the same on all."""
+        """Whether this process prints what is the same on all."""
         return self.rank == 0
 
     @property
     def has_loss(self) -> bool:
-        """The losses of this process's samples are computed here."""
+        """Whether this process computes the losses of its samples."""
         return self.groups.rank("pp") == self._loss_stage
 
     @property
     def logs(self) -> bool:
-        """The process that prints the log line: the last of those that have the losses."""
+        """Whether this process prints the log line: the last of the ranks that compute losses."""
         grid = self.groups.grid
         assert grid is not None
         in_this_pipeline = self.groups.ranks("pp")[self._loss_stage]
@@ -61,12 +61,12 @@ class Environment:
 
 @contextlib.contextmanager
 def process_environment(config: PretrainConfig) -> Iterator[Environment]:
-    """Join the run that torchrun started, or be a run of one process without it; leave it at the end.
+    """Joins the run that torchrun started, or makes a run of one process without torchrun; leaves it at the end.
 
-    --distributed-backend is what moves the device's tensors (nccl or gloo); host tensors always go over gloo.
+    --distributed-backend moves the device's tensors (nccl or gloo); host tensors always use gloo.
 
-    Within, the groups are the default of user scripts. A process group that exists already (a user's, or a test's) is
-    used and left standing. Raises UserError when the number of processes is not that of the config's grid.
+    Inside the context the groups are the default of user scripts. A process group that exists already (a user's or a
+    test's) is used and left as it is. Raises UserError if the number of processes is not that of the config's grid.
     """
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
@@ -86,11 +86,11 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
 
 
 def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
-    """The groups of one rank of the run. Which ranks of a pipeline hold the word embedding or the head, and so share
-    `embd`, follows from the layout of its stages: one rank holds both where the stages run down and up again. Layers
-    that predict further ahead have a copy of both embeddings."""
+    """Returns the process groups of one rank of the run. The layout of the stages decides which ranks of a pipeline
+    hold the word embedding or the head, and so share the group `embd`: one rank holds both if the stages run down and
+    up again. Multi-token prediction layers have copies of both embeddings."""
     transformer = config.transformer
-    # Without such layers the group has the head's rank too where the weights are apart: so it is published.
+    # Without such layers Megatron-LM's group has the rank of the head even if the weights are not tied.
     shared = not (transformer.mtp_num_layers and config.model.untie_embeddings_and_output_weights)
     holders = embedding_ranks(transformer, shared_with_head=shared)
     position_holders = embedding_ranks(transformer, shared_with_head=False)
@@ -107,8 +107,8 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
 
 @contextlib.contextmanager
 def default_groups(groups: ProcessGroupCollection, pipeline: Pipeline) -> Iterator[None]:
-    """Within, user scripts find these groups and stages: parallel_state's functions, public constructors called without
-    groups."""
+    """Makes these groups and stages the default of user scripts inside the context: for the functions of parallel_state
+    and for public constructors that are called without groups."""
     before = default_collection() if has_default_collection() else None
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     v_shaped = parallel_state.is_pipeline_v_shaped()

@@ -1,8 +1,8 @@
 """Signals that ask a run to end: remembered during training, obeyed at once before it.
 
-A `SignalWatch` has two phases. Until `training` is entered (arguments, data indices, loading) a signal raises
-SystemExit(128 + number) where the program stands, so that half-written files are removed; should the program be stuck
-in a call that lets no Python run, a thread ends the process some seconds later. Within `training` the signal is
+A `SignalWatch` has two phases. Before `training` is entered (arguments, data indices, loading) a signal raises
+SystemExit(128 + number) at the present statement, so that half-written files are removed; if the program is inside a
+call that does not return to Python, a thread ends the process some seconds later. Inside `training` the signal is
 remembered, and `exit.ExitAgreement` makes all ranks stop after the same step.
 """
 
@@ -23,11 +23,11 @@ SECOND_PRESS_AFTER = 1.0
 
 
 class SignalWatch:
-    """See the module's text. Use it as a context manager around a run, in the main thread.
+    """Watches signals around a run (see the module's text). Use it as a context manager in the main thread.
 
     Args:
         signals: which ones to watch.
-        grace: seconds that the program has to react before training, before the process is ended from a thread.
+        grace: seconds that the program has to react before training; then a thread ends the process.
     """
 
     def __init__(self, signals: Sequence[int] = DEFAULT_SIGNALS, grace: float = 10.0) -> None:
@@ -66,7 +66,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Within, signals are remembered. A signal that came just before entering was obeyed already."""
+        """Remembers signals inside the context. A signal that came before it was obeyed already."""
         self._training = True
         try:
             yield
@@ -97,7 +97,7 @@ class SignalWatch:
                         os._exit(128 + numbers[0])
 
     def leave_to_child(self) -> None:
-        """In a forked child: signals mean there what they mean to any process."""
+        """Restores the default handling of signals in a forked child."""
         signal.set_wakeup_fd(-1)
         for end in self._pipe or ():
             os.close(end)
@@ -121,10 +121,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def shield_worker(grace: int = 60) -> None:
-    """For a process that loads data: keep serving when a signal goes to the whole process group.
+    """Keeps a process that loads data alive when a signal goes to the whole process group.
 
-    Launchers and terminals signal the group, and the training process needs its loaders for the steps until all ranks
-    stop. SIGINT and SIGUSR2 are ignored; after SIGTERM the worker lives for `grace` seconds, or until the second one.
+    Launchers and terminals signal the group, and the training process needs its data workers until all ranks stop.
+    SIGINT and SIGUSR2 are ignored; after SIGTERM the worker lives for `grace` seconds, or until a second SIGTERM.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)

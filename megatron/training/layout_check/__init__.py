@@ -1,1 +1,1 @@
-"""Whether a layout computes what one process does: a user's run made small, watched under both, and compared."""
+"""Checks that a layout computes what one process does: shrinks a user's run, records both runs, compares them."""

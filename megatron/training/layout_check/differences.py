@@ -1,4 +1,4 @@
-"""The judge: where what ranks saw departs from what one process saw, and which of all such places is the first."""
+"""Compares what ranks recorded with what one process recorded, and finds the first difference."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _NOTHING = 1e-7
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that is not the same under a layout."""
+    """A value that differs under a layout."""
 
     kind: str
     name: str
@@ -29,9 +29,9 @@ class Difference:
 
 
 def differences(reference: LayoutTrace, ranks: Sequence[LayoutTrace], tolerance: float) -> list[Difference]:
-    """All that differs by more than `tolerance`, in the order in which a run makes it: initial weights, the forward
-    pass from the embedding on, gradients from the loss back, their norm, weights at the end. Initial weights must be
-    equal to the bit."""
+    """Returns everything that differs by more than `tolerance`, in the order in which a run computes it: initial
+    weights, the forward pass from the embedding on, gradients from the loss back, their norm, weights at the end.
+    Initial weights must be bit-equal."""
     found = []
     for kind, name in _in_order(reference, ranks):
         far: dict[int, tuple[float, str]] = {}
@@ -61,7 +61,7 @@ def _in_order(reference: LayoutTrace, ranks: Sequence[LayoutTrace]) -> Iterator[
 
 
 def _error(kind: str, expected: tuple[Tensor, Tensor] | None, seen: tuple[Tensor, Tensor]) -> tuple[float, str]:
-    """Largest difference over the largest expected value, and its place."""
+    """Returns the largest difference over the largest expected value, and its place."""
     places, values = seen
     if not places.numel():
         return 0.0, ""
@@ -86,7 +86,7 @@ def _error(kind: str, expected: tuple[Tensor, Tensor] | None, seen: tuple[Tensor
 
 
 def _rows_of(places: Tensor, known: Tensor) -> Tensor | None:
-    """Where places stand in a list of known ones; None if some do not."""
+    """Returns the rows of a list of known places at which these places are; None if one is not known."""
     order = known.argsort()
     at = torch.searchsorted(known[order], places).clamp(max=known.numel() - 1)
     rows = order[at]
@@ -96,7 +96,7 @@ def _rows_of(places: Tensor, known: Tensor) -> Tensor | None:
 def _missing(
     kind: str, expected: tuple[Tensor, Tensor] | None, seen: Sequence[tuple[Tensor, Tensor] | None]
 ) -> str | None:
-    """What no rank has of something that one process has."""
+    """Returns how many places of a value of one process are on no rank; None if all are there."""
     if expected is None:
         return None
     there = [pair[0] for pair in seen if pair is not None]
@@ -108,7 +108,7 @@ def _missing(
 def report(
     found: Sequence[Difference], coordinates: Mapping[int, Mapping[str, int]], compared: int, tolerance: float
 ) -> Iterator[str]:
-    """For people: that all is equal, or the first difference, which rank has it, and how far it spreads."""
+    """Yields the report: that all is equal, or the first difference, the ranks that have it, and how far it spreads."""
     if not found:
         yield f"equal: {compared} things compared, none differs by more than {tolerance:.0e} of its largest value"
         return

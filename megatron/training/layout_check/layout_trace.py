@@ -1,8 +1,9 @@
-"""What one rank of a run sees: initial weights, what modules give, gradients, norms, weights; each with its place.
+"""Records what one rank of a run computes: initial weights, outputs of modules, gradients, norms, weights, with their
+places.
 
-A value of the run has a place that no layout changes: an element of a weight or gradient its index in the canonical
-tensor, a hidden state the index of its token in the global batch. So what ranks see can be compared with one process
-element by element, without bringing anything together.
+A value has a place that no layout changes: for an element of a weight or gradient its index in the canonical tensor,
+for a hidden state the index of its token in the global batch. So the values of ranks can be compared with one process
+element by element, without gathering.
 """
 
 import dataclasses
@@ -39,12 +40,12 @@ PARTS = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
 
 @dataclass
 class LayoutTrace:
-    """What a rank saw: by kind and name, places (int64 [n]) and values ([n] or [n, width])."""
+    """The values of one rank: by kind and name, places (int64 [n]) and values ([n] or [n, width])."""
 
     found: dict[tuple[str, str], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, places: Tensor, values: Tensor) -> None:
-        """More of something; what one token or element gave first stays."""
+        """Adds values. Of a place that was added before, the first value is kept."""
         places, values = places.detach().cpu(), values.detach().cpu().clone()  # what is live will change
         if (kind, name) in self.found:
             known, before = self.found[kind, name]
@@ -53,7 +54,7 @@ class LayoutTrace:
         self.found[kind, name] = places, values
 
     def save(self, path: Path) -> None:
-        """As a safetensors file."""
+        """Writes the trace as a safetensors file."""
         tensors: dict[str, Tensor] = {}
         for number, ((kind, name), (places, values)) in enumerate(self.found.items()):
             tensors[f"{number:06d}|{kind}|{name}|places"] = places.clone()  # several may share them
@@ -62,6 +63,7 @@ class LayoutTrace:
 
     @classmethod
     def load(cls, path: Path) -> "LayoutTrace":
+        """Reads a trace that `save` wrote."""
         trace, tensors = cls(), load_file(path)
         for key in sorted(tensors):
             number, kind, name, what = key.split("|")
@@ -71,9 +73,10 @@ class LayoutTrace:
 
 
 def record_layout_trace(config: PretrainConfig, providers: Providers, steps: int) -> LayoutTrace:
-    """Train this process's rank for a few steps; returns what it saw.
+    """Trains this process's rank for a few steps and returns its trace.
 
-    Norms and biases, which begin as ones and zeros, are given values of their own: what is lost or added twice shows.
+    Norm weights and biases, which start as ones and zeros, get other values, so that a value that is lost or added
+    twice shows.
     """
     build_model = providers.build_model
     providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
@@ -137,7 +140,7 @@ def _add_chunks(trace: LayoutTrace, kind: str, chunks: Iterable[Chunk]) -> None:
 
 
 class _ModuleRecorder:
-    """The results of one model chunk's modules in the first step, by token."""
+    """Records the outputs of one model chunk's modules in the first step, by token."""
 
     def __init__(self, trace: LayoutTrace, chunk: nn.Module, trainer: Trainer) -> None:
         self.trace, self.groups = trace, trainer.environment.groups
@@ -177,6 +180,6 @@ class _ModuleRecorder:
         return take
 
     def stop(self) -> None:
-        """The first step is over."""
+        """Removes the hooks, after the first step."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""The sizes of a small layout: the same dimensions as a large one's, on as many processes as are allowed."""
+"""Shrinks the sizes of a layout: the same dimensions on as many processes as are allowed."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 @dataclass
 class LayoutSizes:
-    """Ranks along each dimension of a layout."""
+    """Number of ranks along each dimension of a layout."""
 
     tensor: int = 1
     context: int = 1
@@ -20,6 +20,7 @@ class LayoutSizes:
 
     @property
     def ranks(self) -> int:
+        """Number of processes."""
         return self.tensor * self.context * self.pipeline * self.data
 
     def __str__(self) -> str:
@@ -30,8 +31,8 @@ class LayoutSizes:
 
 
 def shrink_layout(config: PretrainConfig, processes: int) -> tuple[LayoutSizes, list[str]]:
-    """Sizes of a layout for at most so many processes: each dimension that there is stays, with two ranks at least (for
-    hierarchical context parallelism, four), as far as that is possible; and what to say about it."""
+    """Returns sizes of a layout for at most `processes` processes, and notes. Each dimension keeps at least two ranks
+    (four for hierarchical context parallelism), as far as that is possible."""
     grid, transformer = config.grid, config.transformer
     asked = LayoutSizes(grid.tensor, grid.context, grid.pipeline, grid.data)
     sizes = LayoutSizes(asked.tensor, asked.context, asked.pipeline, asked.data)
@@ -58,7 +59,7 @@ def shrink_layout(config: PretrainConfig, processes: int) -> tuple[LayoutSizes, 
 
 
 def _share_experts_out(sizes: LayoutSizes, asked: LayoutSizes) -> list[str]:
-    """Two ranks or so in each dimension of the grid of experts, as far as the ranks of a stage suffice."""
+    """Gives each dimension of the grid of experts two ranks, as far as the ranks of a stage suffice."""
     left, notes = sizes.tensor * sizes.context * sizes.data, []
     for name, wanted in (("expert_tensor", asked.expert_tensor), ("expert", asked.expert)):
         like_tensor = name == "expert_tensor" and wanted == asked.tensor
@@ -72,6 +73,6 @@ def _share_experts_out(sizes: LayoutSizes, asked: LayoutSizes) -> list[str]:
 
 
 def comm_types(transformer: TransformerConfig) -> list[str]:
-    """How context parallel ranks exchange keys and values: a word for all layers, or one for each."""
+    """Returns how context parallel ranks exchange keys and values: one word for all layers, or one for each."""
     given = transformer.cp_comm_type
     return [given or "p2p"] if given is None or isinstance(given, str) else list(given)

@@ -1,4 +1,4 @@
-"""The flags of a small run that have other values than the user's: sizes, and what has to fit them."""
+"""Flags that a shrunk run sets to other values than the user: sizes, and what has to fit them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _MOST_LAYERS = 16
 
 
 class ShrunkFlags:
-    """The flags that are given other values than the user's."""
+    """The flags whose values differ from the user's."""
 
     def __init__(self, config: PretrainConfig, sizes: LayoutSizes, steps: int, notes: list[str]) -> None:
         self.config, self.sizes, self.steps, self.notes = config, sizes, steps, notes
@@ -30,7 +30,7 @@ class ShrunkFlags:
     # Stages ----------------------------------------------------------------------------------------------------------
 
     def _stages(self) -> tuple[int, list[str]]:
-        """Number of layers, and flags that cut them into stages."""
+        """Returns the number of layers, and the flags that cut them into stages."""
         transformer, ranks = self.config.transformer, self.sizes.pipeline
         chunks = pipeline_of(transformer).chunks
         layout = transformer.pipeline_model_parallel_layout
@@ -69,7 +69,7 @@ class ShrunkFlags:
     # Words -----------------------------------------------------------------------------------------------------------
 
     def model_words(self) -> list[str]:
-        """Sizes of the model, data and batch."""
+        """Returns the flags for the sizes of model, data and batch."""
         transformer, sizes = self.config.transformer, self.sizes
         heads = 2 * sizes.tensor * sizes.context
         unit = 2 * sizes.context * sizes.tensor
@@ -105,7 +105,7 @@ class ShrunkFlags:
         return [*listed, *self._length_words()]
 
     def _length_words(self) -> list[str]:
-        """Numbers of tokens that rows have to be longer than, for what begins there to be met."""
+        """Returns flags for numbers of tokens that rows must exceed for a feature to take effect."""
         transformer, words = self.config.transformer, []
         for name, short in _SHORT.items():
             given = getattr(transformer, name)
@@ -125,7 +125,7 @@ class ShrunkFlags:
         return ["--group-query-attention", "--num-query-groups", str(small)]
 
     def _expert_words(self) -> list[str]:
-        """Experts and their groups: few, and the same rules of choosing among them."""
+        """Returns flags for a few experts and groups, chosen by the same rules."""
         transformer, sizes = self.config.transformer, self.sizes
         if transformer.num_moe_experts is None:
             return []
@@ -165,7 +165,7 @@ class ShrunkFlags:
         return _spelled_out(words)
 
     def _per_channel_words(self) -> list[str]:
-        """Lists with a number for each pair of channels that is turned."""
+        """Returns flags with a number for each pair of rotated channels."""
         words = []
         for name in ("rope_scaling_short_factor", "rope_scaling_long_factor"):
             factors = getattr(self.config.transformer, name)
@@ -177,7 +177,7 @@ class ShrunkFlags:
         return words
 
     def _pattern_words(self) -> list[str]:
-        """Patterns over layers, cut or repeated to the number of layers."""
+        """Returns patterns over layers, cut or repeated to the number of layers."""
         words = []
         for name in ("window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq"):
             pattern = getattr(self.config.transformer, name)
@@ -191,7 +191,7 @@ class ShrunkFlags:
         return words
 
     def layout_words(self) -> list[str]:
-        """Sizes of the layout, and what depends on them."""
+        """Returns the flags for the sizes of the layout, and those that depend on them."""
         transformer, sizes = self.config.transformer, self.sizes
         words = ["--tensor-model-parallel-size", str(sizes.tensor), "--context-parallel-size", str(sizes.context)]
         words += ["--pipeline-model-parallel-size", str(sizes.pipeline), *self._stage_words]
@@ -229,5 +229,5 @@ def _spelled_out(values: Mapping[str, Any]) -> list[str]:
 
 
 def fields_of_groups(groups: Iterable[str]) -> list[str]:
-    """The fields whose flags stand in these groups of --help."""
+    """Returns the fields whose flags are in these groups of --help."""
     return [name for name, flag in flag_table().items() if flag.group in groups]

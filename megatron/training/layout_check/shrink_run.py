@@ -1,7 +1,7 @@
-"""A run made small: the same kinds of layers and the same dimensions of the layout, in sizes that any machine runs.
+"""Shrinks a run: the same kinds of layers and the same dimensions of the layout, in sizes that any machine can run.
 
-What is kept are the flags that say what a layer computes, and how it is split over ranks. Sizes are the smallest that
-the splits allow; numbers are float64, data is made up, and nothing is saved.
+Flags that say what a layer computes, and how it is split over ranks, are kept. Sizes are the smallest that the splits
+allow; numbers are float64, data is synthetic, and nothing is saved.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ _FORMATS |= {"main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_
 
 @dataclass
 class ShrunkRun:
-    """A run made small, under its layout and under none."""
+    """A shrunk run, with its layout and in one process."""
 
     sizes: LayoutSizes
     words: list[str]
@@ -52,7 +52,8 @@ class ShrunkRun:
 
 
 def flags_that_matter(flags: Sequence[str]) -> list[str]:
-    """A run's command line without what is made up here anyway: data, tokenizer, checkpoints, logs, schedules."""
+    """Returns a run's command line without flags that the check replaces: data, tokenizer, checkpoints, logs,
+    schedules."""
     occurrences, strays = split_words(flags)
     occurrences, _ = translate_all(occurrences)
     groups = {*_MODEL_GROUPS, *_LAYOUT_GROUPS}
@@ -68,7 +69,8 @@ def flags_that_matter(flags: Sequence[str]) -> list[str]:
 
 
 def shrink_run(config: PretrainConfig, processes: int, steps: int) -> ShrunkRun:
-    """The small run of a config, on at most so many processes. Raises UserError if there is nothing to compare."""
+    """Returns the shrunk run of a config, on at most `processes` processes. Raises UserError for a run of one rank,
+    which has nothing to compare."""
     if config.world_size == 1:
         raise UserError(
             "there is one rank, and so nothing to compare; give sizes of a layout, or WORLD_SIZE=N before it"

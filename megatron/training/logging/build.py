@@ -1,4 +1,4 @@
-"""The log that the flags ask for."""
+"""Builds the log that the flags describe."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -26,8 +26,8 @@ def build_log(
     padded_vocab_size: int,
     model: Sequence[nn.Module],
 ) -> TrainingLog:
-    """This rank's part of the log; only one of the ranks that have the losses writes. Raises UserError for a file or
-    folder that cannot be written."""
+    """Returns this rank's part of the log; only one of the ranks that compute losses writes. Raises UserError for a
+    file or folder that cannot be written."""
     transformer, length, groups = config.transformer, config.data.seq_length, environment.groups
     assert length is not None and config.training.train_iters is not None
     metrics = StepMetrics(

@@ -1,4 +1,4 @@
-"""The lines that a run prints, exactly as tools that read Megatron-LM's logs expect them."""
+"""The lines that a run prints, in the exact format that tools for Megatron-LM's logs expect."""
 
 import math
 
@@ -6,7 +6,8 @@ from megatron.training.logging.records import LogRecord, ValidationRecord
 
 
 def format_line(record: LogRecord) -> str:
-    """The log line of an iteration. What the record does not have is left out; so is a loss that is not positive."""
+    """Returns the log line of an iteration. Values that the record lacks are left out, and so are losses that are not
+    positive."""
     parts = [
         f"iteration {record.iteration:8d}/{record.train_iters:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -37,7 +38,7 @@ def format_line(record: LogRecord) -> str:
 
 
 def format_validation(record: ValidationRecord) -> str:
-    """The block of three lines that ends an evaluation."""
+    """Returns the block of three lines that ends an evaluation."""
     where = record.where or f"iteration {record.iteration}"
     text = f" validation loss at {where} | "
     for name, loss in record.losses.items():
@@ -47,5 +48,5 @@ def format_validation(record: ValidationRecord) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), where a loss beyond 20 counts as 20. NaN stays NaN."""
+    """Returns exp(loss), with losses above 20 counted as 20. NaN stays NaN."""
     return math.exp(20.0 if loss > 20.0 else loss)

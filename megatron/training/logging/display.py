@@ -1,4 +1,4 @@
-"""What a person sees: the published lines, and on a terminal a live panel below them."""
+"""Console output: Megatron-LM's log lines, and on a terminal a live panel below them."""
 
 import sys
 from collections.abc import Sequence
@@ -18,15 +18,17 @@ from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed
 
 
 class PlainDisplay(LogWriter):
-    """Prints the published lines, whole and at once, for files and pipes."""
+    """Prints Megatron-LM's log lines, whole and at once, for files and pipes."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = stream
 
     def line(self, record: LogRecord) -> None:
+        """Prints the log line."""
         self._print(format_line(record))
 
     def validation(self, record: ValidationRecord) -> None:
+        """Prints the result of an evaluation."""
         self._print(format_validation(record))
 
     def _print(self, text: str) -> None:
@@ -35,7 +37,7 @@ class PlainDisplay(LogWriter):
 
 @dataclass
 class _State:
-    """What the panel shows."""
+    """The values that the panel shows."""
 
     iteration: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -47,11 +49,11 @@ class _State:
 
 
 class LiveDisplay(LogWriter):
-    """Prints the same lines above a panel that stays at the bottom of the terminal.
+    """Prints the log lines above a panel that stays at the bottom of the terminal.
 
-    The panel shows progress, the recent losses, learning rate, speed, time left, the last validation and the last
-    checkpoint. It is drawn again at log lines, and in between at most `refreshes_per_second` times, from what the host
-    knows. A log line is never wrapped or coloured, so that what a terminal recorder keeps can be searched.
+    The panel shows progress, recent losses, learning rate, speed, remaining time, the last validation and the last
+    checkpoint. It is redrawn at log lines, and in between at most `refreshes_per_second` times, from values on the
+    host. Log lines are never wrapped or coloured, so that a recorded terminal can be searched.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class LiveDisplay(LogWriter):
         self._live.start()
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        """Adds the losses to the curve."""
         for step in steps:
             self._state.skipped += not step.applied
             for name, loss in list(step.losses.items())[:1]:
@@ -74,25 +77,30 @@ class LiveDisplay(LogWriter):
                 self._state.losses = [*self._state.losses[-511:], (step.iteration, loss)]
 
     def line(self, record: LogRecord) -> None:
+        """Prints the log line and redraws the panel."""
         self._state.record, self._line_at = record, monotonic()
         self._state.iteration = max(self._state.iteration, record.iteration)
         self._print(format_line(record))
 
     def validation(self, record: ValidationRecord) -> None:
+        """Prints the result of an evaluation and redraws the panel."""
         self._state.validation = record
         self._print(format_validation(record))
 
     def event(self, event: Event) -> None:
+        """Shows the iteration of the last checkpoint."""
         if event.name == "save":
             self._state.checkpoint = event.iteration
             self._draw()
 
     def progress(self, iteration: int) -> None:
+        """Redraws the panel if the last drawing is old enough."""
         self._state.iteration = iteration
         if monotonic() - self._drawn >= self._period:
             self._draw()
 
     def close(self) -> None:
+        """Draws the panel for the last time."""
         self._live.update(self._panel())
         self._live.stop()
 
@@ -156,7 +164,7 @@ class LiveDisplay(LogWriter):
 
 
 def make_display(train_iters: int, *, iteration: int = 0, console: Console | None = None) -> LogWriter:
-    """The live panel on a terminal that can move its cursor; plain lines anywhere else."""
+    """Returns a live panel for a terminal that can move its cursor, else plain lines."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveDisplay(train_iters, iteration=iteration, console=console)
@@ -167,7 +175,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last `width` values as bars from the lowest to the highest of them; one that is not finite is a cross."""
+    """Returns the last `width` values as bars from the lowest to the highest of them; a cross for a value that is not
+    finite."""
     shown = list(values[-width:])
     finite = [value for value in shown if abs(value) < float("inf")]
     if not finite:

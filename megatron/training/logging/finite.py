@@ -1,4 +1,4 @@
-"""Naming what was not finite: which rank, iteration, micro-batch and samples."""
+"""Names losses and gradients that are not finite: rank, iteration, micro-batch and samples."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A loss or gradient that is NaN or infinite, as the rank that holds the batch knows it."""
+    """A loss or gradient that is NaN or infinite, as seen by the rank that holds the batch."""
 
     rank: int
     iteration: int
@@ -41,10 +41,10 @@ def name_non_finite(
     grad_norm: float | None,
     sample_ids: Sequence[Sequence[int]],
 ) -> list[NonFinite]:
-    """Everything non-finite that this rank saw in one iteration, the most telling first.
+    """Returns everything non-finite that this rank saw in one iteration, the most specific first.
 
-    `losses` has a mapping and `gradients_finite` (where it was probed) a flag for each micro-batch. The gradient norm
-    is a value of the whole global batch: it is named only if nothing narrower was found.
+    `losses` has a mapping for each micro-batch, `gradients_finite` a flag if it was probed. The gradient norm is a
+    value of the whole global batch and is named only if nothing more specific was found.
     """
     found = []
     for index in range(max(len(losses), len(gradients_finite))):
@@ -69,10 +69,10 @@ def _shorten(ids: Sequence[int], limit: int = 64) -> str:
 
 
 class GradientProbe:
-    """Looks, in each micro-batch's backward, whether the gradient that reaches a module's output is finite.
+    """Checks in each micro-batch's backward whether the gradient of a module's output is finite.
 
-    Put on the embedding, whose output gradient has passed every layer, it tells which micro-batch made the gradients
-    non-finite, at the price of reading [t, h] values once. Nothing is read back to the host here.
+    On the embedding, whose output gradient has passed every layer, it finds the micro-batch that made the gradients
+    non-finite, at the cost of reading [t, h] values once. Nothing is copied to the host here.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -90,11 +90,12 @@ class GradientProbe:
         self._finite[number] = torch.isfinite(gradient.detach()).all()
 
     def take(self) -> list[Tensor]:
-        """A bool scalar on the device for each forward and backward since the last call, in order of the forwards."""
+        """Returns a bool scalar on the device for each forward and backward since the last call, in the order of the
+        forwards."""
         taken = [self._finite[number] for number in sorted(self._finite)]
         self._forwards, self._finite = 0, {}
         return taken
 
     def remove(self) -> None:
-        """Take the probe off the module."""
+        """Removes the probe from the module."""
         self._handle.remove()

@@ -64,18 +64,22 @@ class JsonlLog(LogWriter):
             )
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        """Writes a line for each iteration."""
         self._write([step_line(step, speed) for step in steps])
 
     def line(self, record: LogRecord) -> None:
         """Every iteration is written by `steps`; the log line adds nothing."""
 
     def validation(self, record: ValidationRecord) -> None:
+        """Writes a line for an evaluation."""
         self._write([validation_line(record)])
 
     def event(self, event: Event) -> None:
+        """Writes a line for an event."""
         self._write([{"iteration": event.iteration, "event": event.name, **event.facts}])
 
     def close(self) -> None:
+        """Closes the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -102,7 +106,7 @@ class JsonlLog(LogWriter):
 
 
 def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
-    """The training line of an iteration."""
+    """Returns the training line of an iteration."""
     line: dict[str, Any] = {
         "iteration": step.iteration,
         "consumed samples": step.consumed_samples,
@@ -127,7 +131,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
 
 
 def validation_line(record: ValidationRecord) -> dict[str, Any]:
-    """The line of an evaluation."""
+    """Returns the line of an evaluation."""
     line: dict[str, Any] = {"iteration": record.iteration, "split": record.split}
     for name, loss in record.losses.items():
         line[name] = loss
@@ -152,7 +156,7 @@ def to_json(line: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Superseded:
-    """What `supersede` moved out of a file."""
+    """The lines that `supersede` moved out of a file."""
 
     lines: int = 0
     torn: bool = False
@@ -245,7 +249,7 @@ class MetricsHistory:
         return _series(self.training, key)
 
     def validation_series(self, key: str, split: str = "validation") -> tuple[list[int], list[float]]:
-        """The same over the evaluations of one split."""
+        """Returns iterations and values over the evaluations of one split."""
         return _series([line for line in self.validation if line["split"] == split], key)
 
 

@@ -1,8 +1,8 @@
-"""What layers report (`megatron.core.transformer.layer_metrics`), brought together when the log is written.
+"""Gathers the values that layers report (`megatron.core.transformer.layer_metrics`) when the log is written.
 
-Each pipeline stage has its own layers. The ranks of a stage sum what they added with one all-reduce; the stages then
-tell each other what they have, with two gathers: how much, and what. Names travel as JSON beside the numbers, so that
-nobody needs to know what other stages hold.
+Each pipeline stage has its own layers. The ranks of a stage sum their values with one all-reduce; the stages then
+exchange them with two gathers: sizes, and contents. Names travel as JSON beside the numbers, so that no stage needs to
+know the layers of another.
 """
 
 import json
@@ -29,24 +29,24 @@ _DETAIL = "moe_load"
 
 @dataclass(frozen=True)
 class LayerNumbers:
-    """Means over micro-batches, ranks, and iterations of some time."""
+    """Means of reported values over micro-batches, ranks, and the iterations of an interval."""
 
     by_layer: Mapping[Key, float] = field(default_factory=dict)
 
     def means(self) -> dict[str, float]:
-        """By name, over the layers that have it."""
+        """Returns the mean of each value over the layers that report it."""
         values: dict[str, list[float]] = {}
         for (name, _), value in self.by_layer.items():
             values.setdefault(name, []).append(value)
         return {name: sum(found) / len(found) for name, found in values.items()}
 
     def line(self) -> dict[str, float]:
-        """What the log line shows beside the loss: the losses that layers add."""
+        """Returns the losses that layers add, which the log line shows beside the loss."""
         return {name: value for name, value in self.means().items() if not name.startswith(_DETAIL)}
 
     def tags(self, *, per_layer: bool) -> dict[str, float]:
-        """What files take: the means and, if asked for, each layer's number under its published tag. Layers count from
-        0 there."""
+        """Returns the values for files: the means and, with `per_layer`, each layer's value under Megatron-LM's tag,
+        which counts layers from 0."""
         tags = self.means()
         if per_layer:
             for (name, layer), value in self.by_layer.items():
@@ -68,7 +68,7 @@ class LayerReports:
         self._since_line: Sums = {}
 
     def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:
-        """Since the last call, and since the last call with `reset`."""
+        """Returns the values since the last call, and those since the last call with `reset`."""
         with synchronization_allowed(self._device):
             found = self._of_all_stages(self._of_this_stage())
         for key, (totals, count) in found.items():
@@ -117,8 +117,8 @@ def _means(sums: Sums) -> dict[Key, float]:
 
 
 def load_numbers(counts: Sequence[float]) -> dict[str, float]:
-    """`max`: tokens of the fullest expert, in parts of the mean. `entropy`: of the shares of tokens, in parts of what
-    it is when all are equal."""
+    """Returns `max`, the tokens of the fullest expert over the mean, and `entropy`, that of the shares of tokens over
+    its value for equal shares."""
     total = sum(counts)
     if not total:
         return {"max": 0.0, "entropy": 0.0}

@@ -1,4 +1,4 @@
-"""How much memory a process holds, on its device and on the host."""
+"""Memory of a process, on its device and on the host."""
 
 import resource
 import sys
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes. The device's parts are None on a CPU, where tensors are part of the host's."""
+    """Memory in bytes. The device's fields are None on a CPU, where tensors are part of the host's memory."""
 
     host_resident: int
     host_peak: int
@@ -30,7 +30,8 @@ class MemoryReport:
 
 
 def memory_report(device: torch.device) -> MemoryReport:
-    """What this process holds now and held at most. Reads the allocator's counters; does not wait for the device."""
+    """Returns the present and the largest memory of this process. Reads the allocator's counters and does not wait for
+    the device."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     resident = _resident_bytes() or peak
     if device.type != "cuda":
@@ -48,7 +49,7 @@ def memory_report(device: torch.device) -> MemoryReport:
 
 
 def _resident_bytes() -> int | None:
-    """None where the system does not tell (it is Linux that does)."""
+    """Returns the resident memory, None on systems other than Linux."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,12 +1,12 @@
-"""Metrics stay on the device until the log line needs them; then one copy brings them to the host.
+"""Keeps metrics on the device until the log line needs them, then copies them to the host at once.
 
-`StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect`, at the log line (and before a
-save), sums the losses over the data parallel ranks with one all-reduce, copies everything since the last call with
-one copy, and names what was not finite.
+`StepMetrics.record` queues a few small kernels and reads nothing. `StepMetrics.collect`, at the log line and before a
+save, sums the losses over the data parallel ranks with one all-reduce, copies everything since the last call with one
+copy, and names what was not finite.
 
-What comes out, as Megatron-LM has it: the loss of an iteration is its sum over its count, both taken over micro-batches
-and data parallel ranks; the loss of a log line is the plain mean over the iterations since the last line whose update
-was applied. A report of one value is averaged over micro-batches and ranks.
+The averages are Megatron-LM's: the loss of an iteration is its sum over its count, both over micro-batches and data
+parallel ranks; the loss of a log line is the plain mean over the iterations since the last line whose update was
+applied. A report of one value is averaged over micro-batches and ranks.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _MEASURED = ("grad_norm", "update_applied", "params_norm", "num_zeros", "learnin
 
 @dataclass(frozen=True)
 class MetricsInterval:
-    """What `StepMetrics.collect` read."""
+    """The values that `StepMetrics.collect` read."""
 
     steps: tuple[StepRecord, ...]
     """The iterations since the last call."""
@@ -64,7 +64,7 @@ class _Pending:
 
 @dataclass
 class _Averages:
-    """Since the last reset."""
+    """Sums and counts since the last reset."""
 
     sums: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -143,10 +143,11 @@ class StepMetrics:
         sample_ids: Sequence[Sequence[int] | Tensor] = (),
         gradients_finite: Sequence[Tensor] = (),
     ) -> None:
-        """Take the values of one iteration. Device tensors are copied on the device at once and may be reused.
+        """Takes the values of one iteration. Device tensors are copied on the device at once and may be reused.
 
         `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
-        `sample_ids` has the ids of each micro-batch's samples, on the host; `gradients_finite` a flag each, if probed.
+        `sample_ids` has the ids of each micro-batch's samples, on the host. `gradients_finite` has a flag for each
+        micro-batch, if gradients are probed.
         """
         names = tuple(reports[0]) if reports else ()
         measured = dict(
@@ -167,10 +168,8 @@ class StepMetrics:
             self._look_for_trouble(pending, self._trouble)
 
     def trouble_seen(self) -> bool:
-        """Something non-finite is known to have happened on this rank.
-
-        Never waits; on a GPU it may answer a step or two late. Needs `watch`.
-        """
+        """Whether a non-finite value is known to have occurred on this rank. Never waits; on a GPU the answer may be a
+        step or two late. Needs `watch`."""
         return bool(self._trouble_on_host)
 
     def _scalar(self, value: Tensor) -> Tensor:
@@ -206,9 +205,9 @@ class StepMetrics:
     # At the log line
 
     def collect(self, *, reset: bool) -> MetricsInterval:
-        """Read everything recorded so far: one all-reduce, one copy. Every rank of `group` must call it.
+        """Reads everything recorded so far: one all-reduce, one copy. Every rank of `group` must call it.
 
-        `reset` starts new averages; without it the next line averages over these iterations too.
+        `reset` starts new averages; without it the next line also averages over these iterations.
         """
         with synchronization_allowed(self.device):
             host, reduced = self._to_host()
@@ -234,7 +233,7 @@ class StepMetrics:
         )
 
     def _to_host(self) -> tuple[Iterator[float], Iterator[float]]:
-        """The values of this rank and the sums over all ranks, in the order in which `_finish` takes them."""
+        """Returns the values of this rank and the sums over all ranks, in the order in which `_finish` reads them."""
         if not self._pending:
             return iter(()), iter(())
         local = []
@@ -284,7 +283,7 @@ class StepMetrics:
 
 
 def _ratio(total: float, count: float) -> float:
-    """Sum over count; nothing counted is a loss of zero."""
+    """Returns sum over count, and the sum if the count is 0."""
     return total / count if count else total
 
 
@@ -294,7 +293,7 @@ def _as_ids(ids: Sequence[int] | Tensor) -> list[int]:
 
 @contextlib.contextmanager
 def synchronization_allowed(device: torch.device) -> Iterator[None]:
-    """The one kind of place where the host may wait for the device while torch's sync debug mode forbids it."""
+    """Allows the host to wait for the device inside the context, while torch's sync debug mode forbids it elsewhere."""
     if device.type != "cuda":
         yield
         return

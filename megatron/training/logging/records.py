@@ -1,4 +1,4 @@
-"""What the logs of a run are told: plain records, and the interface of everything that writes them down."""
+"""Records that the log of a run consists of, and the interface of everything that writes them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training iteration, as it was: nothing here but `reported` is averaged over iterations."""
+    """The values of one training iteration. Only `reported` is averaged over iterations."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -31,7 +31,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the steps of an interval went, evaluation and saving apart."""
+    """Rates of the steps of an interval, without evaluation and saving."""
 
     seconds_per_iteration: float
     tokens_per_second: float | None = None
@@ -43,7 +43,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class LogRecord:
-    """What the log line of an iteration says (see `console_line.format_line`)."""
+    """The values of a log line (see `console_line.format_line`)."""
 
     time: datetime
     iteration: int
@@ -66,14 +66,14 @@ class LogRecord:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     tokens: int = 0
-    """Tokens consumed so far; not part of the published line."""
+    """Tokens consumed so far; not part of Megatron-LM's line."""
     speed: Speed | None = None
-    """Not part of the published line."""
+    """Not part of Megatron-LM's line."""
 
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """The outcome of one evaluation."""
+    """The result of one evaluation."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -89,7 +89,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened once: a save, a resume, an exit, a non-finite loss."""
+    """Something that happens once: a save, a resume, an exit, a non-finite loss."""
 
     name: str
     iteration: int
@@ -98,22 +98,22 @@ class Event:
 
 
 class LogWriter:
-    """Writes records somewhere. Every method is optional; only the rank that logs has writers."""
+    """Writes records to one place. Every method is optional; only the rank that logs has writers."""
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         """Iterations since the last call, in order; every iteration comes exactly once."""
 
     def line(self, record: LogRecord) -> None:
-        """It is time for a log line."""
+        """A log line is due."""
 
     def validation(self, record: ValidationRecord) -> None:
         """An evaluation ended."""
 
     def event(self, event: Event) -> None:
-        """Something happened."""
+        """An event happened."""
 
     def progress(self, iteration: int) -> None:
         """Called after every iteration, without any value from the device; must be cheap."""
 
     def close(self) -> None:
-        """Write out what is still held."""
+        """Writes what is still buffered."""

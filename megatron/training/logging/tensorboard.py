@@ -1,4 +1,4 @@
-"""TensorBoard under the published tag names, and Weights & Biases under the same ones."""
+"""Writes scalars under Megatron-LM's tags, for TensorBoard and for Weights & Biases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ class TagChoices:
 
 
 class ScalarLog(LogWriter):
-    """Turns records into scalars under published tags and gives them to `write(tag, value, step)`.
+    """Turns records into scalars under Megatron-LM's tags and passes them to `write(tag, value, step)`.
 
-    Tags with "vs samples" count consumed samples instead of iterations. Memory is what this rank holds.
+    Tags with "vs samples" count consumed samples instead of iterations. Memory is that of this rank.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class ScalarLog(LogWriter):
         self._close = close
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        """Writes the scalars of each iteration."""
         for step in steps:
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
@@ -56,6 +57,7 @@ class ScalarLog(LogWriter):
             self._interval(steps[-1], speed)
 
     def validation(self, record: ValidationRecord) -> None:
+        """Writes the losses of an evaluation."""
         for name, loss in record.losses.items():
             tag = f"{name} {record.split}"
             self._both(tag, loss, record.iteration, record.consumed_samples)
@@ -63,12 +65,13 @@ class ScalarLog(LogWriter):
                 self._both(f"{tag} ppl", perplexity(loss), record.iteration, record.consumed_samples)
 
     def line(self, record: LogRecord) -> None:
-        """Averages are not written: `steps` has every iteration."""
+        """Averages are not written, because `steps` has every iteration."""
 
     def event(self, event: Event) -> None:
-        """Events are no scalars."""
+        """Events are not scalars and are not written."""
 
     def close(self) -> None:
+        """Closes the file."""
         self._close()
 
     def _step(self, step: StepRecord) -> None:

@@ -1,4 +1,4 @@
-"""How fast a run goes: a clock that leaves out what is not training, and rates from it."""
+"""Speed of a run: a clock that leaves out what is not training, and rates."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ from megatron.training.logging.records import Speed
 
 
 class StepClock:
-    """Wall time of training; stands still while evaluation or a save runs."""
+    """Wall time of training; stopped during evaluation and saving."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -16,16 +16,16 @@ class StepClock:
         self._stopped_at: float | None = None
 
     def seconds(self) -> float:
-        """Time since the clock was made or restarted."""
+        """Returns the time since the clock was created or restarted."""
         return (self._now() if self._stopped_at is None else self._stopped_at) - self._started
 
     def restart(self) -> None:
-        """Count from zero again."""
+        """Starts again from zero."""
         self._started = self._now() if self._stopped_at is None else self._stopped_at
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time within does not count. Pauses do not nest."""
+        """Stops the clock inside the context. Pauses do not nest."""
         assert self._stopped_at is None, "the clock stands already"
         self._stopped_at = self._now()
         try:
@@ -44,9 +44,9 @@ def speed(
     world_size: int = 1,
     peak_tflops: float | None = None,
 ) -> Speed:
-    """The rates of an interval of `iterations` steps, in which all ranks together took `tokens` and did `flops`.
+    """Returns the rates of `iterations` steps in which all ranks together processed `tokens` and computed `flops`.
 
-    The utilisation is by `peak_tflops` of one device; without a known peak there is none.
+    The utilisation is relative to `peak_tflops` of one device; None without a known peak.
     """
     tflops = None if flops is None or seconds <= 0.0 else flops / (seconds * 1e12 * world_size)
     return Speed(

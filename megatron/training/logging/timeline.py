@@ -140,7 +140,7 @@ def step_times(events: Sequence[dict[str, Any]], distributed: dict[str, Any]) ->
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> Intervals:
-    """The union of spans of time."""
+    """Returns the union of spans of time."""
     found: Intervals = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -151,7 +151,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def without(spans: Intervals, others: Intervals) -> Intervals:
-    """The part of `spans` outside of all `others`."""
+    """Returns the part of `spans` outside all `others`."""
     left, place = [], 0
     for start, stop in spans:
         while place < len(others) and others[place][1] <= start:

@@ -30,20 +30,20 @@ from megatron.training.logging.throughput import StepClock, speed
 
 
 class TrainingLog:
-    """Decides when values are read and hands them to the writers.
+    """Decides when values are read, and passes them to the writers.
 
     Args:
         metrics: this rank's accumulator.
         writers: where records go; empty on ranks that do not log.
         train_iters: for the log line.
         log_interval: a line is due after every iteration that it divides, and after the first one of this run.
-        world_size: for rates a device.
+        world_size: for rates per device.
         tokens_per_sample: the sequence length.
         flops_per_sample: of forward and backward; None: no throughput.
         peak_tflops: of one device; None: no utilisation.
         log_throughput: put the throughput into the log line.
-        layers: reads what layers report; None: they report nothing.
-        per_layer: hand on their numbers layer by layer too.
+        layers: reads the values that layers report; None: they report nothing.
+        per_layer: also write their values layer by layer.
         now: wall time for the line's stamp.
     """
 
@@ -81,7 +81,7 @@ class TrainingLog:
         self._line_samples = 0
 
     def start(self, iteration: int) -> None:
-        """Training begins; `iteration` are done already."""
+        """Training starts after `iteration` iterations."""
         self._first = iteration + 1
         self._since_line.restart()
         self._since_flush.restart()
@@ -89,10 +89,10 @@ class TrainingLog:
     def step(
         self, iteration: int, reports: Sequence[Mapping[str, Tensor]], *, skipped_samples: int = 0, **values: Any
     ) -> tuple[NonFinite, ...]:
-        """Take the values of one iteration and write a log line when one is due.
+        """Takes the values of one iteration, and writes a log line if one is due.
 
-        `values` are those of `StepMetrics.record`; `skipped_samples` are those that the run jumped over so far.
-        Returns what this rank is now known to have had that was not finite; it was printed and logged already.
+        `values` are those of `StepMetrics.record`; `skipped_samples` is the number of samples that the run has skipped
+        so far. Returns the non-finite values that this rank knows of now; they were printed and logged already.
         """
         assert self._first is not None, "start() comes first"
         self.metrics.record(iteration, reports, **values)
@@ -105,33 +105,34 @@ class TrainingLog:
         return ()
 
     def flush(self) -> tuple[NonFinite, ...]:
-        """Write what is recorded so far without a line. Waits for the device; every rank must call it."""
+        """Writes the iterations recorded so far, without a log line. Waits for the device; every rank must call it."""
         return self._read(reset=False).non_finite
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluation and saving: everything recorded is written first, and time within is no training time."""
+        """For evaluation and saving: writes everything recorded, and does not count the time inside the context as
+        training time."""
         self.flush()
         with self._since_line.paused(), self._since_flush.paused():
             yield
 
     def validation(self, record: ValidationRecord) -> None:
-        """An evaluation ended."""
+        """Writes the result of an evaluation."""
         for writer in self.writers:
             writer.validation(record)
 
     def event(self, name: str, iteration: int, **facts: Any) -> None:
-        """Something happened; `facts` are values that JSON knows."""
+        """Writes an event; `facts` are JSON values."""
         for writer in self.writers:
             writer.event(Event(name, iteration, facts))
 
     def close(self) -> None:
-        """Write what is left and close the writers. Every rank must call it. After a failure call `close_writers`."""
+        """Writes what is left and closes the writers. Every rank must call it. After a failure call `close_writers`."""
         self.flush()
         self.close_writers()
 
     def close_writers(self) -> None:
-        """Close the writers without reading from the device or talking to other ranks."""
+        """Closes the writers without reading from the device and without other ranks."""
         for writer in self.writers:
             writer.close()
 
@@ -151,7 +152,7 @@ class TrainingLog:
         return interval
 
     def _with_layers(self, interval: MetricsInterval, reset: bool) -> MetricsInterval:
-        """The interval with what layers report: for files with its last iteration, for the line since the last one."""
+        """Adds the values that layers report: to the last iteration for files, and since the last line for the line."""
         if self.layers is None or not interval.steps:
             return interval
         read, line = self.layers.collect(reset=reset)
@@ -192,7 +193,7 @@ class TrainingLog:
         return interval.non_finite
 
     def _speed(self, seconds: float, iterations: int, samples: int) -> Speed:
-        """Of steps over `samples` in all."""
+        """Returns the rates of `iterations` steps over `samples` samples."""
         return speed(
             seconds,
             iterations,

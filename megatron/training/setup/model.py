@@ -1,9 +1,9 @@
-"""From a plain model chunk to what is trained: the one ordered list of wrappings.
+"""Builds and wraps the model chunks and the optimizer. `parallelize` is the one ordered list of wrappers.
 
-Tensor, sequence, context and expert parallelism change the formula, so they live in the layers. All the rest wraps,
-here, from the inside out: number format, data parallel units. Recompute is inside of both: a stack of layers wraps its
-own, as its config says, when it is built (`megatron.core.transformer.recompute`), so that a loop over megatron.core
-alone has it too.
+Tensor, sequence, context and expert parallelism change the formula, so they are part of the layers. The wrappers come
+here, from the inside out: number format, data parallel units. Recompute lies inside both: a stack of layers wraps its
+own layers when it is built, as its config says (`megatron.core.transformer.recompute`), so that a loop over
+megatron.core alone has it too.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from megatron.training.providers import Context, Stage, stages_of_rank
 
 
 def parallelize(chunk: nn.Module, config: PretrainConfig, environment: Environment) -> DistributedDataParallel:
-    """Wrap one model chunk, moving it to the device of this process; one without memory gets it there, unit by unit."""
+    """Wraps one model chunk and moves it to the device of this process. A chunk on the meta device is created on the
+    device unit by unit."""
     transformer = config.model.transformer
     if not any(parameter.is_meta for parameter in chunk.parameters()):
         chunk = chunk.to(environment.device)
@@ -69,6 +70,6 @@ def build_optimizer(
 
 
 def stops_on_nonfinite(config: PretrainConfig) -> bool:
-    """A non-finite loss or gradient ends the run, instead of costing one update."""
+    """Whether a non-finite loss or gradient ends the run; otherwise it costs one update."""
     resilience = config.resilience
     return resilience.check_for_nan_in_loss_and_grad and resilience.nonfinite_action == "stop"

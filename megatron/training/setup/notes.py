@@ -1,4 +1,4 @@
-"""What a run prints before it starts: its kernels, and what it does otherwise than a user may expect."""
+"""Notes that a run prints before it starts: its kernels, and behaviour that a user may not expect."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,8 +15,8 @@ from megatron.training.launch.environment import Environment
 
 
 def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: PretrainConfig) -> Iterator[str]:
-    """Which kernels compute the layers of this pipeline stage, on its first rank. The backend, which all stages have
-    in common, is told by the stage that has the first layer."""
+    """Yields the kernels that compute the layers of this pipeline stage, on its first rank. The backend is the same on
+    all stages; the stage with the first layer reports it."""
     groups, stages = environment.groups, stage_map(config.transformer)
     if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
         return
@@ -27,7 +27,8 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
 
 
 def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) -> Iterator[str]:
-    """What a run does otherwise than one may expect, a line each. Raises UserError if there is nothing to do at all."""
+    """Yields a line for each behaviour of the run that a user may not expect. Raises UserError if the run has nothing
+    to do."""
     evaluation = config.evaluation
     groups = environment.groups
     if overlaps_expert_communication(config.transformer) and groups.size("ep") * groups.size("expt_tp") == 1:

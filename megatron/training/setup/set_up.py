@@ -1,4 +1,4 @@
-"""From a config and the providers of a script to a run that is ready to train."""
+"""Builds a Trainer from a config and the providers of a script."""
 
 import dataclasses
 import logging
@@ -42,7 +42,7 @@ from megatron.training.trainer import Trainer
 def set_up(
     config: PretrainConfig, providers: Providers, environment: Environment, signals: SignalWatch, started: float
 ) -> Trainer:
-    """Build everything, load the checkpoint if there is one, and find the place in the data.
+    """Builds all parts of a run, loads the checkpoint if there is one, and finds the place in the data.
 
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
@@ -79,8 +79,9 @@ def set_up(
 
 
 def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context, int]:
-    """Set torch, build the tokenizer, print the notes on the flags, and make this the run that `get_args()` and
-    Megatron-LM's other functions act on. Returns the context of the providers and the padded vocabulary size."""
+    """Sets torch's options, builds the tokenizer, prints the notes on the flags, and makes this the run that
+    `get_args()` and Megatron-LM's other functions act on. Returns the context for the providers and the padded
+    vocabulary size."""
     set_torch(config)
     tokenizer = build_tokenizer(config.tokenizer)
     padded = vocabulary_rows(config, tokenizer)
@@ -107,9 +108,9 @@ def build_trainer(
     started: float,
     hooks_of_script: Sequence[Hook] = (),
 ) -> Trainer:
-    """Put the log, the exit agreement, the hooks and the data around a model that is ready to train.
+    """Adds log, exit agreement, hooks and data to a model that is ready to train.
 
-    `open_data` is called last, because it starts processes that read ahead and that only the trainer ends.
+    `open_data` is called last, because it starts processes that read ahead, which only the trainer ends.
     """
     config, environment, state = context.config, context.environment, context.state
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
@@ -164,7 +165,7 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
 
 
 def set_torch(config: PretrainConfig) -> None:
-    """What the flags say about torch and Python as a whole; each run sets all of it anew."""
+    """Sets torch's and Python's global options as the flags say. Each run sets all of them anew."""
     torch.manual_seed(config.seed)  # for what a script's own modules draw; ours draw by place
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used
@@ -176,7 +177,8 @@ def set_torch(config: PretrainConfig) -> None:
 
 
 def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientProbe | None:
-    """Watches the gradient that reaches the embedding, which has passed every layer."""
+    """Returns the probe of the gradient that reaches the embedding, which has passed every layer; None if losses and
+    gradients are not checked or this rank has no embedding."""
     if not config.resilience.check_for_nan_in_loss_and_grad:
         return None
     embeddings = [module for chunk in model for module in chunk.modules() if isinstance(module, LanguageModelEmbedding)]
@@ -184,7 +186,7 @@ def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientP
 
 
 def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
-    """What only some runs do."""
+    """Returns the hooks that the flags ask for."""
     hooks: list[Hook] = []
     if config.training.manual_gc:
         hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
@@ -206,7 +208,7 @@ def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
 
 
 def sample_counts(config: PretrainConfig) -> SampleCounts:
-    """Samples that training and every evaluation of the run together ask of each split."""
+    """Returns the number of samples that training, and all evaluations together, need of each split."""
     training, evaluation = config.training, config.evaluation
     batch, iterations = training.global_batch_size, training.train_iters
     rounds = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
