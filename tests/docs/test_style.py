@@ -12,7 +12,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
-WRITTEN_ANEW_ELSEWHERE = {"benchmarks.md", "parity.md"}
 LONGEST = 120
 
 RIDDLES = (
@@ -45,7 +44,7 @@ def riddles(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if page.name not in WRITTEN_ANEW_ELSEWHERE],
+    PAGES,
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_page_is_plain(page: Path) -> None:
