@@ -1,6 +1,5 @@
-"""The hooks that only some runs have, and how several act as one."""
+"""Profiles of chosen steps on chosen ranks."""
 
-import gc
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,75 +7,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.hooks.gc import ManualGarbageCollection
-from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.profiler import NsightProfiler, TorchProfiler, make_profiler
-
-
-class Recorder(Hook):
-    def __init__(self, name, calls, fails=False):
-        self.name, self.calls, self.fails = name, calls, fails
-
-    def before_step(self, iteration):
-        self.calls.append((self.name, "before_step", iteration))
-
-    def on_exit(self, iteration):
-        self.calls.append((self.name, "on_exit", iteration))
-        if self.fails:
-            raise OSError(self.name)
-
-
-def test_several_hooks_act_as_one():
-    calls = []
-    hooks = Hooks([Recorder("a", calls), Recorder("b", calls, fails=True), Recorder("c", calls)])
-    hooks.on_start(0)
-    hooks.before_step(0)
-    hooks.after_step(1)
-    hooks.before_evaluate(1)
-    hooks.after_evaluate(1)
-    hooks.after_save(1)
-    with pytest.raises(OSError, match="b"):
-        hooks.on_exit(1)
-    assert calls == [(name, "before_step", 0) for name in "abc"] + [(name, "on_exit", 1) for name in "cba"]
-
-
-@pytest.fixture
-def collections(monkeypatch):
-    calls = []
-    monkeypatch.setattr(gc, "collect", lambda generation=2: calls.append(generation))
-    yield calls
-    gc.enable()
-
-
-def test_garbage_is_collected_at_the_interval_only(collections):
-    hook = ManualGarbageCollection(interval=3, evaluation=False)
-    hook.on_start(0)
-    assert not gc.isenabled()
-    for iteration in range(1, 8):
-        hook.before_step(iteration - 1)
-        hook.after_step(iteration)
-    hook.before_evaluate(7)
-    hook.after_evaluate(7)
-    assert len(collections) == 1 + 2
-    hook.on_exit(7)
-    assert gc.isenabled()
-
-
-def test_garbage_is_collected_around_evaluation(collections):
-    hook = ManualGarbageCollection()
-    hook.on_start(0)
-    hook.after_step(1)
-    hook.before_evaluate(1)
-    hook.after_evaluate(1)
-    assert len(collections) == 3
-
-
-def test_a_disabled_collector_stays_disabled(collections):
-    gc.disable()
-    hook = ManualGarbageCollection()
-    hook.on_start(0)
-    hook.on_exit(0)
-    assert not gc.isenabled()
 
 
 def run_profiled(hook, first, last):

@@ -1,0 +1,59 @@
+"""The log that the flags ask for."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.runs import TINY
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.logging.build import build_log
+from megatron.training.logging.display import PlainDisplay
+from megatron.training.logging.jsonl import JsonlLog
+from megatron.training.logging.training_log import TrainingLog
+from megatron.training.state import TrainState
+
+
+def log_of(flags: str, logs: bool = True) -> TrainingLog:
+    words = f"{TINY} --mock-data --train-iters 8 --log-interval 4 {flags}".split()
+    config = configure(words, launch_environment=LaunchEnvironment(1, False))
+    groups = SimpleNamespace(size=lambda name: 1, rank=lambda name: 0)
+    environment: Any = SimpleNamespace(
+        groups=groups, device=torch.device("cpu"), rank=0, world_size=1, has_loss=True, logs=logs
+    )
+    return build_log(config, environment, TrainState(), 41, [])
+
+
+def test_writers_are_files_first_and_the_console_last(tmp_path: Path) -> None:
+    log = log_of(f"--metrics-path {tmp_path / 'metrics.jsonl'}")
+    assert [type(writer) for writer in log.writers] == [JsonlLog, PlainDisplay]
+    assert (log.train_iters, log.log_interval, log.tokens_per_sample) == (8, 4, 16)
+    assert log.flops_per_sample is not None and log.flops_per_sample > 0
+    log.close_writers()
+
+
+def test_a_rank_that_does_not_log_has_no_writers(tmp_path: Path) -> None:
+    assert log_of(f"--metrics-path {tmp_path / 'metrics.jsonl'}", logs=False).writers == ()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_named_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--metrics-path"):
+        log_of(f"--metrics-path {tmp_path / 'file' / 'metrics.jsonl'}")
+
+
+def test_overflows_are_expected_under_a_dynamic_loss_scale_only() -> None:
+    assert log_of("--fp16").metrics.expect_overflow
+    assert (
+        not log_of("--fp16 --loss-scale 128").metrics.expect_overflow and not log_of("--bf16").metrics.expect_overflow
+    )
+
+
+def test_throughput_without_a_known_peak_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert log_of("--log-throughput").peak_tflops is None
+    assert "--log-throughput: the peak rate of this device is not known" in capsys.readouterr().out

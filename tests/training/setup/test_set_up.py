@@ -1,0 +1,65 @@
+"""What set-up derives from the flags, without building a run."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.runs import TINY
+from torch import nn
+
+from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.hooks.gc import ManualGarbageCollection
+from megatron.training.hooks.profiler import TorchProfiler
+from megatron.training.providers import SampleCounts
+from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts
+
+
+def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
+    words = f"{TINY} --mock-data {flags}".split()
+    return configure(words, launch_environment=LaunchEnvironment(ranks, False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "counts"),
+    [
+        ("--train-iters 10", (40, 4, 4)),  # one evaluation, at the end
+        ("--train-iters 10 --eval-interval 4", (40, 12, 4)),  # after 4, 8 and 10
+        ("--train-iters 10 --eval-interval 4 --eval-iters 3", (40, 36, 12)),
+        ("--train-samples 40", (40, 4, 4)),
+        ("--train-iters 10 --eval-interval 4 --skip-train", (40, 4, 4)),
+    ],
+)
+def test_samples_that_a_run_needs(flags: str, counts: tuple[int, int, int]) -> None:
+    assert sample_counts(config_of(flags)) == SampleCounts(*counts)
+
+
+def test_hooks_that_the_flags_ask_for(tmp_path: Any) -> None:
+    here: Any = SimpleNamespace(rank=0)
+    assert build_hooks(config_of("--train-iters 9"), here) == []
+    profile = (
+        f"--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --tensorboard-dir {tmp_path}"
+    )
+    config = config_of(f"--train-iters 9 --manual-gc --manual-gc-interval 5 {profile}")
+    collection, profiler = build_hooks(config, here)
+    assert isinstance(collection, ManualGarbageCollection) and collection.interval == 5 and gc.isenabled()
+    assert isinstance(profiler, TorchProfiler) and (profiler.start, profiler.end) == (2, 4)
+    assert len(build_hooks(config, SimpleNamespace(rank=1))) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
+
+
+def test_no_probe_without_an_embedding_or_without_the_check() -> None:
+    assert build_probe(config_of("--train-iters 9"), [nn.Linear(2, 2)]) is None
+    assert build_probe(config_of("--train-iters 9 --no-check-for-nan-in-loss-and-grad"), [nn.Linear(2, 2)]) is None
+
+
+def test_an_automatic_layout_is_resolved_into_a_new_config() -> None:
+    plain = config_of("--train-iters 9")
+    assert resolve_auto_layout(plain, 41) == (plain, [])
+    flags = "--train-iters 9 --num-layers 4 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto"
+    config = config_of(flags, ranks=2)
+    resolved, (note,) = resolve_auto_layout(config, 41)
+    stages = resolved.transformer.pipeline_model_parallel_layout
+    assert note == f"--pipeline-model-parallel-layout auto: stages {stages}" and stages != "auto"
+    assert config.transformer.pipeline_model_parallel_layout == "auto"
