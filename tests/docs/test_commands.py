@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.ports import free_port
+from support.programs import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_model/README.md"
@@ -47,11 +49,12 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def environment(commands: Path) -> dict[str, str]:
+    """Variables under which a page runs: `python` and `torchrun` are those of the folder `commands`."""
+    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
     # The quickstart's full size is a test of its own; here it is run small, in the environment of this test.
     make = {"MAKEFLAGS": f"PYTHON={sys.executable}", "QUICKSTART_TOKENS": "40000"}
-    return {**os.environ, **make, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **make, "PATH": path, "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
 
 
 def test_every_page_is_found() -> None:
@@ -67,17 +70,20 @@ def test_every_page_is_found() -> None:
     ids=lambda page: page.parent.name + "/" + page.name,
 )
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
+    """In processes that have imported the product before; the quickstart below starts real ones."""
+    variables = environment(commands())
     for block in bash_blocks(page):
         if block in NOT_HERE:
             continue
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=environment(), capture_output=True, text=True
+            ["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=variables, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
-    done = subprocess.run(["make", "quickstart"], cwd=checkout, env=environment(), capture_output=True, text=True)
+    variables = environment(Path(sys.executable).parent)
+    done = subprocess.run(["make", "quickstart"], cwd=checkout, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = checkout / "runs/quickstart"
     summary = json.loads((folder / "summary.json").read_text())

@@ -1,7 +1,7 @@
 """Programs of several ranks as torchrun starts them, for tests that send signals and read exit codes."""
 
+import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from support.forkserver import forkserver, start_server
+from support.ports import free_port
 from support.runs import GPT, TINY
 
 from megatron.training import pretrain
@@ -56,9 +57,7 @@ def launch(
     flags: str, world_size: int, folder: Path, main: Callable[[], None] | None = None, *, base: str = TINY
 ) -> Program:
     """Start the ranks of `main` (pretrain_gpt.py's, if not given) with these flags. `world_size` 0: plain python."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder.mkdir(exist_ok=True)
     ranks = range(max(world_size, 1))
     outputs = [folder / f"rank_{rank}.txt" for rank in ranks]
@@ -82,6 +81,7 @@ def _main(
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = ["pretrain_gpt.py", *words]
+    multiprocessing.set_start_method(None, force=True)  # the system's default, not that of this process
     (main or _pretrain_gpt)()
 
 
