@@ -61,7 +61,9 @@ def test_scripts_modules_and_standard_input(tmp_path: Path) -> None:
 
 
 def test_signals_reach_the_program_and_a_killed_command_ends_it() -> None:
-    code = "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: exit(5))\nprint(os.getpid(), flush=True)\n"
+    code = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: exit(5))\nprint(os.getpid(), flush=True)\n"
+    )
     code += "time.sleep(600)"
     process = subprocess.Popen([python(), "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
