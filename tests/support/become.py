@@ -1,6 +1,7 @@
 """Turn a forked process into a Python program, as `python WORDS` would be: its arguments, variables, files and end."""
 
 import atexit
+import io
 import multiprocessing
 import os
 import runpy
@@ -32,16 +33,11 @@ def become(words: Sequence[str], folder: str, environment: Mapping[str, str], fi
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stdout.reconfigure(write_through=unbuffered)
-    sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)
-    sys.stderr.reconfigure(line_buffering=True)
     words = list(words)
-    while words and words[0] == "-u":
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or words[0] == "-u"
+    if words[0] == "-u":
         words.pop(0)
-        sys.stdout.reconfigure(write_through=True)
+    _open_streams(unbuffered)
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [_first_path(words), *paths, *_installed()]
     return _exit_code(words)
@@ -64,6 +60,13 @@ def leave(code: int) -> None:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _open_streams(unbuffered: bool) -> None:
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), write_through=unbuffered)
+    errors = io.BufferedWriter(io.FileIO(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(errors, errors="backslashreplace", line_buffering=True, write_through=unbuffered)
 
 
 def _exit_code(words: Sequence[str]) -> int:
