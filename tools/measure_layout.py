@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import pretrain_gpt
 from megatron.core.collectives import Traffic, recorded
-from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils.torch_private import TorchDispatchMode, tree_leaves
@@ -66,7 +66,7 @@ def main(words: Sequence[str], launch_environment: LaunchEnvironment | None = No
             with recorded() as traffic:
                 result = train_step(trainer)
             trainer.record_step(result)
-            everyone = Ranks().gather(
+            everyone = RankCoordinator().gather(
                 {"memory": memory_of(trainer, kept), "traffic": rows_of(traffic, environment.groups)}
             )
             trainer.close()

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.manifest import Manifest
-from megatron.core.dist_checkpointing.planning import Tolerance
-from megatron.core.dist_checkpointing.reading import Loaded, load
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
+from megatron.core.dist_checkpointing.reading import LoadResult, load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
@@ -117,7 +117,7 @@ class Checkpoints:
         *,
         weights_only: bool,
         step: int | None = None,
-    ) -> Loaded | None:
+    ) -> LoadResult | None:
         """Fill weights, and optimizer state unless that is not wanted; main weights always follow the weights."""
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
@@ -125,9 +125,9 @@ class Checkpoints:
             root,
             wanted,
             step=step,
-            tolerance=self._tolerance(with_optimizer),
+            policy=self._mismatch_policy(with_optimizer),
             accept=lambda manifest: self._accept(manifest, weights_only, with_optimizer),
-            say=self._say,
+            log=self._say,
         )
         if loaded is not None:
             iteration = loaded.manifest.iteration
@@ -135,10 +135,10 @@ class Checkpoints:
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
         return loaded
 
-    def _tolerance(self, with_optimizer: bool) -> Tolerance:
+    def _mismatch_policy(self, with_optimizer: bool) -> MismatchPolicy:
         goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
         left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
-        return Tolerance(goes_on, goes_on, tuple(self.flags.ckpt_waive_keys or ()), left)
+        return MismatchPolicy(goes_on, goes_on, tuple(self.flags.ckpt_waive_keys or ()), left)
 
     def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
         """Refuse a checkpoint of another model, or one that lacks what is wanted, in terms of flags."""
@@ -161,7 +161,7 @@ class Checkpoints:
         )
 
     def _restore(
-        self, loaded: Loaded, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+        self, loaded: LoadResult, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
     ) -> None:
         """Everything but tensors. With --finetune the run begins at iteration 0. A run that only evaluates takes the
         counts alone: schedule and optimizer do not matter to it."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.dist_checkpointing.choosing import Say, find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
 from megatron.core.dist_checkpointing.chunk import model_chunks, optimizer_state_name
-from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
@@ -53,7 +53,7 @@ def load_trained_model(
     root: str | Path,
     step: int | None = None,
     changes: Sequence[str] = (),
-    say: Say = print,
+    say: Log = print,
 ) -> TrainedModel:
     """Returns the model of the newest complete checkpoint under `root`, or of iteration `step`, on this process's
     device.
@@ -73,9 +73,9 @@ def load_trained_model(
     tokenizer = build_tokenizer(config.tokenizer)
     with process_environment(config) as environment:
         model = build_model(Context(config, environment, tokenizer, TrainState()), Stage()).to(environment.device)
-        state_of_training = Tolerance(patterns=(optimizer_state_name("*", "*"),))
+        state_of_training = MismatchPolicy(patterns=(optimizer_state_name("*", "*"),))
         chunks = model_chunks(model, lambda info: ())
-        loaded = load(Path(root), chunks, step=step, tolerance=state_of_training, say=lambda sentence: None)
+        loaded = load(Path(root), chunks, step=step, policy=state_of_training, log=lambda sentence: None)
     assert loaded is not None
     return TrainedModel(model.eval(), tokenizer, config, loaded.manifest.iteration, environment.device)
 

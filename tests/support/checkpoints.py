@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing import writing
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
-from megatron.core.dist_checkpointing.planning import match, share_out
+from megatron.core.dist_checkpointing.planning import assign_writes, match
 from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.parameters import Box
@@ -52,11 +52,11 @@ def make_chunk(
 def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 10, disk: Disk | None = None) -> Path:
     """Save as that many ranks would, one after the other in this process; the folder."""
     disk = disk or Disk()
-    aside = root / writing._begin(disk, root, step)["aside"]
+    temporary = root / writing._create_temporary(disk, root, step)["temporary"]
     for rank, chunks in enumerate(chunks_by_rank):
-        write_rank(disk, aside, rank, share_out(chunks, rank))
+        write_rank(disk, temporary, rank, assign_writes(chunks, rank))
     contents = writing._Contents(len(chunks_by_rank), {"train_state": {"iteration": step}}, {}, {})
-    writing._publish(disk, aside, step, contents, None)
+    writing._publish(disk, temporary, step, contents, None)
     return root / f"iter_{step:07d}"
 
 

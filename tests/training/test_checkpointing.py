@@ -296,14 +296,14 @@ def test_full_precision_into_bfloat16_and_back(tmp_path, capsys):
     capsys.readouterr()
     second.load()
     assert capsys.readouterr().out.splitlines()[:-1] == [
-        "full-precision masters are read from the weights",
-        "tensors stored as float32 are kept as bfloat16",
+        "full-precision main weights are read from the weights",
+        "tensors stored as float32 are loaded as bfloat16",
     ]
     second.save()
     capsys.readouterr()
     third = SmallRun.make(f"--load {tmp_path / 'b'}", seed=78, **full)
     third.load()
-    assert capsys.readouterr().out.splitlines()[:-1] == ["weights are read from the full-precision masters"]
+    assert capsys.readouterr().out.splitlines()[:-1] == ["weights are read from the full-precision main weights"]
     assert equal(third.everything(), first.everything())
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint  # noqa: E402
-from megatron.core.dist_checkpointing.choosing import find_checkpoint  # noqa: E402
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.chunk import is_optimizer_state  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 

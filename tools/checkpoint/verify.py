@@ -19,7 +19,7 @@ from collections.abc import Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from megatron.core.dist_checkpointing.checkpoint import verify  # noqa: E402
-from megatron.core.dist_checkpointing.choosing import choose  # noqa: E402
+from megatron.core.dist_checkpointing.checkpoint_selection import select_folders  # noqa: E402
 from megatron.core.dist_checkpointing.folders import Folder, candidates, is_foreign  # noqa: E402
 from megatron.core.exceptions import UserError  # noqa: E402
 
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        choice = choose(args.load, args.iteration)
+        choice = select_folders(args.load, args.iteration)
         checked = [f for f in reversed(candidates(args.load)) if args.iteration in (None, f.step)]
         if not checked:
             raise UserError(f"--load {args.load} holds no checkpoint")

@@ -1,4 +1,4 @@
-"""Checkpoints: chunks of tensors to files and back, any layout to any layout."""
+"""Checkpoints: saves tensors that are split over ranks, and loads them under any other layout."""
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject as LocalNonpersistentObject
 from megatron.core.dist_checkpointing.mapping import ShardedTensor as ShardedTensor

@@ -1,4 +1,4 @@
-"""A checkpoint folder that was opened for reading, and how much of it was verified."""
+"""Opens and verifies a checkpoint folder."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.planning import Catalogue, check_complete,
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder, its manifest, its indexes by rank, and all stored chunks by name."""
+    """An opened checkpoint: folder, manifest, indexes by rank, and all stored chunks by name."""
 
     folder: Path
     manifest: Manifest
@@ -30,21 +30,22 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of all data files."""
+        """Bytes of all data files together."""
         return sum(index.data_size for index in self.indexes)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the manifest and the indexes and verify their digests. Raises BrokenCheckpoint naming the file."""
+    """Reads the manifest and the indexes and verifies their digests. Raises BrokenCheckpoint, naming the file."""
     manifest = read_manifest(folder)
     indexes = read_indexes(folder, manifest)
     return Checkpoint(folder, manifest, indexes, make_catalogue(indexes))
 
 
 def check_files(checkpoint: Checkpoint) -> None:
-    """Verify all but the tensors' bytes: size and header of each data file, and that every tensor is stored once.
+    """Verifies everything but the tensors' bytes: size and header of each data file, and that every element of every
+    tensor is stored once.
 
-    Costs a read of the headers. Raises BrokenCheckpoint naming the first bad file.
+    Reads only the headers. Raises BrokenCheckpoint, naming the first broken file.
     """
     for index in checkpoint.indexes:
         path = checkpoint.folder / index.data_file
@@ -56,14 +57,15 @@ def check_files(checkpoint: Checkpoint) -> None:
         if size != index.data_size:
             raise BrokenCheckpoint(path, f"{size} bytes, its index says {index.data_size}")
         if header != index.header_crc32:
-            raise BrokenCheckpoint(path, "its header does not give the checksum in its index")
+            raise BrokenCheckpoint(path, "its header does not match the checksum in its index")
     check_complete(checkpoint.catalogue)
 
 
 def verify(folder: Path, tensors: bool = True) -> tuple[Checkpoint | None, list[BrokenCheckpoint]]:
-    """Everything that is wrong with a checkpoint folder: all broken tensors, or the first broken file before those.
+    """Returns the opened checkpoint (None if it cannot be opened) and everything that is wrong with it.
 
-    Also gives the opened checkpoint, None where it cannot be opened. Without `tensors` their bytes are not read.
+    The second value is the first broken file or, if all files are right, all broken tensors. Without `tensors`, the
+    tensors' bytes are not read.
     """
     try:
         checkpoint = open_checkpoint(folder)
@@ -77,7 +79,7 @@ def verify(folder: Path, tensors: bool = True) -> tuple[Checkpoint | None, list[
 
 
 def broken_tensors(checkpoint: Checkpoint) -> Iterator[BrokenCheckpoint]:
-    """Verify the checksum of every tensor; what is wrong, a finding a tensor. Reads every byte once."""
+    """Verifies the checksums of all tensors and yields an error for each broken tensor. Reads every byte once."""
     with BlockReader(pinned=False) as reader:
         for index in checkpoint.indexes:
             path = checkpoint.folder / index.data_file
@@ -90,12 +92,13 @@ def broken_tensors(checkpoint: Checkpoint) -> Iterator[BrokenCheckpoint]:
 
 
 def read_block(reader: BlockReader, path: Path, chunk: StoredChunk, block: int) -> Tensor:
-    """The elements of one block of a stored chunk, verified; valid until the reader's next. Raises BrokenCheckpoint."""
+    """Reads and verifies one block of a stored chunk. Returns its elements, one-dimensional, which are valid until the
+    reader's next read. Raises BrokenCheckpoint."""
     begin, count = chunk.block_position(block)
     try:
         content = reader.read(path, begin, count)
     except (OSError, EOFError) as error:
         raise BrokenCheckpoint(path, f"{chunk.name} cannot be read at byte {begin}: {error}") from error
     if zlib.crc32(content.numpy().data) != chunk.checksums[block]:
-        raise BrokenCheckpoint(path, f"the bytes of {chunk.name} from byte {begin} on do not give their checksum")
+        raise BrokenCheckpoint(path, f"the bytes of {chunk.name} from byte {begin} on do not match their checksum")
     return content.view(chunk.dtype)

@@ -1,7 +1,7 @@
-"""The rest of a state dict, beside sharded tensors: values that are the same on all ranks, as JSON and plain tensors.
+"""Encodes the values of a state dict that all ranks share, everything except sharded tensors, as JSON and tensors.
 
-JSON has no tuples, tensors, or keys that are not strings; such a value is written as an object with one key that begins
-with "$". What a checkpoint can hold is listed in `encode`; everything else would need a pickle and is refused by name.
+JSON has no tuples, tensors or keys that are not strings. Such a value becomes an object with one key that begins with
+"$". `encode` lists the types that a checkpoint can contain. Others would need a pickle and are refused.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from megatron.core.parameters import Box
 
 Json = Any
 Path = tuple[Any, ...]
-"""Keys and indices that lead to a value of a nested state dict."""
+"""Keys and indices of a value in a nested state dict."""
 
-_ELSEWHERE = {"$elsewhere": True}
-"""Takes the place of a sharded tensor, or of a value that is not saved, in a list."""
+_OMITTED = {"$elsewhere": True}
+"""Replaces a sharded tensor, or a value that is not saved, in a list."""
 
 
-def text_of(path: Path) -> str:
-    """A path for people, and the name of a tensor that stands there."""
+def path_text(path: Path) -> str:
+    """Returns a path as text, for messages and for the names of tensors."""
     return ".".join(map(str, path)) or "the state dict"
 
 
 def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every object of some kinds in a nest of dicts, lists and tuples, with its path."""
+    """Yields all objects of some types in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, kinds):
         yield path, value
     elif isinstance(value, Mapping):
@@ -45,15 +45,15 @@ def leaves(value: Any, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tup
 
 
 def encode(value: Any, tensors: dict[str, Tensor], path: Path = ()) -> Json:
-    """The value as JSON; tensors are collected, by the names under which the JSON refers to them.
+    """Returns the value as JSON. Adds its tensors to `tensors`, under the names by which the JSON refers to them.
 
     Takes None, bool, int, float, str, torch.dtype, argparse.Namespace, dicts, lists, tuples and tensors. Raises
-    UserError naming the path of anything else.
+    UserError for other types, naming the path.
     """
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, ShardedTensor | LocalNonpersistentObject):
-        return _ELSEWHERE
+        return _OMITTED
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors, path)
     if isinstance(value, list):
@@ -67,15 +67,15 @@ def encode(value: Any, tensors: dict[str, Tensor], path: Path = ()) -> Json:
     if isinstance(value, argparse.Namespace):
         return {"$namespace": encode(vars(value), tensors, path)}
     raise UserError(
-        f"{text_of(path)} is a {type(value).__name__}, which a checkpoint without pickles cannot hold; turn it into "
+        f"{path_text(path)} is a {type(value).__name__}, which a checkpoint cannot contain; convert it to "
         "numbers, strings, lists, dicts or tensors, or wrap it in LocalNonpersistentObject to leave it out"
     )
 
 
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: Path) -> Json:
-    name = f"common.{text_of(path)}"
+    name = f"common.{path_text(path)}"
     if name in tensors:
-        raise UserError(f"two tensors of the state dict would both be called {name}")
+        raise UserError(f"two tensors of the state dict have the name {name}")
     tensors[name] = value.detach().contiguous()
     content = tensors[name].cpu().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
     return {"$tensor": [name, DTYPE_NAMES[value.dtype], list(value.shape), zlib.crc32(content)]}
@@ -93,7 +93,7 @@ def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: 
 
 
 def tensors_of(common: Json) -> dict[str, Tensor]:
-    """An empty tensor for each that an encoded value refers to, by name."""
+    """Returns an uninitialized tensor, by name, for each tensor that an encoded value refers to."""
     found: dict[str, Tensor] = {}
     for _, entry in _tagged(common, "$tensor"):
         name, dtype, shape, _ = entry
@@ -113,7 +113,7 @@ def _tagged(value: Json, tag: str) -> Iterator[tuple[str, Json]]:
 
 
 def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """What was encoded. A place that something else had is None."""
+    """Returns the value that was encoded. Sharded tensors and values that were not saved are None."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -136,16 +136,17 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
 
 
 def tensor_chunks(tensors: Mapping[str, Tensor]) -> Iterator[Chunk]:
-    """The chunks of the tensors of a common state, each whole. A tensor without elements is in no file."""
+    """Yields a chunk for each tensor of a common state. Tensors without elements are not stored."""
     for name, tensor in tensors.items():
         if tensor.numel():
             yield Chunk(name, tuple(tensor.shape), Box.whole(tuple(tensor.shape)), None, tensor)
 
 
 def merged(requested: Any, common: Any, value_of: Callable[[Any], Any]) -> Any:
-    """A state dict out of its decoded common part and `value_of` each sharded tensor and unsaved value requested.
+    """Returns the loaded state dict: the decoded common values, and `value_of` each sharded tensor and each unsaved
+    value of the request.
 
-    What `value_of` gives `LEFT_OUT` for has no key in a dict, and None in a list or tuple.
+    Where `value_of` returns `LEFT_OUT`, a dict gets no key, and a list or tuple gets None.
     """
     if isinstance(requested, ShardedTensor | LocalNonpersistentObject):
         return value_of(requested)
@@ -164,6 +165,7 @@ def merged(requested: Any, common: Any, value_of: Callable[[Any], Any]) -> Any:
 
 
 LEFT_OUT = object()
+"""Marks a requested value that is not in the checkpoint."""
 
 
 def _holds_places(value: Any) -> bool:

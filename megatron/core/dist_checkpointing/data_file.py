@@ -1,12 +1,12 @@
-"""One rank's tensors in one safetensors file, written and read in blocks with a checksum each.
+"""Writes and reads the data file of one rank: a safetensors file, in blocks with one checksum each.
 
 The file is plain safetensors (8 bytes little-endian header length, JSON header, data), so any safetensors reader opens
-it. It is written as a stream: memory beyond the live tensors is two staging blocks, and those only for tensors on a
-device; or a tensor at a time, where they are made as they are written (`Later`). Reading is by `pread` into one block,
-not by mapping: an I/O error is then an exception, not a SIGBUS.
+it. Writing streams the tensors. Beyond these it needs two staging blocks for tensors on a device, or one tensor at a
+time for tensors that are made during the write (`LazyTensor`). Reading copies into one block instead of mapping the
+file, so an I/O error is an exception, not a SIGBUS.
 
-The checksum is CRC-32 of each block of 16 MiB: it has to find accidents, not forgers, and runs at 4 GB/s on one core
-where SHA-256 reaches 1.7. A block is also what a reader of a small part must fetch to verify what it takes.
+The checksum is a CRC-32 of each block of 16 MiB. It detects accidents, not forgery, and runs at 4 GB/s on one core,
+SHA-256 at 1.7 GB/s. A reader of a small part reads whole blocks to verify them.
 """
 
 import io
@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.disk import Disk
 
 BLOCK_BYTES = 16 << 20
+"""Bytes of a block."""
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -39,17 +40,18 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' names of the types that a checkpoint can hold."""
+"""The types that a checkpoint can contain, and their names in safetensors files."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""Types by their names in safetensors files."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Readers of safetensors refuse a longer header."""
+"""Longest header that safetensors readers accept."""
 
 
 @dataclass(frozen=True)
-class Later:
-    """Elements that `make` gives when their turn to be written comes, one-dimensional; they are forgotten then."""
+class LazyTensor:
+    """A tensor whose elements `make` returns (one-dimensional) when they are written. They are freed afterwards."""
 
     dtype: torch.dtype
     numel: int
@@ -58,22 +60,24 @@ class Later:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: its key in the file, its shape there, its elements (contiguous, one-dimensional)."""
+    """A tensor to write: its key and shape in the file, and its elements (contiguous, one-dimensional)."""
 
     key: str
     shape: tuple[int, ...]
-    flat: Tensor | Later
+    flat: Tensor | LazyTensor
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes."""
         return self.numel * self.flat.dtype.itemsize
 
     @property
     def numel(self) -> int:
-        return self.flat.numel if isinstance(self.flat, Later) else self.flat.numel()
+        """Number of elements."""
+        return self.flat.numel if isinstance(self.flat, LazyTensor) else self.flat.numel()
 
     def elements(self) -> Tensor:
-        """The elements themselves, made now if need be."""
+        """Returns the elements; makes those of a LazyTensor."""
         if isinstance(self.flat, Tensor):
             return self.flat
         made = self.flat.make()
@@ -82,8 +86,9 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a data file became. `offsets` are byte positions in the file, `checksums` one CRC-32 a block, by entry."""
+class WrittenFile:
+    """A written data file: size in bytes, CRC-32 of the header and, for each entry, the position of its first byte in
+    the file and the CRC-32 of each block."""
 
     size: int
     header_crc32: int
@@ -92,28 +97,29 @@ class Written:
 
 
 def aligned_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Wide types first, so that every tensor is aligned for its type; otherwise in the order given."""
+    """Sorts entries by width of type, widest first, so that each tensor is aligned for its type. Equal widths keep
+    their order."""
     return sorted(entries, key=lambda entry: -entry.flat.dtype.itemsize)
 
 
-def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> Written:
-    """Write and sync a safetensors file of these entries, in this order (see `aligned_order`)."""
+def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> WrittenFile:
+    """Writes and syncs a safetensors file of these entries, in this order (see `aligned_order`). Raises OSError."""
     assert sys.byteorder == "little"
     header, offsets = _header(entries)
     checksums: list[list[int]] = [[] for _ in entries]
-    with disk.create(path) as file, ThreadPoolExecutor(1) as beside:
+    with disk.create(path) as file, ThreadPoolExecutor(1) as pool:
         disk.write(file, header)
         for index, block in _blocks(entries):
-            checksum = beside.submit(zlib.crc32, block)
+            checksum = pool.submit(zlib.crc32, block)
             disk.write(file, block)
             checksums[index].append(checksum.result())
         disk.sync(file)
     end = offsets[-1] + entries[-1].nbytes if entries else len(header)
-    return Written(end, zlib.crc32(header), offsets, checksums)
+    return WrittenFile(end, zlib.crc32(header), offsets, checksums)
 
 
 def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
-    """The file's beginning, and the byte position of each entry in the file."""
+    """Returns the header's bytes, and the position of each entry's first byte in the file."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin, begins = 0, []
     for entry in entries:
@@ -131,9 +137,10 @@ def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
 
 
 def _blocks(entries: Sequence[Entry]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of all entries in blocks, with the entry's position. A block is valid until the next is asked for.
+    """Yields all entries' bytes in blocks, each with the entry's index. A block is valid until the next one is
+    requested.
 
-    The copy of a block from a device runs while the block before it is being written.
+    A block on a device is copied while the block before it is written.
     """
     blocks = (
         (index, block)
@@ -143,16 +150,16 @@ def _blocks(entries: Sequence[Entry]) -> Iterator[tuple[int, memoryview]]:
     staging = _Staging()
     waiting: tuple[int, Tensor] | None = None
     for index, block in blocks:
-        coming = (index, staging.fetch(block))
+        following = (index, staging.fetch(block))
         if waiting is not None:
             yield waiting[0], staging.ready(waiting[1])
-        waiting = coming
+        waiting = following
     if waiting is not None:
         yield waiting[0], staging.ready(waiting[1])
 
 
 class _Staging:
-    """Two pinned blocks in turn for tensors on a device; tensors in host memory are passed through."""
+    """Copies blocks from a device into two pinned buffers in turn. Blocks in host memory are returned as they are."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
@@ -160,7 +167,7 @@ class _Staging:
         self._arrived: dict[int, torch.cuda.Event] = {}
 
     def fetch(self, block: Tensor) -> Tensor:
-        """Start bringing a block (bytes) to host memory."""
+        """Starts the copy of a block (bytes) to host memory."""
         if block.device.type == "cpu":
             return block
         if len(self._buffers) < 2:
@@ -173,7 +180,7 @@ class _Staging:
         return host
 
     def ready(self, host: Tensor) -> memoryview:
-        """Wait for a block that was fetched."""
+        """Waits for the copy of a fetched block."""
         arrived = self._arrived.pop(host.data_ptr(), None)
         if arrived is not None:
             arrived.synchronize()
@@ -181,7 +188,8 @@ class _Staging:
 
 
 def read_header_crc32(path: Path) -> int:
-    """CRC-32 of a data file's header with its length field."""
+    """Returns the CRC-32 of a data file's header and its length field; -1 if the length is impossible. Raises
+    OSError."""
     with open(path, "rb") as file:
         length = file.read(8)
         count = int.from_bytes(length, "little")
@@ -189,7 +197,7 @@ def read_header_crc32(path: Path) -> int:
 
 
 class BlockReader:
-    """Reads byte ranges of data files into one reused host buffer; keeps the last file open."""
+    """Reads byte ranges of data files into one host buffer, which it reuses. Keeps the last file open."""
 
     def __init__(self, pinned: bool) -> None:
         self._buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned)
@@ -198,7 +206,8 @@ class BlockReader:
         self._file: io.FileIO | None = None
 
     def read(self, path: Path, offset: int, count: int) -> Tensor:
-        """`count` bytes of a file from `offset` on, valid until the next call. Raises OSError; EOFError on too few."""
+        """Returns `count` bytes of a file from byte `offset` on, as uint8, valid until the next call. Raises OSError,
+        or EOFError if the file is too short."""
         if self._file is None or path != self._path:
             self.close()
             self._file, self._path = io.FileIO(path), path
@@ -212,6 +221,7 @@ class BlockReader:
         return self._buffer[:count]
 
     def close(self) -> None:
+        """Closes the open file, if any."""
         if self._file is not None:
             self._file.close()
         self._file = self._path = None

@@ -1,4 +1,4 @@
-"""Every change that a save makes on disk, one method each, so that a test can stop a process at any of them."""
+"""The changes that a save makes on disk. Each is one method, so that a test can stop a process before any of them."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
 
 _WRITE_BUFFER = 1 << 20
-"""Small tensors share a system call; anything larger goes past the buffer."""
+"""Bytes that are buffered before a system call. Larger writes bypass the buffer."""
 
 
 def _no_hook(operation: str, path: Path) -> None:
@@ -18,63 +18,66 @@ def _no_hook(operation: str, path: Path) -> None:
 
 
 class Disk:
-    """The file system of one rank. `before(operation, path)` is called ahead of each change."""
+    """File system access of one rank. Calls `before(operation, path)` before each change. All methods raise OSError."""
 
     def __init__(self, before: Callable[[str, Path], None] = _no_hook) -> None:
         self.before = before
 
     def make_directory(self, path: Path) -> None:
+        """Creates a directory and its parents, unless they exist."""
         self.before("make_directory", path)
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> BinaryIO:
-        """A new file to write to; one that exists is an error."""
+        """Creates a file and opens it for writing. Raises FileExistsError if it exists."""
         self.before("create", path)
         return open(path, "xb", buffering=_WRITE_BUFFER)
 
     def write(self, file: BinaryIO, content: bytes | memoryview) -> None:
+        """Appends bytes to an open file."""
         self.before("write", Path(file.name))
         file.write(content)
 
     def sync(self, file: BinaryIO) -> None:
-        """Returns once everything written to the file survives a power cut."""
+        """Returns once everything written to the file would survive a power cut."""
         self.before("sync", Path(file.name))
         file.flush()
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Returns once the names in the directory survive a power cut."""
+        """Returns once the names in the directory would survive a power cut."""
         self.before("sync_directory", path)
         sync_directory(path)
 
     def rename(self, path: Path, target: Path) -> None:
-        """Move a file over another, or a directory to a free name, in one step."""
+        """Renames a file (replacing the target) or a directory (to an unused name), in one step."""
         self.before("rename", path)
         os.replace(path, target)
 
     def remove_tree(self, path: Path) -> None:
+        """Deletes a directory with everything in it."""
         self.before("remove_tree", path)
         shutil.rmtree(path)
 
     def write_file(self, path: Path, content: bytes) -> None:
-        """A new, synced file with this content."""
+        """Creates a file with this content and syncs it."""
         with self.create(path) as file:
             self.write(file, content)
             self.sync(file)
 
     def replace_file(self, path: Path, content: bytes) -> None:
-        """Give the file at `path` this content in one step: readers see the old or the new."""
-        aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+        """Replaces the content of a file in one step, so that readers see the old or the new content."""
+        temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
         try:
-            self.write_file(aside, content)
-            self.rename(aside, path)
+            self.write_file(temporary, content)
+            self.rename(temporary, path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         self.sync_directory(path.parent)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
-    """What a user is told when a change fails that a save wanted to make at `path`."""
+    """Returns the error for a failed change at `path` during a save."""
     reason = error.strerror or error
     return UserError(f"{error.filename or path}: {reason}; this checkpoint is not written, earlier ones are untouched")

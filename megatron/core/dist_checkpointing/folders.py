@@ -1,10 +1,10 @@
-"""Names under a checkpoint directory: iterations, the tracker file, and what is being written, replaced or deleted.
+"""Folder names in a checkpoint directory, and the tracker file.
 
 DIR/latest_checkpointed_iteration.txt     the tracker: an iteration in decimal, or `release`
 DIR/iter_0000010/                         a checkpoint
-DIR/iter_0000010.tmp-1a2b3c4d/            one being written, or left by a save that was killed
-DIR/iter_0000010.replaced-1a2b3c4d/       the former iter_0000010, while the new one takes its name
-DIR/iter_0000010.deleted-1a2b3c4d/        one being deleted
+DIR/iter_0000010.tmp-1a2b3c4d/            a checkpoint that is being written, or that a killed save has left
+DIR/iter_0000010.replaced-1a2b3c4d/       the old iter_0000010, while the new one gets its name
+DIR/iter_0000010.deleted-1a2b3c4d/        a checkpoint that is being deleted
 """
 
 import glob
@@ -19,27 +19,29 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE: Final = "release"
-"""Folder and tracker word of a checkpoint that belongs to no iteration, such as converted weights."""
+"""Folder name and tracker word of a checkpoint without an iteration, such as converted weights."""
 
 Step = int | Literal["release"]
-"""What a checkpoint is called: an iteration, or `release`."""
+"""Identifies a checkpoint of a directory: an iteration, or `release`."""
 
 _FOLDER = re.compile(r"(?:iter_(?P<iteration>\d{7,})|release)(?:\.(?P<state>tmp|replaced|deleted)-[0-9a-f]+)?")
 _FOREIGN = (".pt", ".pth", ".bin", ".distcp", ".metadata")
 
 
 def folder_name(step: Step) -> str:
+    """Returns the folder name of a checkpoint: `iter_0000010` or `release`."""
     return f"iter_{step:07d}" if isinstance(step, int) else step
 
 
-def beside(folder: Path, state: Literal["tmp", "replaced", "deleted"]) -> Path:
-    """A fresh sibling name of a checkpoint folder, for what is not (or no longer) that checkpoint."""
+def sibling_name(folder: Path, state: Literal["tmp", "replaced", "deleted"]) -> Path:
+    """Returns an unused path beside a checkpoint folder, for a folder that is being written, replaced or deleted."""
     return folder.with_name(f"{folder.name}.{state}-{os.urandom(4).hex()}")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory that a save made. `state` is None for one under its final name."""
+    """A folder that a save has made. `state` is None if it has its final name, otherwise `tmp`, `replaced` or
+    `deleted`."""
 
     path: Path
     step: Step
@@ -47,11 +49,12 @@ class Folder:
 
     @property
     def iteration(self) -> int:
+        """The iteration; 0 for `release`."""
         return self.step if isinstance(self.step, int) else 0
 
 
 def list_folders(root: Path) -> list[Folder]:
-    """All directories of checkpoints, whole or not, in no order; none when `root` does not exist."""
+    """Returns all checkpoint folders in `root`, complete or not, in no order. Empty if `root` does not exist."""
     if not root.is_dir():
         return []
     found = []
@@ -64,9 +67,10 @@ def list_folders(root: Path) -> list[Folder]:
 
 
 def candidates(root: Path) -> list[Folder]:
-    """Folders that may hold a checkpoint, newest first.
+    """Returns the folders that may contain a complete checkpoint, newest first.
 
-    A replaced one counts only while nothing has its final name: the save was killed between its two renames.
+    A replaced folder counts only if no folder has its final name, since then the save was killed between its two
+    renames.
     """
     folders = list_folders(root)
     final = {folder.step for folder in folders if folder.state is None}
@@ -75,7 +79,7 @@ def candidates(root: Path) -> list[Folder]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a folder holds another program's checkpoint: no manifest of ours, but files of theirs."""
+    """Whether a folder contains another program's checkpoint: no manifest.json, but files such as *.pt or *.distcp."""
     if (folder / MANIFEST).exists():
         return False
     depth = ("*", "*/*")
@@ -84,15 +88,16 @@ def is_foreign(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Tracker:
-    """What the tracker file says: a step, or a problem with it; both None when there is no file."""
+    """Contents of the tracker file: a step, or a problem with the file. Both are None if there is no file."""
 
     step: Step | None = None
     problem: str | None = None
     written_ns: int = 0
-    """Time of its last change, in nanoseconds since the epoch."""
+    """Time of the file's last change, in nanoseconds since the epoch."""
 
 
 def read_tracker(root: Path) -> Tracker:
+    """Reads the tracker file of a checkpoint directory. Does not raise."""
     path = root / TRACKER
     try:
         content = path.read_bytes()[:64]
@@ -106,17 +111,18 @@ def read_tracker(root: Path) -> Tracker:
         return Tracker(RELEASE, written_ns=written)
     if re.fullmatch(r"\d{1,18}", word):
         return Tracker(int(word), written_ns=written)
-    return Tracker(problem=f"{path} holds {word!r}, which is no iteration")
+    return Tracker(problem=f"{path} contains {word!r}, which is not an iteration")
 
 
 def write_tracker(disk: Disk, root: Path, step: Step) -> None:
+    """Makes the tracker file name a checkpoint, in one step."""
     disk.replace_file(root / TRACKER, str(step).encode())
 
 
 def clean(disk: Disk, root: Path) -> list[str]:
-    """Remove what killed saves left, and put back a replaced checkpoint whose successor never got its name.
+    """Removes what killed saves have left. Restores a replaced checkpoint if its successor never got its final name.
 
-    Returns the names of what was removed or put back. Call it only when no other save into `root` is under way.
+    Returns the names of the folders removed or restored. No other save into `root` may run at the same time.
     """
     touched = []
     folders = list_folders(root)
@@ -135,29 +141,29 @@ def clean(disk: Disk, root: Path) -> list[str]:
     return touched
 
 
-def clean_beside(disk: Disk, folder: Path) -> list[str]:
-    """Remove what killed saves of a folder by itself left beside it; returns the names."""
+def clean_siblings(disk: Disk, folder: Path) -> list[str]:
+    """Removes the temporary folders that killed saves of a single folder have left beside it. Returns their names."""
     left = [path for path in folder.parent.glob(f"{glob.escape(folder.name)}.tmp-*") if path.is_dir()]
     for path in left:
         disk.remove_tree(path)
     return [path.name for path in left]
 
 
-def put_in_place(disk: Disk, aside: Path, folder: Path) -> None:
-    """Give a finished folder its final name; a checkpoint that had that name is removed afterwards."""
-    replaced = beside(folder, "replaced")
+def rename_into_place(disk: Disk, temporary: Path, folder: Path) -> None:
+    """Renames a finished folder to its final name. An older checkpoint with that name is removed afterwards."""
+    replaced = sibling_name(folder, "replaced")
     had_one = folder.exists()
     if had_one:
         disk.rename(folder, replaced)
-    disk.rename(aside, folder)
+    disk.rename(temporary, folder)
     disk.sync_directory(folder.parent)
     if had_one:
         disk.remove_tree(replaced)
 
 
 def delete(disk: Disk, folder: Path) -> None:
-    """Remove a checkpoint so that a reader finds all of it or nothing."""
-    doomed = beside(folder, "deleted")
-    disk.rename(folder, doomed)
+    """Deletes a checkpoint. A reader finds either all of it or nothing."""
+    deleted = sibling_name(folder, "deleted")
+    disk.rename(folder, deleted)
     disk.sync_directory(folder.parent)
-    disk.remove_tree(doomed)
+    disk.remove_tree(deleted)

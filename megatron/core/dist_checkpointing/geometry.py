@@ -1,8 +1,8 @@
-"""Flat ranges of boxes, as boxes: where two chunks of one tensor overlap, and whether chunks tile it. Pure integers.
+"""Overlaps of flat ranges of boxes, and whether ranges tile a tensor. Works on integers only.
 
-A flat range of a row-major box with n dimensions is at most 2n - 1 boxes (the rest of a first row, whole rows, the
-beginning of a last row, and so in each dimension). Dimensions that all parties hold in full are merged first, so most
-ranges are one or three intervals.
+A flat range of a row-major box with n dimensions consists of at most 2n - 1 boxes: the rest of the first row, whole
+rows, the beginning of the last row, and so on in each dimension. Dimensions that all boxes span in full are merged
+first, so most ranges consist of one or three boxes.
 """
 
 import math
@@ -25,16 +25,18 @@ class FlatRange:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.end - self.begin
 
     def part(self, begin: int, end: int) -> "FlatRange":
-        """The elements [begin, end), counted from this part's first."""
+        """Returns the range of the elements [begin, end), counted from this range's first element."""
         return FlatRange(self.box, self.begin + begin, self.begin + end)
 
 
 @dataclass(frozen=True)
 class ContiguousRange:
-    """A box of canonical coordinates whose elements lie from `offset` on, in row-major order, in a part's memory."""
+    """A box of a flat range whose elements are contiguous in the range's memory: they begin at element `offset` and are
+    in row-major order. The box is in coordinates of the whole tensor."""
 
     offset: int
     box: Box
@@ -42,7 +44,11 @@ class ContiguousRange:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements that two parts share: a box, and the contiguous_range of each part in which it lies."""
+    """Elements that two flat ranges share.
+
+    `box` contains the shared elements. `target` and `source` are the contiguous parts of the two ranges that contain
+    `box`.
+    """
 
     box: Box
     target: ContiguousRange
@@ -50,30 +56,29 @@ class Overlap:
 
     @property
     def numel(self) -> int:
+        """Number of shared elements."""
         return self.box.numel
 
     def target_view(self, flat: Tensor) -> Tensor:
-        """The shared elements in the target part's flat memory, shaped as the shared box."""
+        """Returns the shared elements as a view of the target range's flat memory, with the shape of `box`."""
         return _view(flat, self.target, self.box)
 
     def source_view(self, flat: Tensor) -> Tensor:
-        """The shared elements in the source part's flat memory, shaped as the shared box."""
+        """Returns the shared elements as a view of the source range's flat memory, with the shape of `box`."""
         return _view(flat, self.source, self.box)
 
 
-def _view(flat: Tensor, contiguous_range: ContiguousRange, box: Box) -> Tensor:
-    inside = flat[contiguous_range.offset : contiguous_range.offset + contiguous_range.box.numel].view(
-        contiguous_range.box.shape
-    )
-    for dim, (begin, origin, length) in enumerate(zip(box.start, contiguous_range.box.start, box.shape, strict=True)):
-        inside = inside.narrow(dim, begin - origin, length)
-    return inside
+def _view(flat: Tensor, outer: ContiguousRange, box: Box) -> Tensor:
+    view = flat[outer.offset : outer.offset + outer.box.numel].view(outer.box.shape)
+    for dim, (begin, origin, length) in enumerate(zip(box.start, outer.box.start, box.shape, strict=True)):
+        view = view.narrow(dim, begin - origin, length)
+    return view
 
 
 def merge_dimensions(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], list[Box]]:
-    """The same tensor and boxes with every dimension that all boxes span in full merged into the one before it.
+    """Merges every dimension that all boxes span in full into the dimension before it. Returns the new shape and boxes.
 
-    Row-major numbering, of the tensor and of each box, is unchanged by it.
+    The row-major numbering of the tensor's elements and of each box's elements does not change.
     """
     merged = [1]
     starts, shapes = [[0] for _ in boxes], [[1] for _ in boxes]
@@ -95,16 +100,18 @@ def merge_dimensions(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[
     return tuple(merged), [Box(tuple(a), tuple(b)) for a, b in zip(starts, shapes, strict=True)]
 
 
-def contiguous_ranges(part: FlatRange) -> Iterator[ContiguousRange]:
-    """The part as boxes in canonical coordinates, in the order of its elements."""
-    for offset, start, shape in _range_boxes(part.box.shape, part.begin, part.end):
-        yield ContiguousRange(offset, Box(tuple(a + b for a, b in zip(part.box.start, start, strict=True)), shape))
+def contiguous_ranges(flat_range: FlatRange) -> Iterator[ContiguousRange]:
+    """Yields the boxes that a flat range consists of, in the order of its elements."""
+    origin = flat_range.box.start
+    for offset, start, shape in _range_boxes(flat_range.box.shape, flat_range.begin, flat_range.end):
+        yield ContiguousRange(offset, Box(tuple(a + b for a, b in zip(origin, start, strict=True)), shape))
 
 
 def _range_boxes(
     shape: tuple[int, ...], begin: int, end: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """(offset from begin, start, shape) of boxes that make up the elements [begin, end) of a row-major array."""
+    """Yields (offset from `begin`, start, shape) of the boxes that the elements [begin, end) of a row-major array
+    consist of."""
     if begin >= end:
         return
     if not shape:
@@ -136,7 +143,7 @@ def _in_row(
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common box; None where there is none."""
+    """Returns the box that two boxes share; None if they share no element."""
     start = tuple(map(max, a.start, b.start))
     end = (min(p + n, q + m) for p, n, q, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
     shape = tuple(e - s for s, e in zip(start, end, strict=True))
@@ -144,57 +151,57 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def overlaps(shape: Sequence[int], target: FlatRange, source: FlatRange) -> list[Overlap]:
-    """What two parts of one tensor of this shape share; empty when nothing."""
+    """Returns the elements that two ranges of a tensor of this shape share."""
     if intersect(target.box, source.box) is None:
         return []
     _, (target_box, source_box) = merge_dimensions(shape, [target.box, source.box])
-    source_runs = list(contiguous_ranges(FlatRange(source_box, source.begin, source.end)))
+    source_ranges = list(contiguous_ranges(FlatRange(source_box, source.begin, source.end)))
     return [
-        Overlap(common, target_run, source_run)
-        for target_run in contiguous_ranges(FlatRange(target_box, target.begin, target.end))
-        for source_run in source_runs
-        if (common := intersect(target_run.box, source_run.box)) is not None
+        Overlap(common, target_range, source_range)
+        for target_range in contiguous_ranges(FlatRange(target_box, target.begin, target.end))
+        for source_range in source_ranges
+        if (common := intersect(target_range.box, source_range.box)) is not None
     ]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How parts cover a tensor: exactly once everywhere when `missing` is 0 and `twice` is None."""
+    """How ranges cover a tensor. They tile it if `missing` is 0 and `twice` is None."""
 
     missing: int
-    """Elements that no part holds."""
+    """Number of elements in no range; 0 if ranges overlap."""
     twice: tuple[int, int] | None
-    """Positions, in the list of parts, of two that share elements."""
+    """Indices of two ranges that share elements."""
 
 
 def check_tiling(shape: Sequence[int], parts: Sequence[FlatRange]) -> Tiling:
-    """Whether every element of a tensor of this shape lies in exactly one of the parts."""
+    """Checks whether every element of a tensor of this shape is in exactly one of the ranges."""
     merged_shape, boxes = merge_dimensions(shape, [part.box for part in parts])
-    pieces = [
-        (index, contiguous_range.box)
+    indexed = [
+        (index, contiguous.box)
         for index, (part, box) in enumerate(zip(parts, boxes, strict=True))
-        for contiguous_range in contiguous_ranges(FlatRange(box, part.begin, part.end))
+        for contiguous in contiguous_ranges(FlatRange(box, part.begin, part.end))
     ]
-    twice = _shared(pieces, len(merged_shape))
-    missing = math.prod(shape) - sum(box.numel for _, box in pieces)
+    twice = _overlapping(indexed, len(merged_shape))
+    missing = math.prod(shape) - sum(box.numel for _, box in indexed)
     return Tiling(max(missing, 0) if twice is None else 0, twice)
 
 
-def _shared(pieces: list[tuple[int, Box]], dims: int) -> tuple[int, int] | None:
-    """Owners of two pieces that intersect; None when all are disjoint."""
-    if len(pieces) < 2:
+def _overlapping(indexed: list[tuple[int, Box]], dims: int) -> tuple[int, int] | None:
+    """Indices of two boxes that intersect; None if all are disjoint. Takes pairs of index and box."""
+    if len(indexed) < 2:
         return None
-    pieces = sorted(pieces, key=lambda piece: piece[1].start)
-    begin = np.array([box.start for _, box in pieces], dtype=np.int64)
-    end = begin + np.array([box.shape for _, box in pieces], dtype=np.int64)
-    if dims == 1:  # sorted intervals are disjoint when neighbours are
+    indexed = sorted(indexed, key=lambda pair: pair[1].start)
+    begin = np.array([box.start for _, box in indexed], dtype=np.int64)
+    end = begin + np.array([box.shape for _, box in indexed], dtype=np.int64)
+    if dims == 1:  # sorted intervals are disjoint if neighbors are
         clash = np.flatnonzero(begin[1:, 0] < end[:-1, 0])
-        return (pieces[clash[0]][0], pieces[clash[0] + 1][0]) if clash.size else None
-    for index in range(len(pieces) - 1):
-        # Sorted by the first coordinate: whoever begins after this one ends cannot meet it.
+        return (indexed[clash[0]][0], indexed[clash[0] + 1][0]) if clash.size else None
+    for index in range(len(indexed) - 1):
+        # Sorted by the first coordinate: boxes that begin after this one ends cannot intersect it.
         stop = int(np.searchsorted(begin[:, 0], end[index, 0]))
         others = slice(index + 1, stop)
         meets = ((begin[others] < end[index]) & (begin[index] < end[others])).all(axis=1)
         if meets.any():
-            return pieces[index][0], pieces[index + 1 + int(meets.argmax())][0]
+            return indexed[index][0], indexed[index + 1 + int(meets.argmax())][0]
     return None

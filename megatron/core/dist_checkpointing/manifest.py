@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint say: an index for each rank's data file, and the manifest that ties them."""
+"""The JSON files of a checkpoint: an index for each rank's data file, and the manifest that lists the indexes."""
 
 import dataclasses
 import hashlib
@@ -21,11 +21,11 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 
 Json = Any
-"""What json.loads can give."""
+"""A value that json.loads returns."""
 
 
 class BrokenCheckpoint(UserError):
-    """A file of a checkpoint is missing or is not what was written. `path` is the file, `reason` what is wrong."""
+    """A file of a checkpoint is missing or damaged. `path` is the file, `reason` says what is wrong with it."""
 
     def __init__(self, path: Path | str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -34,16 +34,18 @@ class BrokenCheckpoint(UserError):
 
 
 def index_name(rank: int) -> str:
+    """Returns the file name of a rank's index."""
     return f"rank_{rank:05d}.json"
 
 
 def data_name(rank: int) -> str:
+    """Returns the file name of a rank's data file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk on disk. `offset` is its first byte in the data file; a checksum a block of `BLOCK_BYTES`."""
+    """A chunk in a data file. `name` to `range` are those of `Chunk`."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -51,32 +53,39 @@ class StoredChunk:
     range: tuple[int, int]
     dtype: torch.dtype
     key: str
+    """Name of the tensor in the safetensors file."""
     offset: int
+    """Position of the first byte in the data file."""
     checksums: tuple[int, ...]
+    """CRC-32 of each block of `BLOCK_BYTES` bytes."""
 
     @property
     def part(self) -> FlatRange:
+        """The chunk's elements as a flat range of its box."""
         return FlatRange(self.box, *self.range)
 
     @property
     def nbytes(self) -> int:
+        """Number of bytes in the data file."""
         return self.part.numel * self.dtype.itemsize
 
     def block_part(self, block: int) -> FlatRange:
-        """The elements that lie in one of its blocks."""
+        """Returns the elements in one of the chunk's blocks."""
         size = data_file.BLOCK_BYTES // self.dtype.itemsize
         return self.part.part(block * size, min((block + 1) * size, self.part.numel))
 
     def block_position(self, block: int) -> tuple[int, int]:
-        """First byte, in the data file, of one of its blocks, and the number of bytes."""
+        """Returns the position of a block's first byte in the data file, and its number of bytes."""
         return self.offset + block * data_file.BLOCK_BYTES, self.block_part(block).numel * self.dtype.itemsize
 
     def to_json(self) -> Json:
+        """Returns the chunk as a JSON object."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**fields, "box": dataclasses.asdict(self.box), "dtype": DTYPE_NAMES[self.dtype]}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Json]) -> "StoredChunk":
+        """Returns the chunk of a JSON object. Raises KeyError, TypeError or ValueError."""
         box = Box(tuple(fields["box"]["start"]), tuple(fields["box"]["shape"]))
         begin, end = fields["range"]
         return cls(
@@ -93,7 +102,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class RankIndex:
-    """What one rank wrote: its data file and the chunks in it."""
+    """The index of one rank: its data file, that file's size in bytes and header checksum, and the chunks in it."""
 
     data_file: str
     data_size: int
@@ -101,6 +110,7 @@ class RankIndex:
     chunks: tuple[StoredChunk, ...]
 
     def to_bytes(self) -> bytes:
+        """Returns the content of the index file."""
         fields = {
             "format_version": FORMAT_VERSION,
             "data_file": self.data_file,
@@ -113,6 +123,7 @@ class RankIndex:
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> "RankIndex":
+        """Parses the content of the index file `path`. Raises BrokenCheckpoint."""
         try:
             fields = json.loads(content)
             if fields["block_bytes"] != data_file.BLOCK_BYTES:
@@ -132,15 +143,16 @@ class FileDigest:
 
     @classmethod
     def of(cls, content: bytes) -> "FileDigest":
+        """Computes the digest of a file's content."""
         return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The root of a checkpoint; its being there makes the folder a whole checkpoint.
+    """The main file of a checkpoint. It is written last, so a folder with a manifest is complete.
 
-    `indexes` has one entry a writing rank, by file name. `common` is the state that every rank shares (iteration
-    counts, scheduler, loss scale), `config` the run that wrote it, `layout` how it was split over ranks: all JSON.
+    `indexes` has the digest of each rank's index, by file name. `common` is the state that all ranks share (iteration
+    counts, scheduler, loss scale), `config` describes the run, `layout` how it was split over ranks. All are JSON.
     """
 
     iteration: int
@@ -150,14 +162,16 @@ class Manifest:
     layout: Mapping[str, Json]
 
     def to_bytes(self) -> bytes:
-        """The file: JSON whose `sha256` is the digest of its own bytes with the 64 digits as zeros."""
+        """Returns the content of the file: JSON whose `sha256` is the digest of the same bytes with 64 zeros in its
+        place."""
         fields = {"format": FORMAT, "format_version": FORMAT_VERSION, "sha256": "0" * 64, **dataclasses.asdict(self)}
         content = json.dumps(fields, indent=1).encode() + b"\n"
         return content.replace(b"0" * 64, hashlib.sha256(content).hexdigest().encode(), 1)
 
     @classmethod
     def from_bytes(cls, content: bytes, path: Path) -> "Manifest":
-        """Raises BrokenCheckpoint when the content is damaged, UserError when a newer release wrote it."""
+        """Parses the content of the file `path`. Raises BrokenCheckpoint if it is damaged, UserError if another release
+        wrote it in a different format."""
         try:
             fields = json.loads(content)
             if not isinstance(fields, dict):
@@ -179,14 +193,14 @@ class Manifest:
 
 def _check_digest(content: bytes, digest: Json, path: Path) -> None:
     if not (isinstance(digest, str) and len(digest) == 64 and digest.isascii()):
-        raise BrokenCheckpoint(path, "it has no sha256 of itself")
+        raise BrokenCheckpoint(path, "it contains no sha256 of itself")
     blank = content.replace(digest.encode(), b"0" * 64, 1)
     if hashlib.sha256(blank).hexdigest() != digest:
-        raise BrokenCheckpoint(path, "its bytes do not give its sha256")
+        raise BrokenCheckpoint(path, "its content does not match its sha256")
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file's content. Raises BrokenCheckpoint when it cannot be read."""
+    """Returns a file's content. Raises BrokenCheckpoint if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -194,7 +208,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, its digest checked; raises as `Manifest.from_bytes`."""
+    """Reads and verifies the manifest of a checkpoint folder. Raises as `Manifest.from_bytes` does."""
     path = folder / MANIFEST
     return Manifest.from_bytes(read_bytes(path), path)
 
@@ -206,10 +220,10 @@ def read_index(path: Path, digest: FileDigest) -> RankIndex:
     if found.size != digest.size:
         raise BrokenCheckpoint(path, f"{found.size} bytes, the manifest says {digest.size}")
     if found.sha256 != digest.sha256:
-        raise BrokenCheckpoint(path, "its bytes do not give the sha256 in the manifest")
+        raise BrokenCheckpoint(path, "its content does not match the sha256 in the manifest")
     return RankIndex.from_bytes(content, path)
 
 
 def read_indexes(folder: Path, manifest: Manifest) -> Sequence[RankIndex]:
-    """All indexes of a checkpoint, by rank. Raises BrokenCheckpoint."""
+    """Reads and verifies all indexes of a checkpoint, by rank. Raises BrokenCheckpoint."""
     return [read_index(folder / name, digest) for name, digest in manifest.indexes.items()]

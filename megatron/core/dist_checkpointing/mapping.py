@@ -1,4 +1,4 @@
-"""What stands in a state dict in the place of a tensor that is spread over ranks: where this rank's part belongs."""
+"""ShardedTensor: this rank's part of a tensor in a state dict, and the part's position in the whole tensor."""
 
 import dataclasses
 import math
@@ -17,17 +17,17 @@ ReplicaId = int | tuple[int, ...]
 
 @dataclass
 class ShardedTensor:
-    """This rank's part of a tensor that is stored under one key by all ranks together.
+    """This rank's part of a tensor that all ranks together store under one key.
 
-    The whole has `global_shape`. This rank's part begins at `global_offset` and extends by `local_shape`, before which
-    stand `prepend_axis_num` axes along which it extends by one. `data` has `local_shape`; or, with `flattened_range`
-    (a slice with start and stop), it is one-dimensional and holds that range of the part's elements in row-major order.
-    Of copies on several ranks the one whose `replica_id` is 0 (or all zeros) is written. Parts of one tensor must cover
-    it without overlap; they need not be of one size, and `axis_fragmentations`, the number of parts along each axis of
-    a regular grid, serves only the methods that count in parts.
+    The whole tensor has `global_shape`. This rank's part begins at `global_offset`. Its shape is `local_shape`, after
+    `prepend_axis_num` leading axes of size 1. `data` has `local_shape`. With `flattened_range` (a slice with start and
+    stop), `data` is one-dimensional and contains this range of the part's elements in row-major order. If several ranks
+    have copies of a part, the copy whose `replica_id` is 0 (or all zeros) is written. The parts of a tensor must cover
+    it without overlap. They may have different sizes; `axis_fragmentations`, the number of parts along each axis of a
+    regular grid, is used only by methods that count parts.
 
-    Our own: `holders`, the global ranks that hold this very part, if they are known; they share the writing, whatever
-    `replica_id` says. `stored`, what a load gives back in the place of `data`, which is a view of it.
+    Not in Megatron-LM: `holders` are the global ranks with a copy of this part, if known. They share the writing, and
+    `replica_id` is ignored. `stored` is the tensor that a load returns instead of `data`, which is a view of it.
     """
 
     key: str
@@ -58,20 +58,21 @@ class ShardedTensor:
         flattened_range: slice | None = None,
         **fields: Any,
     ) -> "ShardedTensor":
-        """A part of a regular grid: for each axis that is cut, (axis, number of this part along it, number of parts).
+        """Returns a part of a regular grid. `rank_offsets` are (axis, index of this part, number of parts) for each
+        axis that is split.
 
-        Axes count the prepended ones first; an axis that is not named is whole. Of a `flattened_range`, `data` has only
-        the range: then `local_shape` must be among `fields`.
+        Prepended axes are counted first. With `flattened_range`, `data` contains only that range, so `fields` must
+        include `local_shape`. Raises UserError if the values contradict each other.
         """
         if flattened_range is not None and "local_shape" not in fields:
-            raise UserError(f"ShardedTensor {key}: local_shape says what flattened_range is a range of")
+            raise UserError(f"ShardedTensor {key}: flattened_range needs local_shape")
         local = tuple(fields.pop("local_shape", data.shape))
         shape, offset = [1] * prepend_axis_num + list(local), [0] * (prepend_axis_num + len(local))
         fragments = [1] * len(shape)
         for axis, number, count in rank_offsets:
             if not (0 <= axis < len(shape) and 0 <= number < count):
                 raise UserError(
-                    f"ShardedTensor {key}: {(axis, number, count)} is no part of a tensor of {len(shape)} axes"
+                    f"ShardedTensor {key}: {(axis, number, count)} is not a part of a tensor with {len(shape)} axes"
                 )
             offset[axis], fragments[axis] = number * shape[axis], count
         return cls(
@@ -90,7 +91,7 @@ class ShardedTensor:
 
     @classmethod
     def from_chunk(cls, chunk: Chunk) -> "ShardedTensor":
-        """What a chunk is, over the same memory."""
+        """Returns the part that a chunk describes, with the same memory."""
         flat, box = chunk.flat_range, chunk.box
         return cls(
             chunk.name,
@@ -105,7 +106,7 @@ class ShardedTensor:
         )
 
     def validate_metadata_integrity(self) -> None:
-        """Raises UserError where the fields contradict each other."""
+        """Raises UserError if the fields contradict each other."""
         for problem in self._problems():
             raise UserError(f"ShardedTensor {self.key}: {problem}")
 
@@ -115,13 +116,13 @@ class ShardedTensor:
         if not len(self.global_offset) == len(extents) == dims:
             return [
                 f"global_shape {self.global_shape}, global_offset {self.global_offset} and local_shape "
-                f"{self.local_shape} with {self.prepend_axis_num} prepended axes are not of one length"
+                f"{self.local_shape} with {self.prepend_axis_num} prepended axes have different lengths"
             ]
-        places = zip(self.global_offset, extents, self.global_shape, strict=True)
-        if not all(offset >= 0 and offset + extent <= size for offset, extent, size in places):
-            return [f"a part {extents} at {self.global_offset} is not inside of {self.global_shape}"]
+        axes = zip(self.global_offset, extents, self.global_shape, strict=True)
+        if not all(offset >= 0 and offset + extent <= size for offset, extent, size in axes):
+            return [f"a part {extents} at {self.global_offset} is not inside {self.global_shape}"]
         if self.axis_fragmentations is not None and len(self.axis_fragmentations) != dims:
-            return [f"axis_fragmentations {self.axis_fragmentations} has not one entry an axis of {self.global_shape}"]
+            return [f"axis_fragmentations {self.axis_fragmentations} needs one entry per axis of {self.global_shape}"]
         return self._data_problems()
 
     def _data_problems(self) -> "list[str]":
@@ -130,7 +131,7 @@ class ShardedTensor:
             if flat.step not in (None, 1) or flat.start is None or flat.stop is None:
                 return [f"flattened_range {flat} needs start and stop, and no step"]
             if not 0 <= flat.start <= flat.stop <= math.prod(shape):
-                return [f"flattened_range {flat} is not inside of {math.prod(shape)} elements"]
+                return [f"flattened_range {flat} is not inside {math.prod(shape)} elements"]
             shape = (flat.stop - flat.start,)
         if self.data is None:
             return []
@@ -138,73 +139,72 @@ class ShardedTensor:
             return [f"data has shape {tuple(self.data.shape)}, not {shape}"]
         return [f"data has dtype {self.data.dtype}, not {self.dtype}"] if self.data.dtype != self.dtype else []
 
-    # Where it is -----------------------------------------------------------------------------------------------------
+    # Position ------------------------------------------------------------------------------------------------------
 
     @property
     def _extents(self) -> tuple[int, ...]:
-        """Of this part along every axis of the whole."""
+        """Size of this part along each axis of the whole tensor."""
         return (1,) * self.prepend_axis_num + tuple(self.local_shape)
 
     @property
     def is_main_replica(self) -> bool:
-        """This copy is the one to write."""
+        """Whether this copy is the one that is written."""
         return not any(self.replica_id) if isinstance(self.replica_id, tuple) else self.replica_id == 0
 
     @property
     def has_regular_grid(self) -> bool:
-        """All parts are of one size, and it is known how many there are."""
+        """Whether all parts have the same size and their number is known."""
         return self.axis_fragmentations is not None
 
     def global_slice(self) -> tuple[int | slice, ...]:
-        """The index that gives this part of the whole: a number for each prepended axis, then slices."""
+        """Returns the index of this part in the whole tensor: a number for each prepended axis, then slices."""
         first = self.prepend_axis_num
         offsets, extents = self.global_offset, self._extents
         return (*offsets[:first], *(slice(a, a + n) for a, n in list(zip(offsets, extents, strict=True))[first:]))
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """`global_offset` counted in parts. Raises UserError off the grid of parts of this size."""
+        """Returns `global_offset` in parts. Raises UserError if it is not a multiple of this part's size."""
         extents = self._extents
         if any(offset % extent for offset, extent in zip(self.global_offset, extents, strict=True) if extent):
-            raise UserError(f"ShardedTensor {self.key}: {self.global_offset} is no multiple of its part {extents}")
+            raise UserError(f"ShardedTensor {self.key}: {self.global_offset} is not a multiple of the size {extents}")
         return tuple(offset // max(extent, 1) for offset, extent in zip(self.global_offset, extents, strict=True))
 
     def max_allowed_chunks(self) -> tuple[int, ...]:
-        """How many parts like this one fit along each axis, the last one possibly shorter."""
+        """Returns the number of parts of this size along each axis. The last one may be shorter."""
         if self.axis_fragmentations is not None:
             return tuple(self.axis_fragmentations)
         return tuple(-(-size // max(extent, 1)) for size, extent in zip(self.global_shape, self._extents, strict=True))
 
-    # Others like it --------------------------------------------------------------------------------------------------
+    # Copies ----------------------------------------------------------------------------------------------------------
 
     def without_data(self) -> "ShardedTensor":
-        """The same place, with nothing in it."""
+        """Returns a copy without data."""
         return dataclasses.replace(self, data=None, stored=None)
 
     def init_data(self, device: str | torch.device, init_fn: Any = torch.empty) -> None:
-        """Make `data`, if there is none."""
+        """Creates `data` with `init_fn` on a device, unless it exists."""
         if self.data is None:
             flat = self.flattened_range
             shape = self.local_shape if flat is None else (flat.stop - flat.start,)
             self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> "list[ShardedTensor]":
-        """What is left when every rank narrows its part, all alike, in one dimension (prepended axes not counted).
+        """Returns the part after all ranks have narrowed their parts in the same way in one dimension (not counting
+        prepended axes).
 
-        Empty where a `flattened_range` has nothing of it. Raises UserError for a flattened range in another dimension
-        than the first, of which the rest would not be one range.
+        The list is empty if `flattened_range` contains no element of the rest. Raises UserError if parts have different
+        sizes, and for a flattened range in any dimension but the first, since the rest would not be one range.
         """
         axis, extent = dim + self.prepend_axis_num, self.local_shape[dim]
         if self.flattened_range is not None and dim:
             raise UserError(f"ShardedTensor {self.key}: a flattened range can be narrowed in its first dimension only")
-        parts, place = self.global_shape[axis] / extent, self.local_chunk_offset_in_global()[axis]
+        parts, index = self.global_shape[axis] / extent, self.local_chunk_offset_in_global()[axis]
         if parts != self.global_shape[axis] // extent:
-            raise UserError(
-                f"ShardedTensor {self.key}: not all parts are of one size, so they cannot be narrowed alike"
-            )
+            raise UserError(f"ShardedTensor {self.key}: parts have different sizes and cannot be narrowed")
         changed: dict[str, Any] = {
             "local_shape": _with(self.local_shape, dim, length),
             "global_shape": _with(self.global_shape, axis, int(parts) * length),
-            "global_offset": _with(self.global_offset, axis, place * length),
+            "global_offset": _with(self.global_offset, axis, index * length),
             "stored": None,
         }
         if self.flattened_range is None:
@@ -222,7 +222,7 @@ class ShardedTensor:
         return [dataclasses.replace(self, data=data, **changed)]
 
     def chunk(self, tensor: Tensor, holders: tuple[int, ...] = ()) -> Chunk:
-        """This part as a checkpoint has it, held by a contiguous `tensor`."""
+        """Returns this part as a chunk. `tensor` is contiguous and has its elements."""
         flat = self.flattened_range
         box = Box(tuple(self.global_offset), self._extents)
         return Chunk(self.key, tuple(self.global_shape), box, flat and (flat.start, flat.stop), tensor, holders)
@@ -233,11 +233,11 @@ def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 class LocalNonpersistentObject:
-    """A value in a state dict that is not saved; a load gives back the one that was passed to it."""
+    """A value in a state dict that is not saved. A load returns the value of the request."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
 
     def unwrap(self) -> Any:
-        """The value."""
+        """Returns the value."""
         return self.obj

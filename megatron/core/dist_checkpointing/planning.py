@@ -1,4 +1,4 @@
-"""Who writes what, and which stored chunk a rank reads for which of its own: computed without communication."""
+"""Plans of saves and loads: which rank writes which chunk, and which stored blocks a rank reads. No communication."""
 
 import fnmatch
 import itertools
@@ -15,32 +15,33 @@ from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint, RankInde
 from megatron.core.exceptions import UserError
 
 _CUT_ABOVE_BYTES = 1 << 20
-"""A replicated chunk up to this size is written whole by one of its holders."""
+"""A replicated chunk of at most this size is written by a single holder."""
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing
 
 
-def share_out(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
-    """The part of these chunks that this rank writes.
+def assign_writes(chunks: Iterable[Chunk], rank: int) -> list[Chunk]:
+    """Returns the chunks, or parts of chunks, that this rank writes.
 
-    Chunks with the same holders are laid end to end, sorted by name and place, and cut into one equal run of bytes a
-    holder; chunks of up to a megabyte go whole to the holder in whose run they begin. Every holder computes the same.
-    Of a chunk that a rank has two copies of (a tied weight, where both ends of a pipeline are on one rank) one counts.
+    Chunks with the same holders are sorted by name and position, laid end to end, and cut into equal ranges of bytes,
+    one per holder. A chunk of at most one megabyte goes to the holder in whose range it begins. All holders compute the
+    same assignment. If a rank lists a chunk twice (a tied weight, if both ends of a pipeline are on one rank), it is
+    written once.
     """
     by_holders: dict[tuple[int, ...], dict[Any, Chunk]] = defaultdict(dict)
     for chunk in chunks:
         if chunk.tensor.numel():
-            by_holders[chunk.holders or (rank,)].setdefault(_place(chunk), chunk)
+            by_holders[chunk.holders or (rank,)].setdefault(_sort_key(chunk), chunk)
     mine = []
-    for holders, by_place in by_holders.items():
-        shared = list(by_place.values())
+    for holders, by_position in by_holders.items():
+        shared = list(by_position.values())
         assert rank in holders, f"rank {rank} holds {shared[0]} but is not among its holders {holders}"
         mine += _my_range(shared, holders.index(rank), len(holders))
-    return sorted(mine, key=_place)
+    return sorted(mine, key=_sort_key)
 
 
-def _place(chunk: Chunk) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+def _sort_key(chunk: Chunk) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     return chunk.name, chunk.box.start, chunk.range
 
 
@@ -48,7 +49,7 @@ def _my_range(chunks: Sequence[Chunk], position: int, count: int) -> list[Chunk]
     total = sum(chunk.flat.nbytes for chunk in chunks)
     begin, end = total * position // count, total * (position + 1) // count
     mine, at = [], 0
-    for chunk in sorted(chunks, key=_place):
+    for chunk in sorted(chunks, key=_sort_key):
         if chunk.flat.nbytes <= _CUT_ABOVE_BYTES:
             if begin <= at < end:
                 mine.append(chunk)
@@ -62,7 +63,8 @@ def _my_range(chunks: Sequence[Chunk], position: int, count: int) -> list[Chunk]
 
 
 def check_complete(catalogue: "Catalogue") -> None:
-    """Every tensor is stored whole and once. Raises BrokenCheckpoint naming the tensor and the files."""
+    """Checks that every element of every tensor is stored exactly once. Raises BrokenCheckpoint, naming tensor and
+    files."""
     for name, stored in catalogue.items():
         shape = stored[0].chunk.global_shape
         for other in stored:
@@ -83,65 +85,70 @@ def check_complete(catalogue: "Catalogue") -> None:
 
 
 @dataclass(frozen=True)
-class Located:
-    """A stored chunk and the file name that it is in."""
+class LocatedChunk:
+    """A stored chunk and the name of its data file."""
 
     data_file: str
     chunk: StoredChunk
 
 
-Catalogue = Mapping[str, Sequence[Located]]
+Catalogue = Mapping[str, Sequence[LocatedChunk]]
 """All stored chunks of a checkpoint by canonical name."""
 
 
 def make_catalogue(indexes: Iterable[RankIndex]) -> Catalogue:
-    catalogue: dict[str, list[Located]] = defaultdict(list)
+    """Collects the chunks of all indexes by canonical name."""
+    catalogue: dict[str, list[LocatedChunk]] = defaultdict(list)
     for index in indexes:
         for chunk in index.chunks:
-            catalogue[chunk.name].append(Located(index.data_file, chunk))
+            catalogue[chunk.name].append(LocatedChunk(index.data_file, chunk))
     return dict(catalogue)
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """Which keys may be missing from a checkpoint, or unused in it, without an error. What is tolerated is told, what
-    is left on purpose is not."""
+class MismatchPolicy:
+    """Which keys may be missing in a checkpoint, or unused by a load, without an error. Exceptions are logged, except
+    for `silent` keys that are unused."""
 
     missing: bool = False
-    """Any wanted key may be missing; the tensor keeps the values it has."""
+    """Whether any wanted key may be missing. Its tensor keeps its values."""
     unused: bool = False
-    """Any stored key may be left unused."""
+    """Whether any stored key may be left unused."""
     patterns: tuple[str, ...] = ()
     """Shell patterns of keys that may be missing or unused."""
-    left: tuple[str, ...] = ()
-    """The same of keys that nobody asked for, of which nothing is said where they are not used."""
+    silent: tuple[str, ...] = ()
+    """Shell patterns of keys that are left out on purpose. They may be missing or unused, and no line reports unused
+    ones."""
 
     def allows(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*self.patterns, *self.left))
+        """Whether a pattern allows this key to be missing or unused."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in (*self.patterns, *self.silent))
 
-    def leaves(self, name: str) -> bool:
-        """Whether nobody asked for it."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.left)
+    def is_silent(self, name: str) -> bool:
+        """Whether this key is left out on purpose."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.silent)
 
 
 @dataclass
 class Matching:
-    """Which stored tensor each wanted chunk is read from."""
+    """The stored tensors that wanted chunks are read from."""
 
     sources: list[tuple[Chunk, str]] = field(default_factory=list)
+    """Wanted chunks, each with the name of the stored tensor that it is read from."""
     missing: set[str] = field(default_factory=set)
+    """Names of wanted chunks without a stored tensor."""
     used: set[str] = field(default_factory=set)
-    """Stored names that some wanted chunk was matched with, or whose values came from their counterpart."""
+    """Names of stored tensors that are read, or whose counterpart (weight or main weight) is read instead."""
     notes: set[str] = field(default_factory=set)
-    """Conversions made on the way."""
+    """Sentences about conversions during the load."""
 
 
 def match(chunks: Iterable[Chunk], catalogue: Catalogue) -> Matching:
-    """Find the source of each wanted chunk by name. Raises UserError where the stored shape is another.
+    """Finds the stored tensor of each wanted chunk by name. Raises UserError if shapes differ.
 
-    A weight and its full-precision master (optimizer state `param`) stand in for each other: a run that keeps masters
-    takes them from the weights of a checkpoint without; a weight whose stored type is not the wanted one comes from the
-    stored master.
+    A weight and its full-precision copy (main weight, optimizer state `param`) can replace each other. A run with main
+    weights reads them from the weights if the checkpoint has none. A weight that is stored in another type than wanted
+    is read from the stored main weight.
     """
     matching = Matching()
     for chunk in chunks:
@@ -157,7 +164,7 @@ def match(chunks: Iterable[Chunk], catalogue: Catalogue) -> Matching:
             )
         if stored.dtype != chunk.tensor.dtype:
             kinds = (str(dtype).removeprefix("torch.") for dtype in (stored.dtype, chunk.tensor.dtype))
-            matching.notes.add("tensors stored as {} are kept as {}".format(*kinds))
+            matching.notes.add("tensors stored as {} are loaded as {}".format(*kinds))
         matching.sources.append((chunk, source))
     return matching
 
@@ -168,13 +175,13 @@ def _source(chunk: Chunk, catalogue: Catalogue, matching: Matching) -> str | Non
         weight = chunk.name.removeprefix(master_prefix)
         source = chunk.name if chunk.name in catalogue else weight if weight in catalogue else None
         if source == weight:
-            matching.notes.add("full-precision masters are read from the weights")
+            matching.notes.add("full-precision main weights are read from the weights")
     else:
         master = master_prefix + chunk.name
         source = chunk.name if chunk.name in catalogue else None
         if source and master in catalogue and catalogue[source][0].chunk.dtype != chunk.tensor.dtype:
             matching.used.add(source)
-            matching.notes.add("weights are read from the full-precision masters")
+            matching.notes.add("weights are read from the full-precision main weights")
             source = master
     if source is not None:
         matching.used.add(source)
@@ -182,20 +189,20 @@ def _source(chunk: Chunk, catalogue: Catalogue, matching: Matching) -> str | Non
 
 
 @dataclass(frozen=True)
-class Fill:
-    """A block of a data file and what to copy out of it: elements of wanted chunks, where they overlap."""
+class BlockRead:
+    """A block of a data file to read, and the overlaps to copy from it into wanted chunks."""
 
-    source: Located
+    source: LocatedChunk
     block: int
     copies: list[tuple[Chunk, Overlap]]
 
 
-def plan_reads(sources: Iterable[tuple[Chunk, str]], catalogue: Catalogue) -> list[Fill]:
-    """The blocks to read, in the order in which they lie on disk, each once.
+def plan_reads(sources: Iterable[tuple[Chunk, str]], catalogue: Catalogue) -> list[BlockRead]:
+    """Returns the blocks to read, each once, in their order on disk.
 
-    Raises BrokenCheckpoint where the stored chunks do not hold every element of a wanted one exactly once.
+    Raises BrokenCheckpoint if the stored chunks do not contain every element of a wanted chunk exactly once.
     """
-    copies: dict[tuple[str, int, int], Fill] = {}
+    reads: dict[tuple[str, int, int], BlockRead] = {}
     for chunk, name in sources:
         target = FlatRange(chunk.box, *chunk.range)
         found = 0
@@ -204,30 +211,30 @@ def plan_reads(sources: Iterable[tuple[Chunk, str]], catalogue: Catalogue) -> li
                 shared = overlaps(chunk.global_shape, target, located.chunk.block_part(block))
                 if shared:
                     key = (located.data_file, located.chunk.offset, block)
-                    fill = copies.setdefault(key, Fill(located, block, []))
-                    fill.copies.extend((chunk, overlap) for overlap in shared)
+                    read = reads.setdefault(key, BlockRead(located, block, []))
+                    read.copies.extend((chunk, overlap) for overlap in shared)
                     found += sum(overlap.numel for overlap in shared)
         if found != target.numel:
             raise BrokenCheckpoint(
                 catalogue[name][0].data_file, f"{found} elements of {chunk} are stored, {target.numel} are wanted"
             )
-    return [copies[key] for key in sorted(copies)]
+    return [reads[key] for key in sorted(reads)]
 
 
 def _blocks_near(shape: tuple[int, ...], target: FlatRange, stored: StoredChunk) -> Iterable[int]:
-    """Blocks of a stored chunk that can hold elements of the target."""
+    """Blocks of a stored chunk that can contain elements of the target."""
     if len(stored.checksums) > 1 and not overlaps(shape, target, stored.part):
         return ()
     return range(len(stored.checksums))
 
 
 def describe_names(names: Iterable[str], limit: int = 10) -> str:
-    """Names for a message: the first few in order, and how many more."""
+    """Returns names for a message: the first `limit` in alphabetical order, and the number of the others."""
     ordered = sorted(names)
     shown = ", ".join(itertools.islice(ordered, limit))
     return shown if len(ordered) <= limit else f"{shown} and {len(ordered) - limit} more"
 
 
 def used_flags(names: Sequence[str], used: set[str]) -> torch.Tensor:
-    """One byte a stored name: 1 where this rank uses it."""
+    """Returns a uint8 vector with one element per name: 1 if this rank uses it, otherwise 0."""
     return torch.tensor([name in used for name in names], dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: its chunks in a data file, and an index that says what they are."""
+"""Writes the files of one rank: a data file with its chunks, and an index that describes them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,45 +8,50 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.data_file import Entry, Later, aligned_order, write_data_file
+from megatron.core.dist_checkpointing.data_file import Entry, LazyTensor, aligned_order, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.manifest import RankIndex, StoredChunk, data_name, index_name
 
 
 def write_rank(
     disk: Disk,
-    aside: Path,
+    temporary: Path,
     rank: int,
     chunks: Sequence[Chunk],
     values_of: Callable[[Chunk], Tensor] | None = None,
 ) -> None:
-    """Write a rank's data file and index into the folder `aside`; they are on disk when it returns. Elements are the
-    chunks' own, or come from `values_of`. Raises UserError where they cannot be written."""
+    """Writes and syncs a rank's data file and index into the folder `temporary`.
+
+    The elements are those of the chunks' tensors, or come from `values_of` (one-dimensional), chunk by chunk. Raises
+    UserError if a file cannot be written.
+    """
     for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
-        torch.cuda.synchronize(device)  # whichever streams are still writing them
+        torch.cuda.synchronize(device)  # any stream may still be writing the tensors
     entries = {_key(chunk): chunk for chunk in chunks}
     assert len(entries) == len(chunks), "a chunk is listed twice"
     ordered = aligned_order([Entry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()])
     try:
-        written = write_data_file(disk, aside / data_name(rank), ordered)
+        written = write_data_file(disk, temporary / data_name(rank), ordered)
         stored = [
             _stored(entries[entry.key], entry.key, offset, checksums)
             for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
         ]
         index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
-        disk.write_file(aside / index_name(rank), index.to_bytes())
+        disk.write_file(temporary / index_name(rank), index.to_bytes())
     except OSError as error:
-        raise cannot_write(aside / data_name(rank), error) from error
+        raise cannot_write(temporary / data_name(rank), error) from error
 
 
-def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | Later:
+def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | LazyTensor:
     return (
-        chunk.flat if values_of is None else Later(chunk.tensor.dtype, chunk.tensor.numel(), partial(values_of, chunk))
+        chunk.flat
+        if values_of is None
+        else LazyTensor(chunk.tensor.dtype, chunk.tensor.numel(), partial(values_of, chunk))
     )
 
 
 def _key(chunk: Chunk) -> str:
-    """Name of a chunk in its data file: the canonical name when it is the whole tensor, else with its place."""
+    """Name of a chunk in its data file: the canonical name if it is the whole tensor, otherwise with its position."""
     if chunk.box.shape == chunk.global_shape and chunk.range == (0, chunk.box.numel):
         return chunk.name
     spans = ",".join(f"{a}:{a + n}" for a, n in zip(chunk.box.start, chunk.box.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Reading any program's safetensors files: which tensors one holds, and their elements, by offset and size."""
+"""Reads safetensors files of any program: the tensors in a file, and the elements of one tensor."""
 
 import itertools
 import json
@@ -15,29 +15,30 @@ from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """Where a tensor lies."""
+    """Position, type and shape of a tensor in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Its first byte in the file."""
+    """Position of the first byte in the file."""
     nbytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorInFile]:
-    """The tensors of a safetensors file by name. Raises BrokenCheckpoint where it is none, or not whole."""
+    """Returns the tensors of a safetensors file by name. Raises BrokenCheckpoint if it is not a complete safetensors
+    file."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
-                raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes give no length of a header")
+                raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes are not the length of a header")
             fields = json.loads(file.read(length))
     except OSError as error:
         raise BrokenCheckpoint(path, error.strerror or str(error)) from error
     except ValueError as error:
-        raise BrokenCheckpoint(path, f"not a safetensors file: its header is no JSON ({error})") from error
+        raise BrokenCheckpoint(path, f"not a safetensors file: its header is not JSON ({error})") from error
     try:
         tensors = {
             name: _located(path, name, entry, 8 + length, size)
@@ -74,18 +75,18 @@ def _located(path: Path, name: str, entry: dict[str, Any], data_begin: int, file
     return TensorInFile(path, dtype, shape, data_begin + begin, end - begin)
 
 
-def read_tensor(place: TensorInFile) -> Tensor:
-    """A tensor's elements, in its shape. Raises BrokenCheckpoint."""
-    flat = torch.empty(place.nbytes, dtype=torch.uint8)
+def read_tensor(location: TensorInFile) -> Tensor:
+    """Reads a tensor. Raises BrokenCheckpoint."""
+    flat = torch.empty(location.nbytes, dtype=torch.uint8)
     try:
-        with open(place.path, "rb", buffering=0) as file:
-            file.seek(place.offset)
+        with open(location.path, "rb", buffering=0) as file:
+            file.seek(location.offset)
             done, content = 0, flat.numpy().data
-            while done < place.nbytes:
+            while done < location.nbytes:
                 got = file.readinto(content[done:])
                 if not got:
-                    raise BrokenCheckpoint(place.path, f"{place.nbytes - done} bytes are missing at its end")
+                    raise BrokenCheckpoint(location.path, f"{location.nbytes - done} bytes are missing at its end")
                 done += got
     except OSError as error:
-        raise BrokenCheckpoint(place.path, error.strerror or str(error)) from error
-    return flat.view(place.dtype).view(place.shape)
+        raise BrokenCheckpoint(location.path, error.strerror or str(error)) from error
+    return flat.view(location.dtype).view(location.shape)

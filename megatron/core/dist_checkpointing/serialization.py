@@ -1,7 +1,7 @@
-"""The published functions that save a state dict with sharded tensors into a folder, and load it under any layout.
+"""Megatron-LM's functions that save a state dict with sharded tensors into a folder and load it under any layout.
 
-The files are those of every checkpoint here (docs/checkpoints.md): safetensors and JSON, written aside, synced and
-renamed, so that the folder is whole or not there.
+The files are those of all checkpoints (docs/checkpoints.md): safetensors and JSON, written into a temporary folder,
+synced and renamed, so that the folder is complete or does not exist.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from megatron.core.dist_checkpointing.common_state import (
     encode,
     leaves,
     merged,
+    path_text,
     tensor_chunks,
     tensors_of,
-    text_of,
 )
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.geometry import intersect
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
-from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.dist_checkpointing.reading import load_folder
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from megatron.core.dist_checkpointing.writing import save_folder
@@ -48,27 +48,27 @@ def save(
     preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> None:
-    """Save a state dict: every rank calls it with its own parts (`ShardedTensor`) and the values that all share.
+    """Saves a state dict. Collective: each rank passes its own parts (`ShardedTensor`) and the values that all share.
 
-    `checkpoint_dir` must be empty or not there. Shared values are None, numbers, strings, types, tensors, and dicts,
-    lists and tuples of them; they must be equal on all ranks (after `preprocess_common_before_consistancy_check`, which
-    may leave out what differs), and the first rank's are saved. That the parts cover every tensor once is always
-    checked, and the format is always ours: a named strategy changes nothing, which is said.
+    `checkpoint_dir` must be empty or not exist. Shared values are None, numbers, strings, dtypes, tensors, and dicts,
+    lists and tuples of these. They must be equal on all ranks, and the first rank's values are saved.
+    `preprocess_common_before_consistancy_check` may leave out values from this comparison. Whether the parts cover
+    every tensor exactly once is always checked. There is one format: a strategy changes nothing, and a line says so.
 
-    Raises UserError on every rank when any fails; nothing is left then.
+    If one rank fails, all ranks raise UserError and nothing is left on disk.
     """
     if async_sharded_save:
         raise UserError("dist_checkpointing.save(async_sharded_save=True): not yet; leave it out")
-    ranks = Ranks()
-    _say_of_strategies(ranks, sharded_strategy, common_strategy)
+    ranks = RankCoordinator()
+    _log_strategies(ranks, sharded_strategy, common_strategy)
     tensors: dict[str, Tensor] = {}
-    common = ranks.together(lambda: encode(sharded_state_dict, tensors))
+    common = ranks.run_on_all(lambda: encode(sharded_state_dict, tensors))
     checked = common
     if preprocess_common_before_consistancy_check is not None:
         plain = decode(common, tensors)
-        checked = ranks.together(lambda: encode(preprocess_common_before_consistancy_check(plain), {}))
+        checked = ranks.run_on_all(lambda: encode(preprocess_common_before_consistancy_check(plain), {}))
     _check_agreement(ranks, checked)
-    chunks = ranks.together(lambda: _chunks_to_save(sharded_state_dict))
+    chunks = ranks.run_on_all(lambda: _chunks_to_save(sharded_state_dict))
     if ranks.rank == 0:
         chunks += tensor_chunks(tensors)
     contents = {"state_dict": common, "content_metadata": encode(content_metadata, {})}
@@ -83,26 +83,29 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """The state dict that was saved, with this rank's parts as the sharded tensors here say, and all shared values.
+    """Returns the saved state dict, with this rank's parts of sharded tensors and all shared values. Collective.
 
-    A sharded tensor is filled in place where it has `data` (for a module's sharded state dict, the live parameters),
-    and stands in the result as a tensor; one without data is made on the CPU. Objects that were not saved
-    (`LocalNonpersistentObject`) are taken from here. `strict` says what happens to keys of one side only; with
-    return_unexpected and return_all the result is (state dict, missing keys, unexpected keys).
+    `sharded_state_dict` requests the parts. A ShardedTensor with `data` is loaded in place (for a module's sharded
+    state dict, into the parameters); for one without, a tensor on the CPU is made. In the result, tensors replace the
+    ShardedTensors. Objects that are not saved (`LocalNonpersistentObject`) are taken from the request. `strict` decides
+    about keys that only one side contains; with return_unexpected and return_all the result is (state dict, missing
+    keys, unexpected keys).
 
-    Raises UserError on every rank when any fails: a folder that is not there or broken, of another program, or with
-    other shapes. Tensors may then be half read.
+    If one rank fails, all ranks raise UserError: the folder does not exist, is broken or of another program, or shapes
+    differ. Some tensors may then have been overwritten.
     """
-    ranks, handling, folder = Ranks(), parse_strict_flag(strict), Path(checkpoint_dir)
-    _say_of_strategies(ranks, sharded_strategy, common_strategy)
-    manifest = ranks.together(lambda: _open(folder))
+    ranks, handling, folder = RankCoordinator(), parse_strict_flag(strict), Path(checkpoint_dir)
+    _log_strategies(ranks, sharded_strategy, common_strategy)
+    manifest = ranks.run_on_all(lambda: _open(folder))
     common = manifest.common.get("state_dict", manifest.common)
     tensors = tensors_of(common)
-    wanted = ranks.together(lambda: _Wanted(sharded_state_dict, folder))
-    chunks = [*wanted.chunks, *tensor_chunks(tensors)]
+    request = ranks.run_on_all(lambda: _LoadRequest(sharded_state_dict, folder))
+    chunks = [*request.chunks, *tensor_chunks(tensors)]
     quiet = ranks.rank != 0 or handling is StrictHandling.IGNORE_ALL
-    loaded = load_folder(folder, chunks, tolerance=handling.tolerance, say=(lambda text: None) if quiet else print)
-    state = merged(sharded_state_dict, decode(common, tensors), lambda place: wanted.value(place, loaded.missing))
+    loaded = load_folder(folder, chunks, policy=handling.policy, log=(lambda text: None) if quiet else print)
+    state = merged(
+        sharded_state_dict, decode(common, tensors), lambda requested: request.value(requested, loaded.missing)
+    )
     if not handling.returns:
         return state
     missing = loaded.unused if handling is StrictHandling.RETURN_ALL else ()
@@ -110,40 +113,41 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
-    """What a checkpoint holds beside sharded tensors. One process may ask alone, or every rank."""
+    """Returns the saved state dict without sharded tensors. A single process may call it, or all ranks together."""
     folder = Path(checkpoint_dir)
-    manifest = Ranks().together(lambda: _open(folder))
+    manifest = RankCoordinator().run_on_all(lambda: _open(folder))
     common = manifest.common.get("state_dict", manifest.common)
     tensors = tensors_of(common)
-    everything = StrictHandling.IGNORE_ALL.tolerance
-    load_folder(folder, tensor_chunks(tensors), tolerance=everything, say=lambda text: None)
+    everything = StrictHandling.IGNORE_ALL.policy
+    load_folder(folder, tensor_chunks(tensors), policy=everything, log=lambda text: None)
     return decode(common, tensors)
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
-    """The `content_metadata` of a save."""
-    return decode(Ranks().together(lambda: _open(Path(checkpoint_dir))).common.get("content_metadata"), {})
+    """Returns the `content_metadata` of a saved checkpoint; None if it has none. A single process may call it, or all
+    ranks together."""
+    return decode(RankCoordinator().run_on_all(lambda: _open(Path(checkpoint_dir))).common.get("content_metadata"), {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Saving
 
 
-def _say_of_strategies(ranks: Ranks, *strategies: Any) -> None:
+def _log_strategies(ranks: RankCoordinator, *strategies: Any) -> None:
     for strategy in strategies:
         if strategy is None:
             continue
         if not isinstance(strategy, tuple):
             raise UserError(
-                f"dist_checkpointing: a {type(strategy).__name__} as a strategy: there is one format and one way to "
-                "write it; leave the strategy out"
+                f"dist_checkpointing: a {type(strategy).__name__} as strategy is not supported; there is one format, "
+                "leave the strategy out"
             )
         if ranks.rank == 0:
-            print(f"dist_checkpointing: strategy {strategy}: checkpoints are written in our own format (safetensors)")
+            print(f"dist_checkpointing: strategy {strategy}: ignored, checkpoints are always written as safetensors")
 
 
-def _check_agreement(ranks: Ranks, common: Any) -> None:
-    """Raises UserError naming the keys under which ranks have different shared values."""
+def _check_agreement(ranks: RankCoordinator, common: Any) -> None:
+    """Raises UserError, naming the keys whose shared values differ between ranks."""
     digests = {
         str(key): hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
         for key, value in (common.items() if isinstance(common, Mapping) else [("the state dict", common)])
@@ -166,7 +170,7 @@ def _chunks_to_save(state: StateDict) -> list[Chunk]:
     for path, part in leaves(state, (ShardedTensor,)):
         part.validate_metadata_integrity()
         if part.data is None:
-            raise UserError(f"{text_of(path)} (key {part.key}) has no data to save")
+            raise UserError(f"{path_text(path)} (key {part.key}) has no data to save")
         if part.holders or part.is_main_replica:
             chunks.append(part.chunk(part.data.detach().contiguous(), part.holders))
     return chunks
@@ -178,22 +182,22 @@ def _chunks_to_save(state: StateDict) -> list[Chunk]:
 
 def _open(folder: Path) -> Manifest:
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder to load from")
+        raise UserError(f"{folder}: no such folder")
     if folders.is_foreign(folder):
         raise UserError(
-            f"{folder} holds another program's checkpoint (torch .pt or .distcp files); this program reads folders "
+            f"{folder} is another program's checkpoint (torch .pt or .distcp files); this program reads folders "
             "with rank_NNNNN.safetensors files and a manifest.json"
         )
     return read_manifest(folder)
 
 
-class _Wanted:
-    """The sharded tensors of a request, the chunks that fill them, and what is made of these afterwards."""
+class _LoadRequest:
+    """The requested sharded tensors, the chunks to load for them, and the copies to make after the load."""
 
     def __init__(self, state: StateDict, folder: Path) -> None:
         self.chunks: list[Chunk] = []
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By the id of a sharded tensor: where the values are, and a view of its data where they belong."""
+        """For some sharded tensors, by id: the loaded values, and the view of `data` to copy them into."""
         parts = [part for _, part in leaves(state, (ShardedTensor,))]
         shapes = _stored_shapes(folder) if any(part.allow_shape_mismatch for part in parts) else {}
         for part in parts:
@@ -209,15 +213,16 @@ class _Wanted:
         target = data if data.is_contiguous() else data.new_empty(data.shape)
         if target is not data:
             self.copies[id(part)] = (target, data)
-        if data.numel():  # a rank may hold nothing of a tensor, such as of a small vocabulary
+        if data.numel():  # a rank may have no part of a tensor, such as a small vocabulary
             self.chunks.append(part.chunk(target))
 
     def _add_common_part(self, part: ShardedTensor, data: Tensor, stored_shape: tuple[int, ...]) -> None:
-        """Of a tensor that is stored in another size: what both sizes have. The rest of `data` stays as it is."""
+        """Loads the common part of a tensor that is stored with another shape. The rest of `data` keeps its values."""
         if part.flattened_range is not None or len(stored_shape) != len(part.global_shape):
             raise UserError(
-                f"{part.key} is stored with shape {list(stored_shape)}, which allow_shape_mismatch cannot bring to "
-                f"{list(part.global_shape)}" + (" for a flattened range" if part.flattened_range is not None else "")
+                f"{part.key} is stored with shape {list(stored_shape)}, which allow_shape_mismatch cannot load "
+                f"into {list(part.global_shape)}"
+                + (" for a flattened range" if part.flattened_range is not None else "")
             )
         box = part.chunk(data.contiguous()).box
         shared = intersect(box, Box.whole(stored_shape))
@@ -230,16 +235,16 @@ class _Wanted:
         self.copies[id(part)] = (target, inside)
         self.chunks.append(Chunk(part.key, stored_shape, shared, None, target))
 
-    def value(self, place: ShardedTensor | LocalNonpersistentObject, missing: frozenset[str]) -> Any:
-        """What stands in the loaded state dict where `place` stood in the request."""
-        if isinstance(place, LocalNonpersistentObject):
-            return place.unwrap()
-        if place.key in missing:
+    def value(self, requested: ShardedTensor | LocalNonpersistentObject, missing: frozenset[str]) -> Any:
+        """Returns the value that replaces `requested` in the loaded state dict."""
+        if isinstance(requested, LocalNonpersistentObject):
+            return requested.unwrap()
+        if requested.key in missing:
             return LEFT_OUT
-        if id(place) in self.copies:
-            values, target = self.copies[id(place)]
+        if id(requested) in self.copies:
+            values, target = self.copies[id(requested)]
             target.copy_(values)
-        return place.data if place.stored is None else place.stored
+        return requested.data if requested.stored is None else requested.stored
 
 
 def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

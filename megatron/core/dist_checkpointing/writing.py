@@ -1,7 +1,7 @@
-"""Saving: every rank writes its share aside, rank 0 ties the files together and gives the whole its name.
+"""Saves a checkpoint: all ranks write their parts into a temporary folder, rank 0 writes the manifest and renames it.
 
-The order that makes a kill at any point harmless: data and indexes, synced; the manifest, synced; the folder, synced;
-its final name, synced; the tracker file. Nothing is removed before the new checkpoint is whole and has its name.
+A kill at any point is harmless, because of the order: data files and indexes, synced; the manifest, synced; the folder,
+synced; its final name, synced; the tracker file. Nothing is removed before the new checkpoint has its final name.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import (
@@ -30,22 +31,21 @@ from megatron.core.dist_checkpointing.manifest import (
     index_name,
     read_bytes,
 )
-from megatron.core.dist_checkpointing.planning import check_complete, make_catalogue, share_out
+from megatron.core.dist_checkpointing.planning import assign_writes, check_complete, make_catalogue
 from megatron.core.dist_checkpointing.rank_file import write_rank
-from megatron.core.dist_checkpointing.ranks import Ranks
 from megatron.core.exceptions import UserError
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a save did. The same on every rank."""
+class SaveResult:
+    """The result of a save, equal on all ranks."""
 
     folder: Path
     nbytes: int
-    """Size of the data files of all ranks."""
+    """Bytes of the data files of all ranks."""
     seconds: float
     notes: Sequence[str]
-    """What was cleaned up or deleted, one sentence each."""
+    """Sentences about folders that were removed, restored or deleted."""
 
 
 def save(
@@ -59,23 +59,27 @@ def save(
     keep_last: int | None = None,
     group: dist.ProcessGroup | None = None,
     disk: Disk | None = None,
-) -> Saved:
-    """Write a checkpoint `root/iter_NNNNNNN` (or `root/release`); every rank of the group calls it with its chunks.
+) -> SaveResult:
+    """Writes a checkpoint `root/iter_NNNNNNN` (or `root/release`). Collective: each rank passes its own chunks.
 
-    `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. With `keep_last`, older
-    checkpoints than that many whole ones (this one included) are deleted afterwards. Returns on every rank once the
-    checkpoint is whole on disk and the tracker names it. Raises UserError on every rank when any rank fails (disk
-    full, no permission): what was there before is then untouched, and nothing half-written stays.
+    `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. With `keep_last`, all
+    checkpoints older than the newest `keep_last` complete ones (including this one) are deleted afterwards. Returns
+    once the checkpoint is complete on disk and the tracker file names it. If one rank fails (disk full, no permission),
+    all ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
     """
-    ranks, disk, started = Ranks(group), disk or Disk(), time.monotonic()
+    ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
     _check_agreement(ranks, step, common)
-    begun = ranks.from_first(lambda: _begin(disk, root, step))
+    begun = ranks.run_on_first(lambda: _create_temporary(disk, root, step))
     contents = _Contents(ranks.size, common, config, layout)
-    done = _write_aside(
-        ranks, disk, root / begun["aside"], chunks, lambda aside: _publish(disk, aside, step, contents, keep_last)
+    done = _write_and_publish(
+        ranks,
+        disk,
+        root / begun["temporary"],
+        chunks,
+        lambda temporary: _publish(disk, temporary, step, contents, keep_last),
     )
     notes = [*begun["notes"], *done["notes"]]
-    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
+    return SaveResult(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
 
 
 def save_folder(
@@ -86,22 +90,22 @@ def save_folder(
     layout: Mapping[str, Any],
     group: dist.ProcessGroup | None = None,
     disk: Disk | None = None,
-) -> Saved:
-    """Write a checkpoint that is a folder by itself, of no iteration and without a tracker; otherwise as `save`.
+) -> SaveResult:
+    """Writes a checkpoint into a single folder, without iteration and tracker file. Otherwise like `save`.
 
-    The folder is made, and must not hold anything. `common` is taken from the first rank, unchecked.
+    The folder must be empty or not exist. `common` is taken from the first rank and not compared.
     """
-    ranks, disk, started = Ranks(group), disk or Disk(), time.monotonic()
-    begun = ranks.from_first(lambda: _begin_folder(disk, folder))
+    ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
+    begun = ranks.run_on_first(lambda: _create_temporary_for_folder(disk, folder))
     contents = _Contents(ranks.size, common, {}, layout)
-    done = _write_aside(
+    done = _write_and_publish(
         ranks,
         disk,
-        folder.parent / begun["aside"],
+        folder.parent / begun["temporary"],
         chunks,
-        lambda aside: _publish_folder(disk, aside, folder, contents),
+        lambda temporary: _publish_folder(disk, temporary, folder, contents),
     )
-    return Saved(folder, done["nbytes"], time.monotonic() - started, begun["notes"])
+    return SaveResult(folder, done["nbytes"], time.monotonic() - started, begun["notes"])
 
 
 def save_streamed(
@@ -113,78 +117,82 @@ def save_streamed(
     common: Mapping[str, Any],
     config: Mapping[str, Any],
     disk: Disk | None = None,
-) -> Saved:
-    """Write a checkpoint of tensors that need not be in memory, from this process alone; otherwise as `save`.
+) -> SaveResult:
+    """Writes a checkpoint of tensors that are not in memory, from this process alone. Otherwise like `save`.
 
-    Of each chunk's tensor only the type counts (it may be on the meta device): `values_of` gives the elements, as one
-    dimension, when it is their turn, and they are forgotten once written. Each list of chunks becomes a file.
+    Each list of chunks becomes one data file. The chunks' tensors give only the type and may be on the meta device.
+    `values_of` returns the elements of a chunk, one-dimensional, when they are written; they are freed afterwards.
     """
     disk, started = disk or Disk(), time.monotonic()
-    begun = _begin(disk, root, step)
-    aside, count = root / begun["aside"], 0
+    begun = _create_temporary(disk, root, step)
+    temporary, count = root / begun["temporary"], 0
     try:
         for count, chunks in enumerate(files, 1):
-            write_rank(disk, aside, count - 1, chunks, values_of)
-        done = _publish(disk, aside, step, _Contents(count, common, config, {}), None)
+            write_rank(disk, temporary, count - 1, chunks, values_of)
+        done = _publish(disk, temporary, step, _Contents(count, common, config, {}), None)
     except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return Saved(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, begun["notes"])
+    return SaveResult(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, begun["notes"])
 
 
-def _write_aside(
-    ranks: Ranks, disk: Disk, aside: Path, chunks: Iterable[Chunk], publish: Callable[[Path], dict[str, Any]]
+def _write_and_publish(
+    ranks: RankCoordinator,
+    disk: Disk,
+    temporary: Path,
+    chunks: Iterable[Chunk],
+    publish: Callable[[Path], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Every rank's share, then what rank 0 does to make it a checkpoint. After a failure nothing is left."""
+    """Writes the parts of all ranks, then publishes them on rank 0. After a failure the temporary folder is removed."""
     try:
-        mine = share_out(chunks, ranks.global_rank)
-        ranks.together(lambda: write_rank(disk, aside, ranks.rank, mine))
-        return ranks.from_first(lambda: publish(aside))
+        mine = assign_writes(chunks, ranks.global_rank)
+        ranks.run_on_all(lambda: write_rank(disk, temporary, ranks.rank, mine))
+        return ranks.run_on_first(lambda: publish(temporary))
     except BaseException:
         if ranks.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _check_agreement(ranks: Ranks, step: Step, common: Mapping[str, Any]) -> None:
-    text = ranks.together(lambda: json.dumps([step, common], sort_keys=True))
+def _check_agreement(ranks: RankCoordinator, step: Step, common: Mapping[str, Any]) -> None:
+    text = ranks.run_on_all(lambda: json.dumps([step, common], sort_keys=True))
     digests = ranks.gather(hashlib.sha256(text.encode()).hexdigest())
     differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise UserError(f"the state to be saved at iteration {step} differs between rank 0 and ranks {differing}")
 
 
-def _begin(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
-    """Clean up after killed saves and make the folder to write into."""
+def _create_temporary(disk: Disk, root: Path, step: Step) -> dict[str, Any]:
+    """Cleans up after killed saves and creates the temporary folder."""
     try:
         disk.make_directory(root)
         touched = folders.clean(disk, root)
-        aside = folders.beside(root / folders.folder_name(step), "tmp")
-        disk.make_directory(aside)
+        temporary = folders.sibling_name(root / folders.folder_name(step), "tmp")
+        disk.make_directory(temporary)
     except OSError as error:
         raise cannot_write(root, error) from error
-    notes = [f"removed or put back what an interrupted save left: {', '.join(touched)}"] if touched else []
-    return {"aside": aside.name, "notes": notes}
+    notes = [f"removed or restored what an interrupted save has left: {', '.join(touched)}"] if touched else []
+    return {"temporary": temporary.name, "notes": notes}
 
 
-def _begin_folder(disk: Disk, folder: Path) -> dict[str, Any]:
-    """The same for a folder by itself."""
+def _create_temporary_for_folder(disk: Disk, folder: Path) -> dict[str, Any]:
+    """Does the same for a single folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} holds something already; save into a folder that is empty or not there yet")
+        raise UserError(f"{folder} is not empty; save into a folder that is empty or does not exist")
     try:
         disk.make_directory(folder.parent)
-        touched = folders.clean_beside(disk, folder)
-        aside = folders.beside(folder, "tmp")
-        disk.make_directory(aside)
+        touched = folders.clean_siblings(disk, folder)
+        temporary = folders.sibling_name(folder, "tmp")
+        disk.make_directory(temporary)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    notes = [f"removed what an interrupted save left: {', '.join(touched)}"] if touched else []
-    return {"aside": aside.name, "notes": notes}
+    notes = [f"removed what an interrupted save has left: {', '.join(touched)}"] if touched else []
+    return {"temporary": temporary.name, "notes": notes}
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What the manifest says beside the files."""
+    """The contents of the manifest, except for the indexes."""
 
     world_size: int
     common: Mapping[str, Any]
@@ -192,12 +200,12 @@ class _Contents:
     layout: Mapping[str, Any]
 
 
-def _publish(disk: Disk, aside: Path, step: Step, contents: _Contents, keep_last: int | None) -> dict[str, Any]:
-    """Tie the ranks' files together, check that they are complete, and give the folder its name."""
-    root, folder = aside.parent, aside.parent / folders.folder_name(step)
-    nbytes = _tie(disk, aside, folder, step if isinstance(step, int) else 0, contents)
+def _publish(disk: Disk, temporary: Path, step: Step, contents: _Contents, keep_last: int | None) -> dict[str, Any]:
+    """Writes the manifest, renames the folder, updates the tracker file and deletes old checkpoints."""
+    root, folder = temporary.parent, temporary.parent / folders.folder_name(step)
+    nbytes = _write_manifest(disk, temporary, folder, step if isinstance(step, int) else 0, contents)
     try:
-        folders.put_in_place(disk, aside, folder)
+        folders.rename_into_place(disk, temporary, folder)
         folders.write_tracker(disk, root, step)
     except OSError as error:
         raise cannot_write(folder, error) from error
@@ -205,22 +213,23 @@ def _publish(disk: Disk, aside: Path, step: Step, contents: _Contents, keep_last
     return {"nbytes": nbytes, "notes": notes}
 
 
-def _publish_folder(disk: Disk, aside: Path, folder: Path, contents: _Contents) -> dict[str, Any]:
-    """The same for a folder by itself."""
-    nbytes = _tie(disk, aside, folder, 0, contents)
+def _publish_folder(disk: Disk, temporary: Path, folder: Path, contents: _Contents) -> dict[str, Any]:
+    """Writes the manifest of a single folder and renames it."""
+    nbytes = _write_manifest(disk, temporary, folder, 0, contents)
     try:
-        disk.rename(aside, folder)  # also onto a folder that is empty
+        disk.rename(temporary, folder)  # an empty folder may have this name
         disk.sync_directory(folder.parent)
     except OSError as error:
         raise cannot_write(folder, error) from error
     return {"nbytes": nbytes}
 
 
-def _tie(disk: Disk, aside: Path, folder: Path, iteration: int, contents: _Contents) -> int:
-    """Check that the ranks' files are complete and write the manifest; returns their bytes."""
+def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, contents: _Contents) -> int:
+    """Checks that the ranks' files contain all tensors, and writes the manifest. Returns the bytes of the data
+    files."""
     indexes, digests = [], {}
     for rank in range(contents.world_size):
-        path = aside / index_name(rank)
+        path = temporary / index_name(rank)
         try:
             content = read_bytes(path)
         except BrokenCheckpoint as error:
@@ -233,25 +242,24 @@ def _tie(disk: Disk, aside: Path, folder: Path, iteration: int, contents: _Conte
     layout = {"world_size": contents.world_size, **contents.layout}
     manifest = Manifest(iteration, digests, contents.common, contents.config, layout)
     try:
-        disk.write_file(aside / MANIFEST, manifest.to_bytes())
-        disk.sync_directory(aside)
+        disk.write_file(temporary / MANIFEST, manifest.to_bytes())
+        disk.sync_directory(temporary)
     except OSError as error:
         raise cannot_write(folder, error) from error
     return sum(index.data_size for index in indexes)
 
 
 def keep_newest(disk: Disk, root: Path, current: Path, count: int) -> list[str]:
-    """Delete checkpoints of `root` that are older than the `count` newest whole ones up to `current`.
+    """Deletes the checkpoints in `root` that are older than the newest `count` complete ones, `current` included.
 
-    `current` is the checkpoint that was just saved and is the first to be kept. Folders of later iterations (of a run
-    that was rolled back), `release`, and folders without a manifest of this format are left alone.
-    Returns what was done.
+    `current` is the checkpoint that was just saved. Folders of later iterations (after a run was set back), `release`,
+    and folders without a manifest are kept. Returns sentences about what was deleted.
     """
     ours = [f.path for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
-    whole, notes = 1, []
+    complete, notes = 1, []
     for path in ours[ours.index(current) + 1 :] if current in ours else ():
-        if whole < count:
-            whole += _is_whole(path)
+        if complete < count:
+            complete += _is_complete(path)
             continue
         try:
             folders.delete(disk, path)
@@ -261,7 +269,7 @@ def keep_newest(disk: Disk, root: Path, current: Path, count: int) -> list[str]:
     return notes
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         check_files(open_checkpoint(folder))
     except UserError:

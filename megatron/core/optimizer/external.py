@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
-from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks, sharding_strategy_of
 from megatron.core.exceptions import UserError
@@ -125,7 +125,7 @@ class ExternalOptimizer(MegatronOptimizer):
         known: dict[str, Any] = {}
         group = self.groups.mp
         assert isinstance(group, ProcessGroup)
-        for of_rank in Ranks(group).gather(own):
+        for of_rank in RankCoordinator(group).gather(own):
             known |= of_rank
         return known
 

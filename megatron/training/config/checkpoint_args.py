@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatron.core.config_fields import value_text
-from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.exceptions import UserError
 from megatron.training.config.command_line import CommandLine, read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, spelling_of
@@ -31,7 +31,7 @@ def take_checkpoint_args(line: CommandLine) -> None:
     folders = [(line.values["load"], line.values["ckpt_step"]), (line.values["pretrained_checkpoint"], None)]
     try:
         for root, step in folders:
-            checkpoint = None if root is None else find_checkpoint(Path(root), step, say=lambda sentence: None)
+            checkpoint = None if root is None else find_checkpoint(Path(root), step, log=lambda sentence: None)
             if checkpoint is not None:
                 _take(line, list(checkpoint.manifest.config.get("command_line", [])), str(checkpoint.folder))
                 return

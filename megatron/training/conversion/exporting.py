@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
-from megatron.core.dist_checkpointing.choosing import Say, find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk, is_optimizer_state
-from megatron.core.dist_checkpointing.data_file import Entry, Later, write_data_file
+from megatron.core.dist_checkpointing.data_file import Entry, LazyTensor, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
-from megatron.core.dist_checkpointing.folders import Step, beside
+from megatron.core.dist_checkpointing.folders import Step, sibling_name
 from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
@@ -60,7 +60,7 @@ def export_model(
     tokenizer: Path | None = None,
     verify: bool = False,
     families: Sequence[Family] = FAMILIES,
-    say: Say = print,
+    say: Log = print,
 ) -> Exported:
     """Writes the model of a checkpoint under `root` as the folder `target`, which transformers can load.
 
@@ -168,7 +168,7 @@ class _Writer:
 
     def write(self, target: Path, keys: Mapping[str, Any], tokenizer: Path | None) -> Exported:
         """Writes all files into a temporary folder beside `target`, and renames that at the end."""
-        disk, aside = Disk(), beside(target, "tmp")
+        disk, aside = Disk(), sibling_name(target, "tmp")
         try:
             disk.make_directory(aside)
             files, nbytes = self._write_tensors(disk, aside)
@@ -210,7 +210,7 @@ class _Writer:
 
     def _entry(self, tensor: HubTensor, reader: _Reader) -> Entry:
         return Entry(
-            tensor.name, tensor.shape, Later(self._dtype(tensor), tensor.box.numel, partial(reader.take, tensor))
+            tensor.name, tensor.shape, LazyTensor(self._dtype(tensor), tensor.box.numel, partial(reader.take, tensor))
         )
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
-from megatron.core.dist_checkpointing.choosing import Say
+from megatron.core.dist_checkpointing.checkpoint_selection import Log
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, list_folders
 from megatron.core.dist_checkpointing.safetensors_file import TensorInFile, read_tensor
-from megatron.core.dist_checkpointing.writing import Saved, save_streamed
+from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
@@ -42,7 +42,7 @@ FLAGS = "flags.txt"
 class Imported:
     """Result of an import."""
 
-    saved: Saved
+    saved: SaveResult
     flags: list[str]
     """Words of a command line that describe the model and its tokenizer."""
     comparison: Comparison | None = None
@@ -59,7 +59,7 @@ def import_model(
     ignored_keys: Sequence[str] = (),
     verify: bool = False,
     families: Sequence[Family] = FAMILIES,
-    say: Say = print,
+    say: Log = print,
 ) -> Imported:
     """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
@@ -122,7 +122,7 @@ def _family_in(source: Path, families: Sequence[Family]) -> Family:
         raise UserError(f"{source / CONFIG}: architectures: {error}") from error
 
 
-def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Say) -> list[str]:
+def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Log) -> list[str]:
     """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
     if not (folder.path / TOKENIZER).is_file():
@@ -136,7 +136,7 @@ def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Say
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place), *more]
 
 
-def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], say: Say) -> None:
+def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], say: Log) -> None:
     """Raises UserError naming the tensors that are missing, left over, quantized or of another shape."""
     names = {tensor.name for tensor in wanted}
     problems = [f"{folder.path}: {tensor.name} is missing" for tensor in wanted if tensor.name not in folder.tensors]
@@ -200,7 +200,7 @@ def _values(place: TensorInFile, name: str, chunk: Chunk) -> Tensor:
     return values
 
 
-def _verified(saved: Saved, root: Path, source: Path, build_model: BuildModel, dtype: torch.dtype | None) -> Comparison:
+def _verified(saved: SaveResult, root: Path, source: Path, build_model: BuildModel, dtype: torch.dtype | None) -> Comparison:
     """Compares logits. If they differ, removes the checkpoint and raises UserError."""
     try:
         comparison = compare_logits(open_checkpoint(saved.folder), source, build_model, imported_as=dtype)

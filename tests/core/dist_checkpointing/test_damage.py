@@ -11,11 +11,11 @@ import torch
 from support.checkpoints import make_chunk, save_as
 
 from megatron.core.dist_checkpointing.checkpoint import broken_tensors, check_files, open_checkpoint
-from megatron.core.dist_checkpointing.choosing import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint, Manifest
-from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
@@ -45,7 +45,7 @@ def wanted():
 
 def load_values(root, **options):
     targets, said = wanted(), []
-    loaded = load(root, targets, say=said.append, **options)
+    loaded = load(root, targets, log=said.append, **options)
     assert {float(value) for target in targets for value in target.tensor.flatten()} == {loaded.manifest.iteration}
     return loaded.manifest.iteration, said
 
@@ -100,10 +100,12 @@ def test_the_oldest_whole_one_is_reached_and_every_broken_one_named(root):
 def test_when_none_is_whole_that_is_an_error_not_a_fresh_start(root):
     for step in (10, 20):
         (root / f"iter_{step:07d}" / MANIFEST).write_text("{")
-    with pytest.raises(UserError, match=r"no whole checkpoint in .*iter_0000020/manifest\.json.*iter_0000010/manifest"):
-        load(root, wanted(), say=lambda note: None)
-    with pytest.raises(UserError, match="no whole checkpoint in"):
-        find_checkpoint(root, say=lambda note: None)
+    with pytest.raises(
+        UserError, match=r"no complete checkpoint in .*iter_0000020/manifest\.json.*iter_0000010/manifest"
+    ):
+        load(root, wanted(), log=lambda note: None)
+    with pytest.raises(UserError, match="no complete checkpoint in"):
+        find_checkpoint(root, log=lambda note: None)
 
 
 def test_a_tensor_that_a_broken_checkpoint_spoilt_is_not_called_untouched(root):
@@ -114,7 +116,7 @@ def test_a_tensor_that_a_broken_checkpoint_spoilt_is_not_called_untouched(root):
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(UserError, match="already overwritten new"):
-        load(root, [make_chunk("new", (4,), empty=True), *wanted()], tolerance=Tolerance(missing=True))
+        load(root, [make_chunk("new", (4,), empty=True), *wanted()], policy=MismatchPolicy(missing=True))
 
 
 def test_a_hole_between_files_that_are_each_whole_is_found(root):
@@ -149,7 +151,7 @@ def test_all_broken_tensors_are_listed(root):
 def test_a_tracker_with_garbage(root, content):
     (root / TRACKER).write_bytes(content)
     iteration, said = load_values(root)
-    assert iteration == 20 and len(said) == 1 and "which is no iteration" in said[0]
+    assert iteration == 20 and len(said) == 1 and "which is not an iteration" in said[0]
 
 
 @pytest.mark.parametrize("content", [b"20", b"20\n", b" 0000020 "])
@@ -162,16 +164,16 @@ def test_a_tracker_that_is_missing_or_points_to_nothing(root):
     (root / TRACKER).unlink()
     iteration, said = load_values(root)
     assert iteration == 20 and said == [
-        f"WARNING: {root / TRACKER} is missing: looking for the newest whole checkpoint"
+        f"WARNING: {root / TRACKER} is missing: looking for the newest complete checkpoint"
     ]
     (root / TRACKER).write_text("777")
     iteration, said = load_values(root)
-    assert iteration == 20 and len(said) == 1 and "says 777, which is not there" in said[0]
+    assert iteration == 20 and len(said) == 1 and "says 777, which does not exist" in said[0]
 
 
 def test_a_tracker_and_no_checkpoint_at_all_is_an_error(tmp_path):
     (tmp_path / TRACKER).write_text("20")
-    with pytest.raises(UserError, match=r"says 20, but .* holds no checkpoint"):
+    with pytest.raises(UserError, match=r"says 20, but .* contains no checkpoint"):
         load(tmp_path, wanted())
 
 
@@ -200,8 +202,8 @@ def test_asking_for_one(root):
 
 def test_asking_for_a_broken_one_is_an_error(root):
     (root / "iter_0000020" / "rank_00000.json").unlink()
-    with pytest.raises(UserError, match=r"no whole checkpoint in .*rank_00000\.json: No such file"):
-        load(root, wanted(), step=20, say=lambda note: None)
+    with pytest.raises(UserError, match=r"no complete checkpoint in .*rank_00000\.json: No such file"):
+        load(root, wanted(), step=20, log=lambda note: None)
 
 
 def test_nothing_there(tmp_path):
@@ -224,7 +226,7 @@ def test_another_programs_checkpoint_is_one_clear_error(tmp_path, files):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"\x80")
     (tmp_path / TRACKER).write_text("5")
-    with pytest.raises(UserError, match=r"iter_0000005 holds another program's checkpoint") as error:
+    with pytest.raises(UserError, match=r"iter_0000005 is another program's checkpoint") as error:
         load(tmp_path, wanted())
     assert not isinstance(error.value, BrokenCheckpoint)
 

@@ -1,4 +1,4 @@
-"""A save that is killed, or loses power, at any of its steps: the newest whole checkpoint is found and loaded.
+"""A save that is killed, or loses power, at any of its steps: the newest complete checkpoint is found and loaded.
 
 Every step goes through `Disk`. The steps of a save are counted once; then a child process runs the save for each of
 them and is killed by SIGKILL right before it, or half-way through a write. For the power cut, the parent then also
@@ -33,7 +33,7 @@ def save_values(root, step, value, keep_last=None, disk=None):
 def load_values(root):
     """(iteration, value of all elements, sentences)."""
     targets, said = [make_chunk(name, (4,), empty=True) for name in "ab"], []
-    loaded = load(root, targets, say=said.append)
+    loaded = load(root, targets, log=said.append)
     values = {float(value) for target in targets for value in target.tensor}
     assert len(values) == 1, "elements of two checkpoints are mixed"
     return loaded.manifest.common["iteration"], values.pop(), said

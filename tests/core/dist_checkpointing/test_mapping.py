@@ -34,7 +34,7 @@ def test_parts_without_a_grid_are_counted_by_size():
     sharded = ShardedTensor("w", None, torch.float32, (3,), (10,), (3,), None)
     assert not sharded.has_regular_grid and sharded.max_allowed_chunks() == (4,)
     uneven = ShardedTensor("w", None, torch.float32, (3,), (10,), (7,), None)
-    with pytest.raises(UserError, match=r"\(7,\) is no multiple of its part \(3,\)"):
+    with pytest.raises(UserError, match=r"\(7,\) is not a multiple of the size \(3,\)"):
         uneven.local_chunk_offset_in_global()
 
 
@@ -76,12 +76,12 @@ def test_narrowing_a_flattened_range():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"global_offset": (3, 0)}, "not inside of"),
-        ({"global_offset": (0,)}, "not of one length"),
+        ({"global_offset": (3, 0)}, "not inside"),
+        ({"global_offset": (0,)}, "different lengths"),
         ({"axis_fragmentations": (2,)}, "axis_fragmentations"),
         ({"data": torch.zeros(3, 2)}, r"data has shape \(3, 2\), not \(2, 3\)"),
         ({"data": torch.zeros(2, 3, dtype=torch.float64)}, "data has dtype"),
-        ({"flattened_range": slice(0, 7)}, "not inside of 6 elements"),
+        ({"flattened_range": slice(0, 7)}, "not inside 6 elements"),
         ({"flattened_range": slice(0, 4, 2)}, "no step"),
     ],
 )

@@ -12,7 +12,7 @@ from support.checkpoints import filled, load_as, make_chunk, save_as, slice_of, 
 from megatron.core.dist_checkpointing import data_file, planning
 from megatron.core.dist_checkpointing.checkpoint import open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_name
-from megatron.core.dist_checkpointing.planning import Tolerance
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
@@ -94,7 +94,7 @@ def test_every_dtype_comes_back_bit_equal(tmp_path):
     chunks = [Chunk(name, tuple(v.shape), Box.whole(tuple(v.shape)), None, v) for name, v in values.items()]
     save(tmp_path, chunks, step=1, **EMPTY)
     targets = [Chunk(c.name, c.global_shape, c.box, None, torch.zeros_like(c.tensor)) for c in chunks]
-    assert load(tmp_path, targets, say=fail) is not None
+    assert load(tmp_path, targets, log=fail) is not None
     for chunk, target in zip(chunks, targets, strict=True):
         assert torch.equal(chunk.flat.view(torch.uint8), target.flat.view(torch.uint8)), chunk
 
@@ -134,13 +134,15 @@ def test_a_missing_and_an_unused_key_are_errors_that_name_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "tolerance", [Tolerance(missing=True, unused=True), Tolerance(patterns=("fre*", "stale"))], ids=["any", "by name"]
+    "policy",
+    [MismatchPolicy(missing=True, unused=True), MismatchPolicy(patterns=("fre*", "stale"))],
+    ids=["any", "by name"],
 )
-def test_what_is_tolerated_is_told(tmp_path, tolerance):
+def test_what_is_tolerated_is_told(tmp_path, policy):
     saved(tmp_path, make_chunk("kept", (2,)), make_chunk("stale", (2,)))
     wanted = [make_chunk("kept", (2,), empty=True), make_chunk("fresh", (2,))]
     told = []
-    load(tmp_path, wanted, tolerance=tolerance, say=told.append)
+    load(tmp_path, wanted, policy=policy, log=told.append)
     assert told == [
         "1 keys are not in the checkpoint and keep their values: fresh",
         "1 keys of the checkpoint are not used: stale",
@@ -151,13 +153,13 @@ def test_what_is_tolerated_is_told(tmp_path, tolerance):
 def test_a_tolerance_for_missing_keys_does_not_cover_unused_ones(tmp_path):
     saved(tmp_path, make_chunk("kept", (2,)), make_chunk("stale", (2,)))
     with pytest.raises(UserError, match="stale"):
-        load(tmp_path, [make_chunk("kept", (2,))], tolerance=Tolerance(missing=True))
+        load(tmp_path, [make_chunk("kept", (2,))], policy=MismatchPolicy(missing=True))
 
 
 def test_another_shape_is_an_error_that_names_both(tmp_path):
     saved(tmp_path, make_chunk("a", (2, 3)))
     with pytest.raises(UserError, match=r"a has shape \[3, 2\] in this run and \[2, 3\] in the checkpoint"):
-        load(tmp_path, [make_chunk("a", (3, 2))], tolerance=Tolerance(missing=True, unused=True))
+        load(tmp_path, [make_chunk("a", (3, 2))], policy=MismatchPolicy(missing=True, unused=True))
 
 
 def master(name, shape, **facts):
@@ -169,12 +171,12 @@ def test_masters_of_a_new_run_come_from_full_precision_weights(tmp_path):
     saved(tmp_path, make_chunk("w", (3,)))
     told: list[str] = []
     weight, copy = make_chunk("w", (3,), dtype=torch.bfloat16, empty=True), master("w", (3,), empty=True)
-    load(tmp_path, [weight, copy], say=told.append)
+    load(tmp_path, [weight, copy], log=told.append)
     assert torch.equal(copy.tensor, whole_tensor("w", (3,)))
     assert torch.equal(weight.tensor, whole_tensor("w", (3,), torch.bfloat16))
     assert told == [
-        "full-precision masters are read from the weights",
-        "tensors stored as float32 are kept as bfloat16",
+        "full-precision main weights are read from the weights",
+        "tensors stored as float32 are loaded as bfloat16",
     ]
 
 
@@ -188,9 +190,9 @@ def test_weights_of_another_type_come_from_the_masters(tmp_path):
     )
     told: list[str] = []
     weight = make_chunk("w", (3,), empty=True)
-    load(tmp_path, [weight], say=told.append)
+    load(tmp_path, [weight], log=told.append)
     assert torch.equal(weight.tensor, full)
-    assert told == ["weights are read from the full-precision masters"]
+    assert told == ["weights are read from the full-precision main weights"]
 
 
 def test_masters_that_a_run_of_the_same_type_does_not_want_are_unused(tmp_path):

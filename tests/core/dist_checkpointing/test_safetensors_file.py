@@ -35,8 +35,8 @@ def file_of(path, header, data=b""):
 
 
 WRONG = {
-    "no JSON": (b"{nothing", b""),
-    "gives no length": None,
+    "not JSON": (b"{nothing", b""),
+    "gives not the length": None,
     "type F4": ({"w": {"dtype": "F4", "shape": [1], "data_offsets": [0, 1]}}, b"x"),
     "w ends at byte": ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"),
     r"w of shape \[3\]": ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"),
@@ -53,7 +53,7 @@ def test_what_is_wrong_is_named(said, tmp_path):
     path, content = tmp_path / "x.safetensors", WRONG[said]
     if content is None:
         path.write_bytes(b"PK\x03\x04 this is a zip archive of pickles")
-        said = "no length"
+        said = "not the length"
     else:
         file_of(path, *content)
     with pytest.raises(BrokenCheckpoint, match=said) as raised:

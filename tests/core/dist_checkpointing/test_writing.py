@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
-from megatron.core.dist_checkpointing.planning import share_out
+from megatron.core.dist_checkpointing.planning import assign_writes
 from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save, save_streamed
@@ -44,10 +44,10 @@ def test_safetensors_reads_what_is_written(tmp_path):
         make_chunk("grid", (4, 6), Box((0, 3), (4, 3))),
         make_chunk("rest", (4, 6), Box((0, 0), (4, 6)), (1, 24)),
     ]
-    aside = tmp_path / "aside"
-    aside.mkdir()
-    write_rank(Disk(), aside, 0, chunks)
-    tensors = load_file(aside / "rank_00000.safetensors")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    write_rank(Disk(), temporary, 0, chunks)
+    tensors = load_file(temporary / "rank_00000.safetensors")
     expected = {"half": 0, "scalar": 1, "wide": 2, "grid[0:4,3:6]": 3, "rest[0:4,0:6](1:24)": 4}
     assert set(tensors) == set(expected)
     for key, index in expected.items():
@@ -79,7 +79,7 @@ def test_replicas_share_the_writing_evenly(sizes, replicas):
         )
         for i, n in enumerate(sizes)
     ]
-    shares = [share_out(reversed(chunks), rank) for rank in holders]
+    shares = [assign_writes(reversed(chunks), rank) for rank in holders]
     loads = [sum(chunk.flat.nbytes for chunk in share) for share in shares]
     assert sum(loads) == sum(sizes)
     assert max(loads) - min(loads) <= 2 << 20  # whole small chunks, at most one too many at either end

@@ -57,7 +57,7 @@ def test_a_file_that_is_gone(root, capsys):
 def test_a_tracker_that_is_wrong_is_told(root, capsys):
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     assert main(["--load", str(root)]) == 0
-    assert "says 7, which is not there" in capsys.readouterr().out
+    assert "says 7, which does not exist" in capsys.readouterr().out
 
 
 def test_wrong_use(root, tmp_path, capsys):

@@ -208,7 +208,7 @@ def test_a_broken_tensor_is_named(llama: Path, tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[read_header(file)["decoder.layers.1.mlp.linear_fc2.weight"].offset] ^= 1
     file.write_bytes(content)
-    said = r"rank_00000.safetensors: the bytes of decoder.layers.1.mlp.linear_fc2.weight .* do not give their checksum"
+    said = r"rank_00000.safetensors: the bytes of decoder.layers.1.mlp.linear_fc2.weight .* do not match their checksum"
     with pytest.raises(UserError, match=said):
         export_model(root, tmp_path / "theirs", build_model, say=quiet)
     assert not (tmp_path / "theirs").exists()

@@ -1,4 +1,4 @@
-"""Agreement among the ranks that save or load together: everybody goes on, or everybody gets the same kind of error.
+"""Coordination of the ranks that save or load together: all ranks continue, or all raise the same kind of error.
 
 Messages are JSON in byte tensors; nothing is pickled.
 """
@@ -19,8 +19,9 @@ T = TypeVar("T")
 Json = Any
 
 
-class Ranks:
-    """The ranks of a process group; one rank alone when torch.distributed is not initialised."""
+class RankCoordinator:
+    """The ranks of a process group, or a single rank if torch.distributed is not initialized. All methods are
+    collective."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         several = dist.is_available() and dist.is_initialized()
@@ -32,7 +33,7 @@ class Ranks:
         self._device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: Json) -> list[Json]:
-        """Every rank's value, by rank, on every rank."""
+        """Returns the JSON values of all ranks, by rank."""
         if self.group is None:
             return [value]
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self._device)
@@ -44,15 +45,15 @@ class Ranks:
         received = zip(all_gather(padded, self.group), counts, strict=True)
         return [json.loads(bytes(tensor[:count].cpu().numpy())) for tensor, count in received]
 
-    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
-        """Elementwise "or" of a byte vector of 0 and 1 over the ranks."""
+    def any_rank(self, flags: torch.Tensor) -> torch.Tensor:
+        """Returns the elementwise "or" over all ranks of a uint8 vector of zeros and ones, on the CPU."""
         return all_reduce(flags.to(self._device), self.group, dist.ReduceOp.MAX).cpu()
 
-    def together(self, action: Callable[[], T]) -> T:
-        """Run the action on every rank; if it fails on any, fail on all.
+    def run_on_all(self, action: Callable[[], T]) -> T:
+        """Runs the action on all ranks and returns its result. If it fails on one rank, it fails on all.
 
-        A rank that failed raises its own error, unless another rank's is of the kind that ends the whole attempt
-        (anything but BrokenCheckpoint) and its own is not: then all raise that kind.
+        If all errors are BrokenCheckpoint, all ranks raise BrokenCheckpoint. Otherwise all ranks raise another error,
+        so that no rank tries an older checkpoint. A rank whose own error is of the right kind raises that one.
         """
         failure: Exception | None = None
         try:
@@ -68,8 +69,9 @@ class Ranks:
             raise failure
         raise _error(chosen)
 
-    def from_first(self, action: Callable[[], T]) -> T:
-        """Run the action on rank 0 only; its result (JSON, or lists and dicts of it) or its error on every rank."""
+    def run_on_first(self, action: Callable[[], T]) -> T:
+        """Runs the action on rank 0 and returns its result (a JSON value) on all ranks. If it fails, all ranks
+        raise."""
         result: Json = None
 
         def first() -> None:
@@ -77,12 +79,12 @@ class Ranks:
             if self.rank == 0:
                 result = action()
 
-        self.together(first)
+        self.run_on_all(first)
         gathered: T = self.gather(result)[0]
         return gathered if self.rank else result
 
 
-def _report(error: Exception, ranks: Ranks) -> dict[str, Json]:
+def _report(error: Exception, ranks: RankCoordinator) -> dict[str, Json]:
     broken = [str(error.path), error.reason] if isinstance(error, BrokenCheckpoint) else None
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     return {"rank": ranks.rank, "host": socket.gethostname(), "broken": broken, "text": text}

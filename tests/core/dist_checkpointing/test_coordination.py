@@ -11,11 +11,11 @@ from support.checkpoints import filled, make_chunk
 from support.processes import run_on_ranks
 
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_name
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
-from megatron.core.dist_checkpointing.planning import Tolerance
-from megatron.core.dist_checkpointing.ranks import Ranks
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
@@ -52,7 +52,7 @@ def save_ok(root):
 
 def load_ok(root):
     chunks, said = chunks_of_rank(empty=True), []
-    loaded = load(Path(root), chunks, say=said.append)
+    loaded = load(Path(root), chunks, log=said.append)
     assert loaded.manifest.common == {"iteration": 10} and not said
     return all(torch.equal(chunk.tensor.view(torch.uint8), filled(chunk).view(torch.uint8)) for chunk in chunks)
 
@@ -132,7 +132,7 @@ def save_two(root):
 
 def load_and_tell(root):
     chunks, said = chunks_of_rank(empty=True), []
-    loaded = load(Path(root), chunks, say=said.append)
+    loaded = load(Path(root), chunks, log=said.append)
     whole = all(torch.equal(chunk.tensor, filled(chunk)) for chunk in chunks)
     return loaded.manifest.iteration, whole, said
 
@@ -148,7 +148,7 @@ def test_bytes_that_only_one_rank_reads_turn_all_to_the_older_checkpoint(tmp_pat
     answers = run_on_ranks(load_and_tell, 2, str(tmp_path))
     assert [answer[:2] for answer in answers] == [(10, True)] * 2
     for rank, (_, _, said) in enumerate(answers):
-        assert len(said) == 1 and str(path) in said[0] and "do not give their checksum" in said[0]
+        assert len(said) == 1 and str(path) in said[0] and "do not match their checksum" in said[0]
         assert ("rank 1 on " in said[0]) == (rank == 0)
 
 
@@ -161,12 +161,12 @@ def keys_that_differ(root):
     load(Path(root), [target])
     assert torch.equal(target.tensor, filled(target))
     messages = []
-    for wanted, tolerance in (
-        ([target, *([make_chunk("extra", (1,))] if rank else [])], Tolerance()),
-        ([] if rank else [target], Tolerance()),
+    for wanted, policy in (
+        ([target, *([make_chunk("extra", (1,))] if rank else [])], MismatchPolicy()),
+        ([] if rank else [target], MismatchPolicy()),
     ):
         try:
-            load(Path(root), wanted, tolerance=tolerance)
+            load(Path(root), wanted, policy=policy)
             messages.append("none")
         except UserError as error:
             messages.append(str(error))
@@ -201,7 +201,7 @@ def kinds_of_failure(broken_rank, other_rank):
             raise UserError("stop")
 
     try:
-        Ranks().together(action)
+        RankCoordinator().run_on_all(action)
     except UserError as error:
         return type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory to load: the newest whole one, unless someone asked for another."""
+"""Selects the checkpoint of a directory to load: the newest complete one, or the requested one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,54 +10,59 @@ from megatron.core.dist_checkpointing.folders import Folder, Step
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
 from megatron.core.exceptions import UserError
 
-Say = Callable[[str], object]
-"""Takes a sentence for the person who watches the run."""
+Log = Callable[[str], object]
+"""A function that receives sentences for the user, such as `print`."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Names of the folders to try in turn, and what to tell about the choice."""
+class Selection:
+    """The folders that a load tries."""
 
     folders: list[str]
+    """Folder names, in the order in which they are tried."""
     notes: list[str]
+    """Sentences for the user that explain the selection."""
 
 
-def choose(root: Path, step: Step | None = None) -> Choice:
-    """The folders that may be loaded, best first; with `step`, that one. Raises UserError when it is not there.
+def select_folders(root: Path, step: Step | None = None) -> Selection:
+    """Returns the folders that may be loaded, newest first; with `step`, only that checkpoint's.
 
-    None when `root` has neither checkpoints nor a tracker file. UserError too when the tracker names a checkpoint and
-    there is none at all, or when all there is was written by another program.
+    The selection is empty if `root` contains neither checkpoints nor a tracker file. Raises UserError if the requested
+    checkpoint does not exist, if the tracker names a checkpoint and there are none, or if another program wrote all
+    checkpoints.
     """
     available = folders.candidates(root)
     notes: list[str] = []
-    chosen = _asked_for(root, available, step) if step is not None else _by_tracker(root, available, notes)
+    chosen = _requested(root, available, step) if step is not None else _by_tracker(root, available, notes)
     foreign = [folder for folder in chosen if folders.is_foreign(folder.path)]
     if foreign and len(foreign) == len(chosen):
         raise UserError(
-            f"{foreign[0].path} holds another program's checkpoint (torch .pt or .distcp files, no {MANIFEST}); "
+            f"{foreign[0].path} is another program's checkpoint (torch .pt or .distcp files, no {MANIFEST}); "
             "this program reads folders with rank_NNNNN.safetensors files and a manifest.json"
         )
     notes += [f"{folder.path.name} is left out: another program's checkpoint" for folder in foreign]
-    return Choice([folder.path.name for folder in chosen if folder not in foreign], notes)
+    return Selection([folder.path.name for folder in chosen if folder not in foreign], notes)
 
 
 def broken_warning(folder: Path, error: BrokenCheckpoint) -> str:
+    """Returns the warning that a load skips a broken checkpoint."""
     return f"WARNING: checkpoint {folder} is broken: {error}"
 
 
-def none_whole(root: Path, broken: Sequence[BrokenCheckpoint]) -> UserError:
-    return UserError(f"no whole checkpoint in {root}: " + "; ".join(map(str, broken)))
+def no_complete_checkpoint(root: Path, broken: Sequence[BrokenCheckpoint]) -> UserError:
+    """Returns the error of a load that finds only broken checkpoints."""
+    return UserError(f"no complete checkpoint in {root}: " + "; ".join(map(str, broken)))
 
 
-def find_checkpoint(root: Path, step: Step | None = None, say: Say = print) -> Checkpoint | None:
-    """The checkpoint that a load would take, as far as that shows without its tensors; None when there is none.
+def find_checkpoint(root: Path, step: Step | None = None, log: Log = print) -> Checkpoint | None:
+    """Opens the checkpoint that a load would select, without verifying the bytes of its tensors. None if there is none.
 
-    For one process that wants the flags or the common state alone. Raises UserError as `choose`, and when none of what
-    is there is whole.
+    For a single process that needs only the flags or the common state. Raises UserError as `select_folders` does, and
+    if all checkpoints are broken.
     """
-    choice = choose(root, step)
+    choice = select_folders(root, step)
     for note in choice.notes:
-        say(note)
+        log(note)
     broken = []
     for name in choice.folders:
         try:
@@ -65,14 +70,14 @@ def find_checkpoint(root: Path, step: Step | None = None, say: Say = print) -> C
             check_files(checkpoint)
             return checkpoint
         except BrokenCheckpoint as error:
-            say(broken_warning(root / name, error))
+            log(broken_warning(root / name, error))
             broken.append(error)
     if broken:
-        raise none_whole(root, broken)
+        raise no_complete_checkpoint(root, broken)
     return None
 
 
-def _asked_for(root: Path, available: Sequence[Folder], step: Step) -> list[Folder]:
+def _requested(root: Path, available: Sequence[Folder], step: Step) -> list[Folder]:
     chosen = [folder for folder in available if folder.step == step]
     if not chosen:
         there = ", ".join(str(folder.step) for folder in reversed(available)) or "none"
@@ -81,23 +86,23 @@ def _asked_for(root: Path, available: Sequence[Folder], step: Step) -> list[Fold
 
 
 def _by_tracker(root: Path, available: Sequence[Folder], notes: list[str]) -> list[Folder]:
-    """All usable folders, newest first, but for those that someone went back behind by editing the tracker.
+    """All usable folders, newest first. If a user has set the tracker back, newer folders are left out.
 
-    A folder that is newer than what the tracker says was saved by a process that was killed before it wrote the
-    tracker, unless the tracker was changed after that save: then a person chose an older one.
+    A folder can be newer than the tracker's iteration for two reasons: the save was killed before it wrote the tracker,
+    or the user edited the tracker after the save. The times of the files tell these cases apart.
     """
     tracker_path, tracker = root / folders.TRACKER, folders.read_tracker(root)
     if tracker.problem is not None:
-        notes.append(f"WARNING: {tracker.problem}: looking for the newest whole checkpoint")
+        notes.append(f"WARNING: {tracker.problem}: looking for the newest complete checkpoint")
     elif tracker.step is None and available:
-        notes.append(f"WARNING: {tracker_path} is missing: looking for the newest whole checkpoint")
+        notes.append(f"WARNING: {tracker_path} is missing: looking for the newest complete checkpoint")
     if tracker.step is None:
         return list(available)
     if not available:
-        raise UserError(f"{tracker_path} says {tracker.step}, but {root} holds no checkpoint")
+        raise UserError(f"{tracker_path} says {tracker.step}, but {root} contains no checkpoint")
     named = next((folder for folder in available if folder.step == tracker.step), None)
     if named is None:
-        notes.append(f"WARNING: {tracker_path} says {tracker.step}, which is not there: looking for the newest")
+        notes.append(f"WARNING: {tracker_path} says {tracker.step}, which does not exist: looking for the newest")
         return list(available)
     chosen = []
     for folder in available:
