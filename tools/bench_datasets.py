@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.document_boundaries import cumulative_lengths, document_mask
 from megatron.core.datasets.index_building import (
     build_document_index,
     build_sample_index,
     build_shuffle_index,
     plan_samples,
 )
+from megatron.core.datasets.special_tokens import cumulative_lengths, document_mask
 from megatron.core.datasets.utils import Split
 
 _BLEND_IN_A_PROCESS = "--blend-in-this-process"

@@ -1,1 +1,1 @@
-"""Datasets: token files, samples cut from them, blends, and the builder of a run's three splits."""
+"""Datasets: token files, samples that are cut from them, blends, and the builder of train, valid and test datasets."""

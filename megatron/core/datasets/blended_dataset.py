@@ -1,4 +1,4 @@
-"""Several datasets as one, drawn from in proportion to weights."""
+"""A blend: several datasets as one, which draws samples in proportion to weights."""
 
 import hashlib
 import json
@@ -21,18 +21,18 @@ _BLOCKS_BETWEEN_SAVES = 1024
 
 
 class BlendedDataset(torch.utils.data.Dataset):
-    """A blend of `size` samples in the published order (blending.py), which is computed as far as it is read.
+    """A blend of `size` samples in Megatron-LM's order (blending.py), which is computed as far as it is read.
 
     Args:
-        datasets: what is blended, all of one split.
-        weights: share of each in the blend; None: as many as each has.
+        datasets: the datasets to blend, all of one split.
+        weights: share of each dataset; None: its number of samples.
         size: samples in the blend; None (with weights None): all samples of all datasets, once.
-        config: the run's data configuration. With `path_to_cache`, counts of long blends are kept there, so that a
-            resumed run need not work through the samples before it.
+        config: the run's data configuration. With `path_to_cache`, the state of long blends is stored there, so that a
+            resumed run does not recompute the order of earlier samples.
 
-    Items are those of the datasets, with `dataset_id` added and `sample_id` counting in the blend.
+    Items are those of the datasets, with `dataset_id` added. `sample_id` is the index in the blend.
 
-    Raises UserError for weights without a size, and IndexError when a dataset has fewer samples than the blend draws
+    Raises UserError for weights without a size, and IndexError if a dataset has fewer samples than the blend draws
     from it.
     """
 
@@ -67,7 +67,7 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, Any]":
-        """What the order of the blend depends on, as JSON values."""
+        """Everything that the order of the blend depends on, as JSON values."""
         return OrderedDict(
             {
                 "class": type(self).__name__,
@@ -86,21 +86,21 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     @property
     def unique_description_hash(self) -> str:
-        """A short name for the description."""
+        """An MD5 hash of the description."""
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
     @property
     def dataset_index(self) -> np.ndarray:
-        """int16 [size]: the dataset of every sample. Made on demand; `indices` gives a part of it."""
+        """int16 [size]: the dataset of each sample. Computed at each access; `indices` computes a part of it."""
         return self.indices(0, self.size).dataset_index
 
     @property
     def dataset_sample_index(self) -> np.ndarray:
-        """int64 [size]: every sample's number in its dataset. Made on demand; `indices` gives a part of it."""
+        """int64 [size]: the index of each sample in its dataset. Computed at each access; `indices` computes a part."""
         return self.indices(0, self.size).dataset_sample_index
 
     def indices(self, start: int, stop: int) -> BlendSlice:
-        """Where the samples [start, stop) of the blend come from."""
+        """Returns datasets and indices of the samples [start, stop) of the blend."""
         found = self.order.indices(start, stop)
         self._save_counts()
         return found
@@ -111,7 +111,7 @@ class BlendedDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | None) -> dict[str, Any]:
         sample = 0 if idx is None else idx
         if not 0 <= sample < self.size:
-            raise IndexError(f"blend ({self.split.name} split): sample {idx} asked of {self.size}")
+            raise IndexError(f"blend ({self.split.name} split): sample {idx} requested, there are {self.size}")
         dataset_id, dataset_sample = self.order.locate(sample)
         self._save_counts()
         item = self.datasets[dataset_id][None if idx is None else dataset_sample]
@@ -135,7 +135,8 @@ class BlendedDataset(torch.utils.data.Dataset):
         return len(arrays["counts"])
 
     def _save_counts(self) -> None:
-        """Keep the counts found so far, now and then, by one process: workers and ranks all come to the same."""
+        """Stores the counts from time to time. One process does it, since all workers and ranks compute the same
+        counts."""
         known = self.order.known_counts
         if len(known) < self._saved_blocks + _BLOCKS_BETWEEN_SAVES or self.config.path_to_cache is None:
             return

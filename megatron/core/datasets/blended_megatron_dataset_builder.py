@@ -1,4 +1,4 @@
-"""From a data configuration to the run's three datasets."""
+"""Builds the train, valid and test datasets of a run from its data configuration."""
 
 import functools
 import math
@@ -25,9 +25,9 @@ class BlendedMegatronDatasetBuilder:
 
     Args:
         cls: the dataset class, such as GPTDataset.
-        sizes: samples asked of each split; None: one pass over the data.
-        is_built_on_rank: whether this process builds; where it says no, `build` returns three times None.
-        config: which data. No process waits for another: see index_cache.py.
+        sizes: samples requested of each split; None: one pass over the data.
+        is_built_on_rank: whether this process builds. If it returns False, `build` returns [None, None, None].
+        config: the data configuration. No process waits for another (index_cache.py).
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class BlendedMegatronDatasetBuilder:
         self._open = functools.cache(self._open_low_level)
 
     def build(self) -> list[Any]:
-        """[train, valid, test]: each a dataset, None for a split without data, or, for valid with
-        multiple_validation_sets, a list of datasets.
+        """Returns [train, valid, test]. Each is a dataset, or None for a split without data. With
+        multiple_validation_sets, valid is a list of datasets.
 
-        Raises UserError when samples are asked of a split that has data but holds no token of it.
+        Raises UserError if samples are requested of a split that has a share of the data but contains no tokens.
         """
         if not self.is_built_on_rank():
             return [None] * len(Split)
@@ -79,7 +79,7 @@ class BlendedMegatronDatasetBuilder:
         if weights is not None and size is not None:
             return self._build_weighted(prefixes, weights, share, size, split)
         if weights is not None:
-            warn_on_first_rank(f"{split.name} split: every sample is used once, so the blend's weights are not used")
+            warn_on_first_rank(f"{split.name} split: every sample is used once, so the weights have no effect")
         parts = self._build_each(prefixes, share, [None] * len(prefixes), split)
         datasets = [dataset for dataset in parts if dataset is not None]
         if not datasets:
@@ -90,7 +90,7 @@ class BlendedMegatronDatasetBuilder:
         lengths = [len(dataset) for dataset in datasets]
         if sum(lengths) < size:
             warn_on_first_rank(
-                f"{split.name} split: {size} samples asked, but one pass over the datasets has {sum(lengths)}; "
+                f"{split.name} split: {size} samples requested, but one pass over the datasets has {sum(lengths)}; "
                 "give weights to repeat them"
             )
         return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self.config)
@@ -101,7 +101,7 @@ class BlendedMegatronDatasetBuilder:
         pairs = [(prefix, weight) for prefix, weight in zip(prefixes, weights, strict=True) if weight > 0]
         if len(pairs) < len(prefixes):
             unused = [prefix for prefix, weight in zip(prefixes, weights, strict=True) if weight == 0]
-            warn_on_first_rank(f"datasets of weight 0 are left out of the blend: {', '.join(unused)}")
+            warn_on_first_rank(f"datasets with weight 0 are left out of the blend: {', '.join(unused)}")
         prefixes = [prefix for prefix, _ in pairs]
         shares = normalize([weight for _, weight in pairs])
         wanted = [math.ceil(size * part) for part in shares]
@@ -136,13 +136,14 @@ class BlendedMegatronDatasetBuilder:
         return None
 
     def _refuse_or_leave_out(self, what: str, size: int | None, split: Split) -> None:
-        """For a split that should have data but is too small for any: an error if it is to give samples."""
+        """Handles a split with a share of the data that contains no samples: an error if samples are requested of
+        it."""
         if size:
             raise UserError(
-                f"{split.name} split of {what}: {size} samples are asked of it, but it holds none; give it a larger "
-                f"share (--split {self.config.split}), other data, or ask no samples of it"
+                f"{split.name} split of {what}: {size} samples are requested, but it contains none; give it a larger "
+                f"share (--split {self.config.split}) or other data, or request no samples"
             )
-        warn_on_first_rank(f"{split.name} split of {what}: holds no samples and is left out")
+        warn_on_first_rank(f"{split.name} split of {what}: contains no samples and is left out")
 
     def _share(self, split: Split) -> tuple[float, float] | None:
         if self.config.blend_per_split is not None:

@@ -1,4 +1,4 @@
-"""What all datasets of a run have in common: which files, how they are split, and where indices are kept."""
+"""The data configuration that all datasets of a run share: files, splits and the folder of index caches."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,58 +18,61 @@ from megatron.core.utils.warn import warn_on_first_rank
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """Data of a run. Give `blend` with `split`, or `blend_per_split`, or neither for mock data."""
+    """The data of a run. Give `blend` with `split`, or `blend_per_split`, or neither for mock data.
+
+    Raises UserError if values contradict each other.
+    """
 
     random_seed: int
-    """Seed of every shuffle; the same for all datasets and splits."""
+    """Seed of all shuffles; the same for all datasets and splits."""
 
     sequence_length: int
     """Tokens of a sample."""
 
     blend: Blend | None = None
-    """Prefixes, and a weight for each or None. Every dataset is divided by `split`."""
+    """Prefixes, and their weights or None. Each dataset is divided by `split`."""
 
     blend_per_split: list[Blend | None] | None = None
-    """A blend for each of train, valid and test, whose datasets are used whole. None for a split: no data."""
+    """A blend for each of train, valid and test. Its datasets are used whole. None: no data for this split."""
 
     multiple_validation_sets: bool | None = None
-    """Build the datasets of the validation blend (which has no weights) apart from each other, as a list."""
+    """Build a list of the datasets of the validation blend, which must have no weights."""
 
     full_validation: bool | None = None
-    """The validation split is one pass over its data, whatever number of samples is asked for."""
+    """Validate on one pass over the validation data, regardless of the number of samples requested."""
 
     split: str | None = None
-    """Shares of train, valid and test, such as "969,30,1", which is also taken (and said) when none is given."""
+    """Shares of train, valid and test, such as "969,30,1", the default, which is logged when it is used."""
 
     split_matrix: SplitMatrix | None = field(init=False, default=None)
     """Begin and end of each split's share in [0, 1], None for an empty one. Follows from `split`."""
 
     num_dataset_builder_threads: int = 1
-    """Datasets of a blend that are built at a time."""
+    """Number of datasets of a blend that are built in parallel."""
 
     path_to_cache: str | None = None
-    """Folder for index caches. None: beside each dataset, in `<prefix>/cache`; blends then keep none."""
+    """Folder for index caches. None: `<prefix>/cache` beside each dataset, and no cache for blends."""
 
     mmap_bin_files: bool = True
-    """Map .bin files into memory rather than reading from them."""
+    """Map .bin files into memory instead of reading from them."""
 
     mock: bool = False
-    """Made-up data; set when no blend is given."""
+    """Use made-up data. True if no blend is given."""
 
     tokenizer: Any = None
     """Source of the special ids `eod` and `pad`."""
 
     mid_level_dataset_surplus: float = 0.005
-    """Part by which each dataset of a weighted blend is built larger than its share, against rounding."""
+    """Fraction by which each dataset of a weighted blend is built larger than its share, as a margin for rounding."""
 
     allow_ambiguous_pad_tokens: bool | None = False
-    """Take the tokenizer's pad id for padding even if it is another special token's id too."""
+    """Treat the tokenizer's pad id as padding even if another special token has the same id."""
 
     fast_cache_load: bool = False
-    """Accepted; changes nothing here: opening a dataset is fast, and what is on disk is always checked."""
+    """Accepted without effect: opening a dataset is fast, and files are always checked."""
 
     defer_npy_index_mmap: bool = False
-    """Accepted; changes nothing here: index arrays are mapped, and their pages read at the first access, always."""
+    """Accepted without effect: index arrays are always mapped, and read at the first access."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -105,7 +108,7 @@ class BlendedMegatronDatasetConfig:
             raise UserError("--multiple-validation-sets: needs data without weights (--valid-data-path or --data-path)")
         if self.blend is None:
             if not self.mock:
-                warn_on_first_rank("no data is given (--data-path): made-up data is used, as with --mock-data")
+                warn_on_first_rank("no data is given (--data-path): using made-up data, as with --mock-data")
             self.mock = True
             self.split = "1,1,1"
         elif self.split is None:

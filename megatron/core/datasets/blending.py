@@ -1,9 +1,9 @@
-"""In which order a blend draws from its datasets: the published greedy rule, answered from a small state.
+"""The order in which a blend draws from its datasets: Megatron-LM's greedy rule, computed from a small state.
 
-For sample s, with t = max(s, 1), the dataset with the largest error w_i * t - taken_i comes next (the first one of
-equals), taken_i being the number of samples drawn from it so far. The answer for s depends on all before it, and the
-published way is a table of every sample. Here the counts `taken` are kept once per block of samples, found in order as
-far as they are asked for, and a block's part of the table is replayed from them when it is read.
+Sample s comes from the dataset with the largest error w_i * t - taken_i, where t = max(s, 1) and taken_i is the number
+of samples drawn from dataset i before. The first dataset wins a tie. Each sample depends on all samples before it;
+Megatron-LM stores a table of all samples. This module stores the counts `taken` once per block of samples, computes
+them in order as far as they are needed, and recomputes a block of the table when it is read.
 """
 
 import math
@@ -27,19 +27,19 @@ class BlendSlice:
     dataset_index: np.ndarray
     """int16: the dataset that each sample comes from."""
     dataset_sample_index: np.ndarray
-    """int64: the sample's number in that dataset."""
+    """int64: the index of each sample in that dataset."""
 
 
 class BlendOrder:
     """The order of a blend of `size` samples.
 
     Args:
-        weights: share of each dataset, non-negative, summing to one. A dataset of weight zero is never drawn from (the
-            published rule may draw one sample from it).
-        size: samples in the blend.
-        limits: samples that each dataset has; one that is used up is drawn from no more. None: no such bound.
+        weights: share of each dataset, at least 0, with sum 1. No sample is drawn from a dataset of weight 0, while
+            Megatron-LM's rule may draw one.
+        size: number of samples in the blend.
+        limits: number of samples in each dataset, after which no more are drawn from it. None: no limit.
 
-    Memory: 8 bytes a dataset for each block of at least 16384 samples, as far as the blend was read, and four blocks.
+    Memory: 8 bytes per dataset and block (of at least 16384 samples) up to the furthest sample read, and four blocks.
     """
 
     def __init__(self, weights: np.ndarray, size: int, limits: np.ndarray | None = None) -> None:
@@ -49,7 +49,7 @@ class BlendOrder:
             raise UserError(f"a blend of {len(self.weights)} datasets; at most {np.iinfo(np.int16).max} can be blended")
         bounds = np.full(len(self.weights), _UNLIMITED) if limits is None else np.asarray(limits, dtype=np.int64)
         self._limits = np.where(self.weights > 0, bounds, 0)
-        # Many datasets: larger blocks, so that the counts do not outgrow what they replace.
+        # With many datasets blocks are larger, so that the counts need less memory than the table.
         self.block = max(_BLOCK, 1 << (256 * len(self.weights) - 1).bit_length())
         self._counts = np.zeros((-(-size // self.block) + 1, len(self.weights)), np.int64)
         self._known = 1
@@ -57,11 +57,11 @@ class BlendOrder:
 
     @property
     def known_counts(self) -> np.ndarray:
-        """int64 [blocks, datasets]: samples drawn before each block, as far as it was found out."""
+        """int64 [blocks, datasets]: samples drawn from each dataset before each block, as far as computed."""
         return self._counts[: self._known]
 
     def adopt_counts(self, counts: np.ndarray) -> bool:
-        """Take over the `known_counts` of another object of the same blend; False if they cannot be such."""
+        """Takes over the `known_counts` of another object of the same blend. Returns False if they do not fit."""
         if counts.dtype != np.int64 or counts.ndim != 2 or not 1 <= len(counts) <= len(self._counts):
             return False
         starts = np.minimum(np.arange(len(counts)) * self.block, self.size)
@@ -73,13 +73,13 @@ class BlendOrder:
         return True
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(dataset, number of the sample in it) of one sample."""
+        """Returns the dataset of a sample, and the sample's index in it."""
         part = self._replay(sample // self.block)
         row = sample % self.block
         return int(part.dataset_index[row]), int(part.dataset_sample_index[row])
 
     def indices(self, start: int, stop: int) -> BlendSlice:
-        """The samples [start, stop), cut off at the size of the blend."""
+        """Returns the samples [start, stop). `stop` is limited to the size of the blend."""
         stop = min(stop, self.size)
         if stop <= start:
             return BlendSlice(np.empty(0, np.int16), np.empty(0, np.int64))
@@ -94,16 +94,16 @@ class BlendOrder:
         return BlendSlice(dataset_index, dataset_sample_index)
 
     def counts(self) -> np.ndarray:
-        """int64 [datasets]: samples drawn from each in the whole blend. Replays all of it."""
+        """Returns int64 [datasets]: samples that the whole blend draws from each dataset. Computes the whole order."""
         self._reach(len(self._counts) - 1)
         return self._counts[-1].copy()
 
     def upper_bounds(self) -> np.ndarray:
-        """int64 [datasets]: never less than `counts`, and found without replaying.
+        """Returns int64 [datasets]: upper bounds of `counts`, without computing the order.
 
-        A dataset is drawn from only while it has the largest error. The errors' mean is (t * sum(w) - s) / n, which is
-        not below zero but for rounding, so the largest is not either: taken_i <= w_i * t before the draw. `slack` is a
-        generous bound of that rounding.
+        The rule draws from the dataset with the largest error. The mean of the errors is (t * sum(w) - s) / n, which is
+        at least 0 up to rounding. So the largest error is at least 0, too: taken_i <= w_i * t before the draw. `slack`
+        is a generous bound of the rounding.
         """
         last = float(max(self.size - 1, 1))
         slack = last * (abs(1.0 - math.fsum(self.weights)) + 2.0**-50)
@@ -111,7 +111,7 @@ class BlendOrder:
         return np.minimum(bounds, self._limits)
 
     def _replay(self, number: int) -> BlendSlice:
-        """The part of the table that is block `number`."""
+        """Computes block `number` of the table."""
         if number in self._slices:
             self._slices.move_to_end(number)
             return self._slices[number]
@@ -129,7 +129,7 @@ class BlendOrder:
         return part
 
     def _reach(self, number: int) -> None:
-        """Find the counts before block `number`."""
+        """Computes the counts before block `number`."""
         nothing = BlendSlice(np.empty(0, np.int16), np.empty(0, np.int64))
         while self._known <= number:
             start = (self._known - 1) * self.block
@@ -155,18 +155,19 @@ def _draw_greedily(
     dataset_index: np.ndarray,
     dataset_sample_index: np.ndarray,
 ) -> int:
-    """Draw samples [start, stop), advancing `taken`; write each draw unless the outputs are empty. Returns how many.
+    """Draws samples [start, stop), advances `taken`, and writes each draw unless the outputs are empty. Returns the
+    number of draws.
 
-    Errors only grow until a dataset is drawn from, and rounding keeps the order of w * t for growing t. So in the next
-    few steps a dataset whose error will still be below `threshold` then cannot be the largest, as long as the largest
-    one found is not below it. Only the others, the candidates, are compared. The threshold follows the largest errors
-    seen; where it was too high, fewer steps count and it is lowered.
+    The error of a dataset grows until a sample is drawn from it, and rounding keeps the order of w * t for growing t.
+    So a dataset whose error stays below `threshold` during the next steps cannot have the largest error, as long as the
+    largest error is not below the threshold. Only the other datasets, the candidates, are compared. The threshold
+    follows the largest errors. If it was too high, the remaining steps are repeated with a lower one.
     """
     steps_ahead = 16
     lowest = -1.7976931348623157e308
     record = dataset_index.shape[0] > 0
     num_datasets = weights.shape[0]
-    level = np.empty(num_datasets, np.float64)  # taken, or infinite where nothing is left
+    level = np.empty(num_datasets, np.float64)  # taken, or infinite if the dataset is used up
     for i in range(num_datasets):
         level[i] = taken[i] if taken[i] < limits[i] else np.inf
     candidates = np.empty(num_datasets, np.int64)

@@ -1,4 +1,4 @@
-"""Samples for next-token prediction, cut from a shuffled stream of documents."""
+"""GPT datasets: samples for next-token prediction, cut from a shuffled stream of documents."""
 
 import hashlib
 import json
@@ -13,60 +13,60 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.document_boundaries import (
-    causal_mask,
-    cumulative_lengths,
-    document_mask,
-    restarted_positions,
-)
 from megatron.core.datasets.index_building import SampleIndices, SamplePlan, build_indices, plan_samples
 from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.special_tokens import (
+    causal_mask,
+    cumulative_lengths,
+    document_mask,
+    padding_id,
+    restarted_positions,
+)
 from megatron.core.datasets.utils import Split
 from megatron.core.exceptions import UserError
 from megatron.core.utils.warn import warn_on_first_rank
 
-_NO_PAD = -1
 _INDICES = ["document_index", "sample_index", "shuffle_index"]
 
 
 @dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """Data of a GPT run."""
+    """The data of a GPT run."""
 
     reset_position_ids: bool | None = None
     """Positions start at 0 in each document of a sample."""
 
     reset_attention_mask: bool | None = None
-    """Documents of a sample do not attend to each other: items carry their boundaries as `cu_seqlens`."""
+    """Tokens attend only to their own document. Items contain the document boundaries as `cu_seqlens`."""
 
     eod_mask_loss: bool | None = None
-    """No loss where the input is an end-of-document token."""
+    """Set the loss mask to 0 where the input is an end-of-document token."""
 
     create_attention_mask: bool = True
-    """Items carry the mask itself too, bool [1, s, s]: s * s bytes of each sample through the loader."""
+    """Items contain the attention mask, bool [1, s, s], which costs s * s bytes per sample."""
 
     drop_last_partial_validation_sequence: bool = True
-    """Leave out the validation split's last tokens where they do not fill a sample; False pads them."""
+    """Leave out the last tokens of the validation split if they do not fill a sample; False: pad them."""
 
     add_extra_token_to_sequence: bool = True
-    """Read sequence_length + 1 tokens, so that the last one has a label; False pads the last label."""
+    """Read sequence_length + 1 tokens, so that the last input has a label; False: pad the last label."""
 
     object_storage_cache_path: str | None = None
-    """Refused: object storage is not supported."""
+    """Not supported: a value raises UserError."""
 
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     context_parallel_size: int | None = None
-    """These sizes are of interest to hybrid context parallelism only; the samples do not depend on them."""
+    """Accepted without effect: only hybrid context parallelism uses these sizes."""
 
     hybrid_context_parallel: bool = False
-    """Refused: not built yet."""
+    """Not supported yet: True raises UserError."""
 
     sequences_per_dataset: dict[str, int] | None = None
     token_dtype_code: int | None = None
-    """What is believed of the files, checked when they are opened."""
+    """Expectations about the files, which are checked when the files are opened."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,26 +82,26 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     @property
     def needs_documents(self) -> bool:
-        """Whether items depend on where documents end."""
+        """Whether items depend on document boundaries."""
         return bool(self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss)
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens that a sample has beyond sequence_length."""
+        """Number of tokens that a sample has in addition to sequence_length."""
         return int(self.add_extra_token_to_sequence)
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of `sequence_length` tokens, in the published order (index_building.py).
+    """Samples of `sequence_length` tokens, in Megatron-LM's order (index_building.py).
 
     Item `i`, with s = sequence_length: `tokens` and `labels` int64 [s], `loss_mask` float32 [s], `position_ids` int64
     [s], `sample_id` int64 [] (= i); `attention_mask` bool [1, s, s] (True: masked) with create_attention_mask;
     `cu_seqlens` int32 [s + 1] (document boundaries from 0 to s, then s repeated) and `max_seqlen` int32 [] with
-    reset_attention_mask. Item None is sample 0 without loss and with sample_id -1, to fill up a batch.
+    reset_attention_mask. Item None is sample 0 without loss and with sample_id -1; it fills up a batch.
 
-    Its length may exceed `num_samples`: it is what the needed number of epochs holds.
+    The length is the number of samples in the required number of epochs and may exceed `num_samples`.
 
-    Raises UserError when the split holds no token.
+    Raises UserError if the split contains no tokens.
     """
 
     config: GPTDatasetConfig
@@ -118,10 +118,10 @@ class GPTDataset(MegatronDataset):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self._tokens_per_epoch = _count_tokens(indexed_dataset, indexed_indices)
         if self._tokens_per_epoch == 0:
-            raise UserError(f"{self._label()}: holds no tokens, so it has no samples")
+            raise UserError(f"{self._label()}: contains no tokens, so it has no samples")
         self._plan = self._plan_samples()
-        self._pad = _padding_id(config)
-        self._say_epochs()
+        self._pad = padding_id(config)
+        self._log_epochs()
         indices = self._find_indices()
         self.document_index = indices.document_index
         self.sample_index = indices.sample_index
@@ -129,7 +129,7 @@ class GPTDataset(MegatronDataset):
         self._plain_mask = None if config.reset_attention_mask else self._causal_mask()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Mapped indices travel to another process as the names of their files."""
+        """Replaces mapped index arrays by their file names, so that another process maps them again."""
         state = dict(vars(self))
         for name in _INDICES:
             if isinstance(state[name], np.memmap):
@@ -141,28 +141,29 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Splits divide sequences."""
+        """Returns the number of sequences, which splits divide."""
         return len(low_level_dataset.sequence_lengths)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Open the .bin and .idx of a prefix."""
+        """Opens the .bin and .idx files of a prefix."""
         assert dataset_path is not None
-        believed = getattr(config, "token_dtype_code", None)
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files, dtype_code=believed)
+        expected = getattr(config, "token_dtype_code", None)
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files, dtype_code=expected)
 
     @classmethod
     def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:
-        """Whether these sequences hold no token."""
+        """Whether these sequences contain no tokens."""
         return _count_tokens(low_level_dataset, indices) == 0
 
     @property
     def num_epochs(self) -> int:
-        """Times that the split is laid into the stream of tokens."""
+        """Number of times that the stream of tokens contains the split."""
         return self._plan.num_epochs
 
     def _identify(self) -> "OrderedDict[str, Any]":
-        """The published identifiers, and all else that the indices depend on: the data itself, the way of cutting."""
+        """Megatron-LM's identifiers, and everything else that the indices depend on: the content and the sample
+        plan."""
         identifiers = super()._identify()
         identifiers["sequences"] = _describe_sequences(self.indices)
         identifiers["plan"] = vars(self._plan)
@@ -175,7 +176,7 @@ class GPTDataset(MegatronDataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         tokens, labels = self._tokens_and_labels(self.read_sample(0 if idx is None else idx))
         config = self.config
-        # Padding becomes token 0, which may be the end-of-document token: documents are looked for before that.
+        # Find documents first: padding becomes token 0, which may be the end-of-document token.
         boundaries = cumulative_lengths(tokens, config.tokenizer.eod) if config.needs_documents else None
         loss_mask = (labels != self._pad).astype(np.float32)
         if config.eod_mask_loss:
@@ -199,9 +200,10 @@ class GPTDataset(MegatronDataset):
         return item | self._attention_fields(boundaries)
 
     def read_sample(self, idx: int) -> np.ndarray:
-        """The tokens of sample `idx` as stored, sequence_length + extra tokens of them (fewer in a partial one)."""
+        """Returns the stored tokens of sample `idx`: sequence_length + extra_tokens of them, fewer in a partial
+        sample."""
         if not 0 <= idx < len(self):
-            raise IndexError(f"{self._label()}: sample {idx} asked of {len(self)}")
+            raise IndexError(f"{self._label()}: sample {idx} requested, there are {len(self)}")
         row = int(self.shuffle_index[idx])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         end += self.config.extra_tokens
@@ -214,7 +216,7 @@ class GPTDataset(MegatronDataset):
         return np.concatenate(parts)
 
     def _tokens_and_labels(self, stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Input and shifted target, int64 [s] each, padded with the pad id."""
+        """Returns inputs and labels (inputs shifted by one), int64 [s] each, padded with the pad id."""
         length = self.config.sequence_length
         text = np.full(length + 1, self._pad, np.int64)
         text[: len(stored)] = stored
@@ -236,7 +238,7 @@ class GPTDataset(MegatronDataset):
         return fields
 
     def _causal_mask(self) -> Tensor | None:
-        """One mask that all items share; nobody writes into it."""
+        """The causal mask that all items share. It must not be changed."""
         if not self.config.create_attention_mask:
             return None
         return torch.from_numpy(causal_mask(self.config.sequence_length))
@@ -268,7 +270,7 @@ class GPTDataset(MegatronDataset):
             and all(array.dtype.kind in "iu" for array in arrays.values())
         )
 
-    def _say_epochs(self) -> None:
+    def _log_epochs(self) -> None:
         if self.num_samples is None or self._plan.num_epochs == 1:
             return
         tokens = self.num_samples * self.config.sequence_length
@@ -282,7 +284,7 @@ class GPTDataset(MegatronDataset):
 
 
 class MockGPTLowLevelDataset:
-    """Made-up documents: document of length n counts 1, 2, ... n - 1 modulo the vocabulary and ends with eod."""
+    """Made-up documents: a document of length n contains 1, 2, ... n - 1 modulo the vocabulary size, then eod."""
 
     seed = 0
     num_documents = 100000
@@ -304,12 +306,12 @@ class MockGPTLowLevelDataset:
         return np.append(counted, self.tokenizer.eod)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of a document from `offset` on; None: to its end."""
+        """Returns `length` tokens (None: all) of a document from `offset` on."""
         stop = None if length is None else offset + length
         return self[idx][offset:stop]
 
     def content_digest(self) -> str:
-        """The documents follow from these numbers."""
+        """Returns the numbers that the documents depend on, as text."""
         return json.dumps([self.seed, self.num_documents, self.max_length, self.tokenizer.vocab_size])
 
 
@@ -329,17 +331,17 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Splits divide documents."""
+        """Returns the number of documents, which splits divide."""
         return len(low_level_dataset)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Make documents up; the path is ignored."""
+        """Makes the documents. Ignores the path."""
         return MockGPTLowLevelDataset(config.tokenizer)
 
 
-def _is_one_run(indices: Sequence[int] | np.ndarray) -> bool:
-    """Whether indices are consecutive ascending numbers."""
+def _is_consecutive(indices: Sequence[int] | np.ndarray) -> bool:
+    """Whether the indices are consecutive ascending numbers."""
     if isinstance(indices, range):
         return indices.step == 1
     return bool(np.array_equal(indices, np.arange(indices[0], indices[0] + len(indices))))
@@ -348,40 +350,11 @@ def _is_one_run(indices: Sequence[int] | np.ndarray) -> bool:
 def _count_tokens(low_level_dataset: Any, indices: Sequence[int] | np.ndarray) -> int:
     if len(indices) == 0:
         return 0
-    chosen = slice(int(indices[0]), int(indices[-1]) + 1) if _is_one_run(indices) else np.asarray(indices)
+    chosen = slice(int(indices[0]), int(indices[-1]) + 1) if _is_consecutive(indices) else np.asarray(indices)
     return int(low_level_dataset.sequence_lengths[chosen].sum(dtype=np.int64))
 
 
 def _describe_sequences(indices: Sequence[int] | np.ndarray) -> str:
-    if _is_one_run(indices):
+    if _is_consecutive(indices):
         return f"{indices[0]} to {indices[-1]}"
     return hashlib.sha256(np.asarray(indices, np.int64).tobytes()).hexdigest()
-
-
-def _special_id(tokenizer: Any, name: str) -> int | None:
-    """An id of the tokenizer; None if it has no such token. Published tokenizers say so in three ways."""
-    try:
-        return getattr(tokenizer, name, None)
-    except NotImplementedError:
-        return None
-
-
-def _padding_id(config: GPTDatasetConfig) -> int:
-    """The tokenizer's pad id; -1, which no token has, where there is none or where it means something else as well.
-
-    Padding is masked out of the loss wherever its id occurs, so an id with a second meaning would silence real tokens.
-    """
-    tokenizer = config.tokenizer
-    pad = _special_id(tokenizer, "pad")
-    if pad is None or pad < 0:
-        return _NO_PAD
-    special = getattr(tokenizer, "special_tokens_dict", None) or {}
-    others = {value for name, value in special.items() if "pad" not in name}
-    others |= {_special_id(tokenizer, "eos"), _special_id(tokenizer, "eod")}
-    if pad in others and not config.allow_ambiguous_pad_tokens:
-        warn_on_first_rank(
-            f"the tokenizer's pad id {pad} is another special token's too and is not taken for padding, which would "
-            "mask that token's loss (--allow-ambiguous-pad-tokens takes it)"
-        )
-        return _NO_PAD
-    return int(pad)

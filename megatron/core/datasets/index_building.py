@@ -1,8 +1,8 @@
-"""Which tokens make which sample: the three indices of a GPT dataset, in the published order.
+"""The three indices of a GPT dataset, which say which tokens make which sample, in Megatron-LM's order.
 
 All sequences of a split, repeated for as many epochs as the samples need, are shuffled (document index) and laid end to
 end; this stream is cut every `sequence_length` tokens (sample index), and the cuts are shuffled (shuffle index). One
-numpy RandomState, seeded once, draws the document shuffle and then the sample shuffle, which fixes the order for good.
+numpy RandomState, seeded once, draws the document shuffle and then the sample shuffle.
 """
 
 import os
@@ -14,38 +14,38 @@ import numpy as np
 
 from megatron.core.utils.compiled import compiled
 
-# The last epoch is shuffled apart when fewer than this part of its samples is used: mixed in with the others, its
-# documents would be seen less often than the rest.
+# The last epoch is shuffled separately if less than this fraction of its samples is used. Otherwise some documents of
+# the other epochs would be left out in favor of the last one's.
 _SEPARATE_BELOW = 0.80
 
-_PIECE = 1 << 20  # documents handled at a time
+_DOCUMENTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The numbers that fix the three indices, before any of them is built."""
+    """The numbers that determine the three indices."""
 
     num_epochs: int
-    """Times that the split's sequences are laid into the stream."""
+    """Number of times that the stream contains the split's sequences."""
     num_samples: int
-    """Samples that the stream holds; it may be more than were asked for."""
+    """Number of samples in the stream, which may be more than requested."""
     samples_before_last_epoch: int | None
-    """Where the last epoch is shuffled apart: the number of samples before it. None: all is shuffled together."""
+    """Number of samples before the last epoch, if the last epoch is shuffled separately; otherwise None."""
     sequence_length: int
     extra_tokens: int
-    """Tokens by which each sample reaches into the next one: 1 where labels are tokens shifted by one, else 0."""
+    """Number of tokens that a sample shares with the next one: 1 if labels are tokens shifted by one, otherwise 0."""
 
 
 @dataclass(frozen=True)
 class SampleIndices:
-    """Where sample i lies: row shuffle_index[i] of sample_index is its begin, the next row its end."""
+    """The three indices. Sample i begins at row shuffle_index[i] of sample_index and ends at the next row."""
 
     document_index: np.ndarray
     """int32 [num_epochs * sequences]: sequence ids in the order of the stream."""
     sample_index: np.ndarray
-    """[num_samples + 1, 2]: (position in document_index, token offset in that sequence) of every cut."""
+    """[num_samples + 1, 2]: (position in document_index, token offset in that sequence) of each sample's begin."""
     shuffle_index: np.ndarray
-    """uint32 or int64 [num_samples]."""
+    """uint32 or int64 [num_samples]: a permutation of the samples."""
 
 
 def plan_samples(
@@ -55,11 +55,11 @@ def plan_samples(
     extra_tokens: int,
     drop_last_partial: bool = True,
 ) -> SamplePlan:
-    """How many epochs `num_samples` need (None: one epoch, whatever it holds) and how many samples these hold.
+    """Returns the number of epochs that `num_samples` samples need (None: one epoch), and the samples in these epochs.
 
-    `drop_last_partial` False keeps a last sample of fewer tokens. tokens_per_epoch must be positive.
+    With `drop_last_partial` False, a last sample with fewer tokens is kept. `tokens_per_epoch` must be positive.
     """
-    assert tokens_per_epoch > 0, "an empty split has no samples and is refused before this"
+    assert tokens_per_epoch > 0, "empty splits are refused earlier"
     needed = 0 if num_samples is None else num_samples * sequence_length + extra_tokens
     num_epochs = max(1, -(-needed // tokens_per_epoch))
     tokens = num_epochs * tokens_per_epoch - extra_tokens
@@ -78,9 +78,9 @@ def plan_samples(
 def build_indices(
     sequence_ids: Sequence[int] | np.ndarray, sequence_lengths: np.ndarray, plan: SamplePlan, seed: int
 ) -> SampleIndices:
-    """Build the three indices of the split that consists of `sequence_ids`.
+    """Builds the three indices of the split that consists of the sequences `sequence_ids`.
 
-    `sequence_lengths` are the lengths of all sequences of the dataset, by id.
+    `sequence_lengths` has the lengths of all sequences of the dataset, by id.
     """
     random = np.random.RandomState(seed)
     document_index = build_document_index(sequence_ids, plan, random)
@@ -91,8 +91,8 @@ def build_indices(
 def build_document_index(
     sequence_ids: Sequence[int] | np.ndarray, plan: SamplePlan, random: np.random.RandomState
 ) -> np.ndarray:
-    """All epochs' sequence ids, shuffled together, or the last epoch's apart from the others'."""
-    if isinstance(sequence_ids, range):  # numpy would go through a Python integer for each
+    """Returns the shuffled sequence ids of all epochs. The last epoch is shuffled separately if the plan says so."""
+    if isinstance(sequence_ids, range):  # np.asarray would make a Python integer of each
         one_epoch = np.arange(sequence_ids.start, sequence_ids.stop, sequence_ids.step, dtype=np.int32)
     else:
         one_epoch = np.asarray(sequence_ids, dtype=np.int32)
@@ -106,28 +106,28 @@ def build_document_index(
 
 
 def build_sample_index(sequence_lengths: np.ndarray, document_index: np.ndarray, plan: SamplePlan) -> np.ndarray:
-    """The cuts of the stream, [num_samples + 1, 2]; int32 where every entry fits."""
+    """Returns the sample index, [num_samples + 1, 2]; int32 if all entries fit, otherwise int64."""
     largest = max(len(document_index), int(sequence_lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
     cuts = np.zeros((plan.num_samples + 1, 2), dtype)
-    place = np.array([1, 0, plan.sequence_length])
-    starts = range(0, len(document_index), _PIECE)
+    progress = np.array([1, 0, plan.sequence_length])
+    starts = range(0, len(document_index), _DOCUMENTS_AT_ONCE)
 
     def lengths_from(start: int) -> np.ndarray:
-        return _gather(sequence_lengths, document_index[start : start + _PIECE])
+        return _gather(sequence_lengths, document_index[start : start + _DOCUMENTS_AT_ONCE])
 
-    # Gathering lengths in shuffled order misses the cache each time, which several threads can wait for at once.
+    # Each access in shuffled order misses the cache. Several threads wait for memory at the same time.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         gathered = pool.map(lengths_from, starts) if len(starts) > 1 else map(lengths_from, starts)
         for start, lengths in zip(starts, gathered, strict=True):
-            _cut_stream(lengths, start, plan.sequence_length, plan.extra_tokens, place, cuts)
-    if place[0] < len(cuts):  # the last sample is a partial one
+            _cut_stream(lengths, start, plan.sequence_length, plan.extra_tokens, progress, cuts)
+    if progress[0] < len(cuts):  # the last sample is partial
         cuts[-1] = len(document_index) - 1, sequence_lengths[document_index[-1]] - plan.extra_tokens
     return cuts
 
 
 def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.ndarray:
-    """A permutation of the samples, those of a last epoch that is shuffled apart staying at the end."""
+    """Returns a permutation of the samples. If the last epoch is shuffled separately, its samples stay at the end."""
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
     order = np.arange(plan.num_samples, dtype=dtype)
     boundary = plan.num_samples if plan.samples_before_last_epoch is None else plan.samples_before_last_epoch
@@ -151,16 +151,16 @@ def _cut_stream(
     first_entry: int,
     sequence_length: int,
     extra_tokens: int,
-    place: np.ndarray,
+    progress: np.ndarray,
     cuts: np.ndarray,
 ) -> None:
-    """Fill `cuts` as far as the sequences of these `lengths`, the next ones of the stream, reach.
+    """Fills the rows of `cuts` that belong to the next sequences of the stream, which have these `lengths`.
 
-    `place` is where to go on: the row to fill, the tokens before these sequences, and the tokens before the next cut.
-    Cut k lies k * sequence_length tokens into the stream. It belongs to the sequence that holds the last token of
-    sample k - 1, so without extra tokens it may lie at the very end of one.
+    `progress` is [next row, tokens before these sequences, tokens before the next cut] and is updated. Cut k is
+    k * sequence_length tokens into the stream. It belongs to the sequence with the last token of sample k - 1, so
+    without extra tokens it may be at the end of a sequence.
     """
-    row, begin, cut = place
+    row, begin, cut = progress
     for i in range(lengths.shape[0]):
         end = begin + lengths[i]
         while cut + extra_tokens <= end and row < cuts.shape[0]:
@@ -169,4 +169,4 @@ def _cut_stream(
             row += 1
             cut += sequence_length
         begin = end
-    place[0], place[1], place[2] = row, begin, cut
+    progress[0], progress[1], progress[2] = row, begin, cut

@@ -1,4 +1,4 @@
-"""Index arrays kept on disk: found whole by any process, or built by it, without anyone waiting for a certain rank."""
+"""A cache of index arrays on disk. Any process loads them or builds them; no process depends on a certain rank."""
 
 import contextlib
 import fcntl
@@ -22,19 +22,19 @@ Arrays = dict[str, np.ndarray]
 
 
 class IndexCache:
-    """Arrays under `<folder>/<md5 of description>-<name>-<array>.npy`, with the description beside them in a .txt.
+    """One entry of the cache: `<folder>/<md5 of description>-<name>-<array>.npy`, and a .txt with the description.
 
-    The description must hold everything that the arrays depend on, the digest of the data included, so that whoever
-    writes an entry writes the same. Every file is written aside and renamed, the description last: where that is, all
-    files are, and whole. Large arrays are synced to disk; small ones, of which a run may have thousands, are not waited
-    for but have a checksum. A folder that cannot be written is no error: it is said once, and the arrays stay in
-    memory.
+    The description contains everything that the arrays depend on, including the digest of the data, so all processes
+    write the same entry. Each file is written under a temporary name and renamed, the description last. So if the
+    description exists, all files exist and are complete. Large arrays are synced to disk. Small arrays, of which a run
+    may have thousands, are not synced but have a checksum. If the folder cannot be written, a warning says so once, and
+    the arrays stay in memory.
 
     Args:
-        folder: where entries are kept; None: nowhere.
+        folder: folder of the cache; None: no cache.
         name: such as "GPTDataset-train".
         description: the key.
-        patience: seconds for which a process leaves the building to another one that is at it, before it builds too.
+        patience: seconds that a process waits for another one that builds the entry, before it builds it, too.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class IndexCache:
         self._folder = None if folder is None else Path(folder)
         self._description = description
         self._patience = patience
-        # An identifier of the description, not a protection against anybody.
+        # Identifies the description; not for security.
         self._stem = f"{hashlib.md5(description.encode(), usedforsecurity=False).hexdigest()}-{name}"
 
     def load(self, names: list[str]) -> Arrays | None:
-        """The arrays of an entry that is whole, else None. Large ones are mapped read-only."""
+        """Returns the arrays of the entry; None if it does not exist or is damaged. Large arrays are mapped
+        read-only."""
         if self._folder is None:
             return None
         try:
@@ -57,7 +58,7 @@ class IndexCache:
             expected = json.loads(checksums)
             arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
             if any(_checksum(array) != expected.get(name) for name, array in arrays.items()):
-                raise ValueError("a checksum does not fit")
+                raise ValueError("a checksum does not match")
             return arrays
         except FileNotFoundError:
             return None
@@ -66,7 +67,7 @@ class IndexCache:
             return None
 
     def save(self, arrays: Arrays) -> bool:
-        """Write an entry; False, with a warning, where that is not possible."""
+        """Writes the entry. Returns False, with a warning, if it cannot be written."""
         if self._folder is None:
             return False
         try:
@@ -78,26 +79,26 @@ class IndexCache:
             any_large = any(_is_large(array) for array in arrays.values())
             write_atomically(self._path("description.txt"), f"{self._description}\n{checksums}", sync=any_large)
         except OSError as error:
-            self._say_unwritable(error)
+            self._warn_unwritable(error)
             return False
         return True
 
     def load_or_build(self, names: list[str], valid: Callable[[Arrays], bool], build: Callable[[], Arrays]) -> Arrays:
-        """The entry's arrays, built and saved if there is none or if `valid` refuses what is there.
+        """Returns the entry's arrays. Builds and saves them if there is no entry or `valid` rejects it.
 
-        Of several processes that find nothing, one builds and the others take what it saved. They hold on to no promise
-        of its: should it die, the kernel releases its lock; should it take longer than `patience`, they build as well.
+        If several processes find no entry, one builds it and the others load what it saved. If it dies, the kernel
+        releases its lock. If it takes longer than `patience`, the others build the arrays themselves.
         """
         found = self._load_valid(names, valid)
         if found is not None:
             return found
-        with self._turn_to_build(lambda: self._path("description.txt").exists()):
+        with self._lock_for_building(lambda: self._path("description.txt").exists()):
             found = self._load_valid(names, valid)
             if found is not None:
                 return found
             built = build()
             saved = self.save(built)
-        # What was saved is loaded again: mapped files share their memory with all processes of the machine.
+        # Load the saved arrays: processes of one machine share the memory of mapped files.
         return (self._load_valid(names, valid) if saved else None) or built
 
     def _load_valid(self, names: list[str], valid: Callable[[Arrays], bool]) -> Arrays | None:
@@ -109,8 +110,8 @@ class IndexCache:
         return arrays
 
     @contextlib.contextmanager
-    def _turn_to_build(self, done: Callable[[], bool]) -> Iterator[None]:
-        """Return when this process holds the lock, when `done` (another process built), or when patience ends."""
+    def _lock_for_building(self, done: Callable[[], bool]) -> Iterator[None]:
+        """Enters once this process has the lock, `done` returns True (another process has built), or patience ends."""
         lock = self._open_lock()
         if lock is None:
             yield
@@ -121,7 +122,7 @@ class IndexCache:
                 time.sleep(_POLL_SECONDS)
             yield
         finally:
-            # Whoever waits for the lock of a removed file gets it all the same; nothing relies on a sole builder.
+            # A process that waits for the lock of a removed file still gets it. Two builders are harmless.
             self._path("lock").unlink(missing_ok=True)
             os.close(lock)
 
@@ -132,10 +133,10 @@ class IndexCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             return os.open(self._path("lock"), os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
-            self._say_unwritable(error)
+            self._warn_unwritable(error)
             return None
 
-    def _say_unwritable(self, error: OSError) -> None:
+    def _warn_unwritable(self, error: OSError) -> None:
         warn_on_first_rank(
             f"index cache {self._folder}: cannot be written ({error.strerror}); indices are built in the memory of "
             "each process. --data-cache-path names another folder"
@@ -152,13 +153,13 @@ def _try_to_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # this file system has no locks: everyone builds
+    except OSError:  # the file system has no locks: all processes build
         return True
     return True
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array of an .npy file: read if it is small, else mapped read-only."""
+    """Returns the array of an .npy file: read if it is small, otherwise mapped read-only."""
     large = path.stat().st_size > _IN_MEMORY_BELOW
     return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
 
@@ -168,5 +169,5 @@ def _is_large(array: np.ndarray) -> bool:
 
 
 def _checksum(array: np.ndarray) -> int | None:
-    """Of a small array; large ones are not read to be checked."""
+    """CRC-32 of a small array; None for a large one, which is not checked."""
     return None if _is_large(array) else zlib.crc32(array.tobytes())

@@ -1,4 +1,4 @@
-"""The .idx file: where every sequence of a .bin file starts, how long it is, and which sequences form a document.
+"""The format of .idx files: position and length of each sequence in a .bin file, and the sequences of each document.
 
 All numbers are little-endian, one field after the other without padding:
 
@@ -10,7 +10,7 @@ All numbers are little-endian, one field after the other without padding:
     i32[S]   sequence lengths, in tokens
     i64[S]   byte offset of every sequence in .bin
     i64[D]   document indices: first 0, then the number of sequences up to and including each document
-    i8[S]    mode of every sequence; only in multimodal files, and nothing in the file says so
+    i8[S]    mode of every sequence; only in multimodal files, without a mark in the header
 """
 
 import os
@@ -29,14 +29,14 @@ from megatron.core.utils.files import open_atomically
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
-_PIECE = 1 << 20  # entries handled at a time, so that an index larger than memory can be written
+_ENTRIES_AT_ONCE = 1 << 20  # so that an index larger than memory can be written
 
-# One array, or its pieces in order (memory maps are welcome).
-Pieces = np.ndarray | Sequence[np.ndarray]
+Shards = np.ndarray | Sequence[np.ndarray]
+"""An array, or consecutive shards of it, which may be memory maps."""
 
 
 class DType(Enum):
-    """Codes of the token types a .bin file may hold."""
+    """Codes of the token types of .bin files."""
 
     uint8 = 1
     int8 = 2
@@ -49,28 +49,28 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, dtype: DTypeLike) -> int:
-        """The code that stands for a numpy type; KeyError if there is none."""
+        """Returns the code of a numpy type. Raises KeyError if it has none."""
         return cls[np.dtype(dtype).name].value
 
     @classmethod
     def dtype_from_code(cls, code: int) -> type[np.number]:
-        """The numpy type a code stands for; ValueError if there is none."""
+        """Returns the numpy type of a code. Raises ValueError if there is none."""
         return getattr(np, cls(code).name)
 
     @staticmethod
     def size(key: "int | DTypeLike") -> int:
-        """Bytes of one token, given a code or a numpy type."""
+        """Returns the bytes of one token, for a code or a numpy type."""
         return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.number]:
-        """The type a writer uses for a vocabulary of this size: uint16 below 65500, else (or if unknown) int32."""
+        """Returns the token type for a vocabulary of this size: uint16 below 65500, otherwise (or if unknown) int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
 @dataclass(frozen=True)
 class IndexHeader:
-    """What the first 34 bytes of an .idx file say, and where its arrays therefore lie."""
+    """The header of an .idx file (34 bytes), and the positions in bytes of the arrays that follow it."""
 
     dtype: type[np.number]
     num_sequences: int
@@ -78,36 +78,40 @@ class IndexHeader:
 
     @property
     def lengths_offset(self) -> int:
+        """Position of the sequence lengths."""
         return _HEADER.size
 
     @property
     def pointers_offset(self) -> int:
+        """Position of the byte offsets of sequences."""
         return self.lengths_offset + 4 * self.num_sequences
 
     @property
     def document_indices_offset(self) -> int:
+        """Position of the document indices."""
         return self.pointers_offset + 8 * self.num_sequences
 
     @property
     def modes_offset(self) -> int:
+        """Position of the modes; the end of the file if it has none."""
         return self.document_indices_offset + 8 * self.num_document_indices
 
 
 def get_bin_path(path_prefix: str) -> str:
-    """The token file of a prefix."""
+    """Returns the path of a prefix's token file."""
     return path_prefix + ".bin"
 
 
 def get_idx_path(path_prefix: str) -> str:
-    """The index file of a prefix."""
+    """Returns the path of a prefix's index file."""
     return path_prefix + ".idx"
 
 
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
-    """Read and check the header of an .idx file.
+    """Reads and checks the header of an .idx file.
 
-    Raises UserError when the file is absent, is no index, is of an unknown version or token type, or is shorter than
-    the arrays it announces.
+    Raises UserError if the file does not exist, is not an index, has an unknown version or token type, or is shorter
+    than its header says.
     """
     path = Path(path)
     try:
@@ -117,7 +121,7 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     except FileNotFoundError:
         raise UserError(f"{path}: no such index file; tools/preprocess_data.py writes it beside the .bin") from None
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
-        raise UserError(f"{path}: not an index of tokens (it does not start with {MAGIC!r})")
+        raise UserError(f"{path}: not an index of tokens (it does not begin with {MAGIC!r})")
     _, version, code, num_sequences, num_document_indices = _HEADER.unpack(head)
     if version != VERSION:
         raise UserError(f"{path}: index version {version}; only version {VERSION} is known")
@@ -127,51 +131,51 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
         raise UserError(f"{path}: unknown token type code {code}; known: {[d.value for d in DType]}") from None
     header = IndexHeader(dtype, num_sequences, num_document_indices)
     if size < header.modes_offset:
-        raise UserError(f"{path}: cut short: {size} bytes where its header announces {header.modes_offset}")
+        raise UserError(f"{path}: too short: {size} bytes, its header says {header.modes_offset}")
     return header
 
 
 def write_index(
     path: str | os.PathLike[str],
     dtype: DTypeLike,
-    lengths: Pieces,
-    document_indices: Pieces,
-    modes: Pieces | None = None,
+    lengths: Shards,
+    document_indices: Shards,
+    modes: Shards | None = None,
 ) -> None:
-    """Write an .idx file in one step (aside, synced, renamed).
+    """Writes an .idx file in one step: into a temporary file that is synced and renamed.
 
-    `lengths` are tokens a sequence; `document_indices` starts with 0 and ends with the number of sequences. Each is one
-    array or a sequence of arrays that follow each other; memory stays at a few megabytes beyond what the caller holds.
+    `lengths` are the tokens of each sequence. `document_indices` begins with 0 and ends with the number of sequences.
+    Each array may be given in shards. Needs a few megabytes of memory.
     """
     num_sequences = _count(lengths)
     num_document_indices = _count(document_indices)
     header = _HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(dtype), num_sequences, num_document_indices)
     with open_atomically(path) as file:
         file.write(header)
-        for piece in _in_pieces(lengths, "<i4"):
-            file.write(piece.data)
+        for chunk in _chunks(lengths, "<i4"):
+            file.write(chunk.data)
         end = 0
-        for piece in _in_pieces(lengths, "<i8"):
-            ends = end + np.cumsum(piece * np.dtype(dtype).itemsize, dtype="<i8")
+        for chunk in _chunks(lengths, "<i8"):
+            ends = end + np.cumsum(chunk * np.dtype(dtype).itemsize, dtype="<i8")
             starts = np.concatenate([np.array([end], dtype="<i8"), ends[:-1]])
             file.write(starts.data)
             end = int(ends[-1])
         last = 0
-        for piece in _in_pieces(document_indices, "<i8"):
-            file.write(piece.data)
-            last = int(piece[-1])
+        for chunk in _chunks(document_indices, "<i8"):
+            file.write(chunk.data)
+            last = int(chunk[-1])
         assert last == num_sequences, f"documents end at sequence {last}, but there are {num_sequences}"
         if modes is not None:
-            assert _count(modes) == num_sequences, "one mode a sequence"
-            for piece in _in_pieces(modes, "i1"):
-                file.write(piece.data)
+            assert _count(modes) == num_sequences, "one mode per sequence"
+            for chunk in _chunks(modes, "i1"):
+                file.write(chunk.data)
 
 
-def _count(pieces: Pieces) -> int:
-    return pieces.size if isinstance(pieces, np.ndarray) else sum(piece.size for piece in pieces)
+def _count(shards: Shards) -> int:
+    return shards.size if isinstance(shards, np.ndarray) else sum(shard.size for shard in shards)
 
 
-def _in_pieces(pieces: Pieces, dtype: str) -> Iterator[np.ndarray]:
-    for array in [pieces] if isinstance(pieces, np.ndarray) else pieces:
-        for start in range(0, array.size, _PIECE):
-            yield np.ascontiguousarray(array[start : start + _PIECE], dtype=dtype)
+def _chunks(shards: Shards, dtype: str) -> Iterator[np.ndarray]:
+    for array in [shards] if isinstance(shards, np.ndarray) else shards:
+        for start in range(0, array.size, _ENTRIES_AT_ONCE):
+            yield np.ascontiguousarray(array[start : start + _ENTRIES_AT_ONCE], dtype=dtype)

@@ -1,4 +1,4 @@
-"""Sequences of tokens in a .bin file, found through its .idx file (layout: index_format.py)."""
+"""Reads and writes sequences of tokens in a .bin file with its .idx file (format: index_format.py)."""
 
 import errno
 import hashlib
@@ -34,17 +34,17 @@ class IndexedDataset(torch.utils.data.Dataset):
     """Random access to the sequences of `<path_prefix>.bin` and `.idx`.
 
     Args:
-        path_prefix: the two files' common path without suffix.
-        multimodal: the .idx ends with a mode for every sequence (nothing in the file says so); items are then
+        path_prefix: common path of the two files, without suffix.
+        multimodal: the .idx file ends with a mode for each sequence (its header does not say so). Items are then
             (tokens, mode).
-        mmap: map the .bin into memory; False reads each item from the file.
-        dtype_code, sequences_per_dataset: what the caller believes about the file (its token type; its numbers of
-            sequences and of document indices). Checked against the file, which is always read.
+        mmap: map the .bin file into memory; False: read each item from the file.
+        dtype_code, sequences_per_dataset: expected token type, and expected numbers of sequences and of document
+            indices. They are compared with the file.
 
-    Files are opened in the process that uses them: copies made by fork or pickle open their own.
+    Copies made by fork or pickle open the files themselves.
 
-    Raises UserError, naming the file, when one is absent, cut short, inconsistent, or when the sizes of .bin and .idx
-    do not match.
+    Raises UserError, naming the file, if one does not exist, is too short or inconsistent, or if the sizes of .bin and
+    .idx do not match.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class IndexedDataset(torch.utils.data.Dataset):
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
     ) -> None:
-        """Open the files and check them; called by the constructor."""
+        """Opens and checks the files. The constructor calls it."""
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
         self._header = read_header(get_idx_path(path_prefix))
-        self._check_beliefs(sequences_per_dataset, dtype_code)
+        self._check_expectations(sequences_per_dataset, dtype_code)
         self._replaced_documents: np.ndarray | None = None
         self._digests: dict[bool, str] = {}
         self._open()
@@ -86,12 +86,12 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files are there."""
+        """Whether both files exist."""
         return Path(get_idx_path(path_prefix)).exists() and Path(get_bin_path(path_prefix)).exists()
 
     @property
     def dtype(self) -> np.dtype:
-        """Type of the tokens in the .bin."""
+        """Type of the tokens in the .bin file."""
         return np.dtype(self._header.dtype)
 
     @property
@@ -105,17 +105,17 @@ class IndexedDataset(torch.utils.data.Dataset):
         return self._document_indices
 
     def get_document_indices(self) -> np.ndarray:
-        """As `document_indices`."""
+        """Returns `document_indices`."""
         return self._document_indices
 
     def set_document_indices(self, document_indices: np.ndarray) -> None:
-        """Regard other runs of sequences as documents; the files stay as they are."""
+        """Replaces the document indices of this object. The files do not change."""
         self._document_indices = self._replaced_documents = document_indices
         self._digests.clear()
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
-        """int8 [sequences] in a multimodal dataset, else None."""
+        """int8 [sequences] in a multimodal dataset, otherwise None."""
         return self._modes
 
     def __len__(self) -> int:
@@ -126,25 +126,25 @@ class IndexedDataset(torch.utils.data.Dataset):
     @overload
     def __getitem__(self, idx: slice) -> list[np.ndarray] | tuple[list[np.ndarray], np.ndarray]: ...
     def __getitem__(self, idx: int | slice) -> Any:
-        """The whole sequence `idx` (with its mode if multimodal); for a slice the list of them (and their modes)."""
+        """Returns sequence `idx` (with its mode if multimodal); for a slice, a list of sequences (and their modes)."""
         if isinstance(idx, slice):
             sequences = [self._read(i, 0, None) for i in range(*idx.indices(len(self)))]
             return sequences if self._modes is None else (sequences, self._modes[idx])
         return self.get(int(idx))
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` tokens of sequence `idx` from token `offset` on (None: to its end); with its mode if multimodal.
+        """Returns `length` tokens (None: all) of sequence `idx` from token `offset` on; with its mode if multimodal.
 
-        Raises IndexError when these tokens do not lie within the sequence.
+        Raises IndexError if the sequence does not contain these tokens.
         """
         tokens = self._read(idx, offset, length)
         return tokens if self._modes is None else (tokens, self._modes[idx])
 
     def content_digest(self, with_documents: bool = False) -> str:
-        """Hex digest that tells this content from another in the same place, without reading all of it.
+        """Returns a hex digest that distinguishes this content from other content at the same path.
 
-        Covers the token type, every sequence length, the size of the .bin and 64 of its 4 KiB blocks, spread evenly;
-        `with_documents` adds the document indices. Found once for each opened dataset.
+        It covers the token type, all sequence lengths, the size of the .bin file and 64 of its blocks of 4 KiB, evenly
+        spread. `with_documents` adds the document indices. It is computed once per opened dataset.
         """
         if with_documents not in self._digests:
             self._digests[with_documents] = self._find_digest(with_documents)
@@ -163,17 +163,17 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _read(self, idx: int, offset: int, length: int | None) -> np.ndarray:
         if not -len(self) <= idx < len(self):
-            raise IndexError(f"{self.path_prefix}: sequence {idx} asked of {len(self)}")
+            raise IndexError(f"{self.path_prefix}: sequence {idx} requested, there are {len(self)}")
         available = int(self._lengths[idx]) - offset
         count = available if length is None else length
         if offset < 0 or not 0 <= count <= available:
             raise IndexError(
-                f"{self.path_prefix}: tokens [{offset}, {offset + count}) asked of sequence {idx}, "
+                f"{self.path_prefix}: tokens [{offset}, {offset + count}) requested of sequence {idx}, "
                 f"which has {self._lengths[idx]}"
             )
         start = int(self._pointers[idx]) + offset * self.dtype.itemsize
         if not 0 <= start <= self._bin_size() - count * self.dtype.itemsize:
-            raise UserError(f"{get_idx_path(self.path_prefix)}: corrupt: sequence {idx} lies outside the .bin")
+            raise UserError(f"{get_idx_path(self.path_prefix)}: corrupt: sequence {idx} is outside the .bin file")
         return self._tokens.read(start, count, self.dtype)
 
     def _open(self) -> None:
@@ -187,7 +187,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._modes: np.ndarray | None = None
         if self.multimodal:
             if len(data) < header.modes_offset + header.num_sequences:
-                raise UserError(f"{idx_path}: holds no modes; it was not written as multimodal")
+                raise UserError(f"{idx_path}: contains no modes; it was not written as multimodal")
             self._modes = np.frombuffer(data, np.int8, header.num_sequences, header.modes_offset)
         bin_path = get_bin_path(self.path_prefix)
         self._tokens: _MappedBin | _ReadBin = _MappedBin(bin_path) if self.mmap else _ReadBin(bin_path)
@@ -201,9 +201,9 @@ class IndexedDataset(torch.utils.data.Dataset):
             raise UserError(f"{idx_path}: corrupt: sequence {int(self._lengths.argmin())} has a negative length")
         expected = int(self._lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if self._bin_size() != expected:
-            raise UserError(f"{bin_path}: {self._bin_size()} bytes where {idx_path} tells of {expected}")
+            raise UserError(f"{bin_path}: {self._bin_size()} bytes, {idx_path} says {expected}")
 
-    def _check_beliefs(self, sequences_per_dataset: tuple[int, int] | None, dtype_code: int | None) -> None:
+    def _check_expectations(self, sequences_per_dataset: tuple[int, int] | None, dtype_code: int | None) -> None:
         header = self._header
         found = (header.num_sequences, header.num_document_indices)
         if sequences_per_dataset is not None and tuple(sequences_per_dataset) != found:
@@ -211,7 +211,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                 f"{self.path_prefix}: has {found} sequences and document indices, not {tuple(sequences_per_dataset)}"
             )
         if dtype_code is not None and DType.code_from_dtype(self.dtype) != dtype_code:
-            raise UserError(f"{self.path_prefix}: holds {self.dtype.name}, not token type code {dtype_code}")
+            raise UserError(f"{self.path_prefix}: contains {self.dtype.name}, not token type code {dtype_code}")
 
     def _bin_size(self) -> int:
         return self._tokens.size
@@ -227,7 +227,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
 
 class _MappedBin:
-    """Bytes of a file through the page cache; mapped at the first read."""
+    """Reads a file through a memory map, which is made at the first read."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -241,7 +241,7 @@ class _MappedBin:
 
 
 class _ReadBin:
-    """Bytes of a file by positioned reads, which neither threads nor forked processes disturb for each other."""
+    """Reads a file by positioned reads, which are safe with threads and forked processes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -253,10 +253,10 @@ class _ReadBin:
             self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
         data = bytearray()
         while len(data) < count * dtype.itemsize:
-            piece = os.pread(self._file.fileno(), count * dtype.itemsize - len(data), start + len(data))
-            if not piece:
-                raise UserError(f"{self._path}: became shorter while it was read")
-            data += piece
+            part = os.pread(self._file.fileno(), count * dtype.itemsize - len(data), start + len(data))
+            if not part:
+                raise UserError(f"{self._path}: was shortened while it was read")
+            data += part
         return np.frombuffer(data, dtype)
 
 
@@ -264,7 +264,7 @@ def _size_of(path: str) -> int:
     try:
         return Path(path).stat().st_size
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; its .idx alone is of no use") from None
+        raise UserError(f"{path}: {error.strerror}; its .idx file needs it") from None
 
 
 def _map(path: str) -> mmap.mmap:
@@ -278,51 +278,52 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _map_or_read(path: str, limit: int = 1 << 20) -> mmap.mmap | bytes:
-    """A small file in memory, a large one mapped: a map holds a descriptor, and a blend may have thousands of files."""
+    """Reads a small file and maps a large one. A map needs a file descriptor, and a blend may have thousands of
+    files."""
     return Path(path).read_bytes() if _size_of(path) <= limit else _map(path)
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin file as items arrive and its .idx in `finalize`.
+    """Writes a .bin file item by item, and its .idx file in `finalize`.
 
-    The .bin appears under its name only in `finalize`; until then, and after a failure, a former one is untouched. Use
-    as a context manager to have the unfinished file removed when an exception passes through.
+    The .bin file gets its name in `finalize`; before that, and after a failure, an older file of that name is not
+    changed. As a context manager, it removes the unfinished file after an exception.
     """
 
     def __init__(self, bin_path: str, dtype: type[np.number] = np.int32, multimodal: bool = False) -> None:
         self.dtype = dtype
         self.multimodal = multimodal
         self._bin_path = Path(bin_path)
-        self._aside = self._bin_path.with_name(f".{self._bin_path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
-        self._file: BinaryIO = open(self._aside, "xb")  # noqa: SIM115 (closed in finalize or abort)
+        self._temporary = self._bin_path.with_name(f".{self._bin_path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+        self._file: BinaryIO = open(self._temporary, "xb")  # noqa: SIM115 (closed in finalize or abort)
         self._lengths = array("i")
         self._modes = array("b")
         self._document_indices = array("q", [0])
 
     def add_item(self, tensor: Tensor | np.ndarray | Sequence[int], mode: int = 0) -> None:
-        """Append one sequence; `end_document` closes the document it belongs to."""
+        """Appends a sequence to the current document, which `end_document` closes."""
         self._add_sequences(tensor, [len(tensor)], [mode])
 
     def add_document(
         self, tensor: Tensor | np.ndarray | Sequence[int], lengths: list[int], modes: list[int] | None = None
     ) -> None:
-        """Append a document: the tokens of its sequences end to end, and the length of each.
+        """Appends a document: the tokens of its sequences end to end, and the length of each sequence.
 
-        Raises ValueError when the lengths do not add up, or a token does not fit the dtype.
+        Raises ValueError if the lengths do not add up to the tokens, or a token does not fit the dtype.
         """
         self._add_sequences(tensor, lengths, modes if modes is not None else [0] * len(lengths))
         self.end_document()
 
     def end_document(self) -> None:
-        """Close a document: all sequences added since the last one closed. It may have none."""
+        """Closes a document, which consists of all sequences since the last call. It may be empty."""
         self._document_indices.append(len(self._lengths))
 
     def add_index(self, path_prefix: str) -> None:
-        """Append all documents of another dataset of the same dtype."""
+        """Appends all documents of another dataset. Raises UserError if its dtype differs."""
         other = IndexedDataset(path_prefix, multimodal=self.multimodal)
         if other.dtype != np.dtype(self.dtype):
             raise UserError(
-                f"{path_prefix}: holds {other.dtype.name}, but {np.dtype(self.dtype).name} is being written"
+                f"{path_prefix}: contains {other.dtype.name}, but the output is {np.dtype(self.dtype).name}"
             )
         self._document_indices.frombytes((other.document_indices[1:] + len(self._lengths)).tobytes())
         self._lengths.frombytes(other.sequence_lengths.tobytes())
@@ -332,11 +333,11 @@ class IndexedDatasetBuilder:
             shutil.copyfileobj(file, self._file, 1 << 24)
 
     def finalize(self, idx_path: str) -> None:
-        """Put the .bin in place, then write the .idx beside it; both are synced to disk."""
+        """Renames the .bin file to its final name, then writes the .idx file. Both are synced to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        os.replace(self._aside, self._bin_path)
+        os.replace(self._temporary, self._bin_path)
         sync_directory(self._bin_path.parent)
         lengths = np.frombuffer(self._lengths, np.int32)
         document_indices = np.frombuffer(self._document_indices, np.int64)
@@ -344,9 +345,9 @@ class IndexedDatasetBuilder:
         write_index(idx_path, self.dtype, lengths, document_indices, modes)
 
     def abort(self) -> None:
-        """Remove what was written so far."""
+        """Removes the unfinished file."""
         self._file.close()
-        self._aside.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self

@@ -1,4 +1,4 @@
-"""What the builder and a blend expect of a dataset over one low-level dataset and one split."""
+"""The base class of datasets, which the builder and blends use."""
 
 import functools
 import hashlib
@@ -16,14 +16,14 @@ from megatron.core.datasets.utils import Split
 
 
 class MegatronDataset(ABC, torch.utils.data.Dataset):
-    """Samples made of some elements (sequences, documents) of a low-level dataset.
+    """Samples of one split of a low-level dataset, made from some of its elements (sequences or documents).
 
     Args:
         dataset: the low-level dataset.
         dataset_path: its prefix; None for made-up data.
-        indices: the elements that belong to the split.
-        num_samples: samples asked for; None: one pass over the elements.
-        index_split: which split this is.
+        indices: the elements of the split.
+        num_samples: number of samples requested; None: one pass over the elements.
+        index_split: the split.
         config: the run's data configuration.
     """
 
@@ -45,7 +45,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     @functools.cached_property
     def unique_identifiers(self) -> "OrderedDict[str, Any]":
-        """What tells this dataset's order of samples from any other's, as JSON values. Found at the first access."""
+        """Everything that the order of samples depends on, as JSON values. Computed at the first access."""
         return self._identify()
 
     def _identify(self) -> "OrderedDict[str, Any]":
@@ -71,22 +71,22 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     @property
     def unique_description_hash(self) -> str:
-        """A short name for the description."""
+        """An MD5 hash of the description."""
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
     @staticmethod
     @abstractmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """Number of elements that a split divides."""
+        """Returns the number of elements that splits divide."""
 
     @staticmethod
     @abstractmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Open the low-level dataset of a prefix."""
+        """Opens the low-level dataset of a prefix."""
 
     @classmethod
     def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:
-        """Whether a split of these elements holds no sample at all, however often it is repeated."""
+        """Whether a split of these elements contains no samples, even if it is repeated."""
         return len(indices) == 0
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a run says about its data, in plain values: splits such as "969,30,1" and blends such as "30 a 70 b"."""
+"""Parses splits such as "969,30,1" and blends such as "30 a 70 b"."""
 
 import itertools
 import json
@@ -15,10 +15,10 @@ from megatron.core.exceptions import UserError
 
 DEFAULT_SPLIT = "969,30,1"
 
-# Prefixes of .bin/.idx pairs, and a weight for each (None: no weights were given).
 Blend = tuple[list[str], list[float] | None]
-# For each split its share of the whole as (begin, end) in [0, 1]; None: an empty share.
+"""Prefixes of .bin/.idx pairs, and their weights (None: no weights)."""
 SplitMatrix = list[tuple[float, float] | None]
+"""For each split its share of the data as (begin, end) in [0, 1]; None: an empty share."""
 
 
 class Split(Enum):
@@ -30,13 +30,14 @@ class Split(Enum):
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their float64 sum, in numpy's order of summation (sample orders depend on the last bit)."""
+    """Returns the weights divided by their float64 sum, in numpy's order of summation, since sample orders depend on
+    the last bit."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()
 
 
 def parse_split(split: str) -> list[float]:
-    """The three shares of a string like "969,30,1", "90/5/5" or "1", normalised; missing ones are 0.
+    """Returns the three shares of a string like "969,30,1", "90/5/5" or "1", with sum 1. Missing shares are 0.
 
     Raises UserError unless the string consists of one to three numbers, none negative, with a positive sum, and of
     separators: blanks, commas, semicolons, slashes and quotes.
@@ -54,10 +55,10 @@ def parse_split(split: str) -> list[float]:
 
 
 def split_matrix(shares: Sequence[float]) -> SplitMatrix:
-    """Cumulated shares as (begin, end) for each split, None where the share is zero.
+    """Returns (begin, end) of each share in [0, 1], None for a share of 0.
 
-    Sums run from left to right and are not corrected: the last end may miss 1 by a rounding error, and the sequences
-    that belong to a split follow from exactly these numbers.
+    Shares are added from left to right without correction, so the last end may differ from 1 by a rounding error. The
+    sequences of a split follow from exactly these numbers.
     """
     ends: list[float] = [0]
     for share in shares:
@@ -66,16 +67,16 @@ def split_matrix(shares: Sequence[float]) -> SplitMatrix:
 
 
 def split_bounds(share: tuple[float, float], count: int) -> tuple[int, int]:
-    """First and one past the last of `count` elements that belong to a share; halves round to even."""
+    """Returns the begin and end of a share's elements, out of `count` elements. Halves are rounded to even."""
     begin, end = share
     return round(begin * float(count)), round(end * float(count))
 
 
 def get_blend_from_list(words: Sequence[str] | None) -> Blend | None:
-    """Read the words of --data-path: prefixes, or pairs of weight and prefix.
+    """Parses the words of --data-path: prefixes, or pairs of weight and prefix. Returns None if there are no words.
 
-    An odd number of words, or an even number of which none in a weight's place is a number, are prefixes. Raises
-    UserError when some weights are numbers and others are not, or when a weight is negative, infinite or all are zero.
+    Words are prefixes if their number is odd, or if no word in a weight's position is a number. Raises UserError if
+    only some weights are numbers, if a weight is negative or infinite, or if all are zero.
     """
     if not words:
         return None
@@ -86,14 +87,14 @@ def get_blend_from_list(words: Sequence[str] | None) -> Blend | None:
     for word, weight in zip(words[::2], weights, strict=True):
         if weight is None:
             raise UserError(
-                f"--data-path: {word!r} stands where a weight is expected; "
+                f"--data-path: {word!r} is in the position of a weight; "
                 "give pairs of weight and prefix, or prefixes without weights"
             )
     return words[1::2], check_weights([weight for weight in weights if weight is not None])
 
 
 def check_weights(weights: Sequence[float]) -> list[float]:
-    """The weights as floats; UserError for a negative or non-finite one, or when their sum is zero."""
+    """Returns the weights as floats. Raises UserError if one is negative or not finite, or if all are zero."""
     for weight in weights:
         if not math.isfinite(weight) or weight < 0:
             raise UserError(f"blend weight {weight}: expected a finite number, zero or more")
@@ -103,14 +104,16 @@ def check_weights(weights: Sequence[float]) -> list[float]:
 
 
 def read_blend_file(path: str | os.PathLike[str]) -> Blend | None:
-    """The blend of a --data-args-path file: the words of --data-path, separated by blanks or new lines."""
+    """Reads the blend of a --data-args-path file: the words of --data-path, separated by blanks or newlines. Raises
+    UserError."""
     return get_blend_from_list(_read_text(path, "--data-args-path").split())
 
 
 def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None]:
-    """The blends of a --per-split-data-args-path file: JSON with keys train, valid, test.
+    """Reads the blends of a --per-split-data-args-path file: JSON with the keys train, valid and test.
 
-    A value is a list of the words of --data-path, or one string of them; a missing key is a split without data.
+    A value is a list of the words of --data-path, or a string with them. A missing key is a split without data. Raises
+    UserError.
     """
     try:
         values = json.loads(_read_text(path, "--per-split-data-args-path"))

@@ -200,7 +200,9 @@ def _values(place: TensorInFile, name: str, chunk: Chunk) -> Tensor:
     return values
 
 
-def _verified(saved: SaveResult, root: Path, source: Path, build_model: BuildModel, dtype: torch.dtype | None) -> Comparison:
+def _verified(
+    saved: SaveResult, root: Path, source: Path, build_model: BuildModel, dtype: torch.dtype | None
+) -> Comparison:
     """Compares logits. If they differ, removes the checkpoint and raises UserError."""
     try:
         comparison = compare_logits(open_checkpoint(saved.folder), source, build_model, imported_as=dtype)

@@ -43,7 +43,7 @@ def test_items_name_dataset_and_sample():
         assert item["sample_id"] == i
     assert blend[None]["place"] == (blend.dataset_index[0], None)
     assert blend[None]["sample_id"] == -1
-    with pytest.raises(IndexError, match="sample 50 asked of 50"):
+    with pytest.raises(IndexError, match="sample 50 requested, there are 50"):
         blend[50]
     part = blend.indices(10, 20)
     assert np.array_equal(part.dataset_index, blend.dataset_index[10:20])

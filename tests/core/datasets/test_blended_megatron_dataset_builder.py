@@ -115,7 +115,7 @@ def test_validation_sets_apart(build, prefixes):
 def test_an_unweighted_blend_is_one_pass_and_says_so_if_more_is_asked(build, prefixes, caplog):
     train = build([1000, 0, 0], blend=(prefixes, None), split="1")[0]
     assert len(train) == sum(len(part) for part in train.datasets) == 43 + 21 + 10
-    assert "1000 samples asked, but one pass over the datasets has 74" in caplog.text
+    assert "1000 samples requested, but one pass over the datasets has 74" in caplog.text
     assert len(build([50, 0, 0], blend=(prefixes, None), split="1")[0]) == 50
     assert len(build([None, None, None], blend=(prefixes, None), split="1")[0]) == 74
 
@@ -146,7 +146,7 @@ def test_a_share_of_zero_is_no_data(build, prefixes):
 @pytest.mark.parametrize("weights", [None, [1.0]])
 def test_samples_of_an_empty_split_are_refused(build, prefixes, weights):
     # One document in a thousand of ten documents is none.
-    with pytest.raises(UserError, match=r"test split of .*c: \d samples are asked of it, but it holds none.*--split"):
+    with pytest.raises(UserError, match=r"test split of .*c: \d samples are requested, but it contains none.*--split"):
         build([10, 10, 5], blend=(prefixes[2:], weights), split="90,9.9,0.1")
 
 
@@ -156,7 +156,7 @@ def test_an_empty_split_is_left_out_and_said(build, prefixes, caplog, size):
         train, _, test = build([10, 10, size], blend=(prefixes[2:], None), split="90,9.9,0.1")
     assert train is not None
     assert test is None
-    assert f"test split of {prefixes[2]}: holds no samples and is left out" in caplog.text
+    assert f"test split of {prefixes[2]}: contains no samples and is left out" in caplog.text
 
 
 def test_an_empty_part_of_a_blend(build, prefixes, caplog):
@@ -164,7 +164,7 @@ def test_an_empty_part_of_a_blend(build, prefixes, caplog):
     test = build([None, None, None], blend=(prefixes, None), split=split)[2]
     assert [part.dataset_path for part in test.datasets] == prefixes[:2]
     assert "test split of" in caplog.text
-    with pytest.raises(UserError, match=r"test split of .*c: \d+ samples are asked"):
+    with pytest.raises(UserError, match=r"test split of .*c: \d+ samples are requested"):
         build([10, 10, 10], blend=(prefixes, [1.0, 1.0, 1.0]), split=split)
 
 
@@ -178,7 +178,7 @@ def test_fewer_tokens_than_a_sample_are_repeated_or_left_out(build, tmp_path, wr
     prefix = write_documents(tmp_path / "short", [[1, 2, 3]])
     assert len(build([5, 0, 0], blend=([prefix], None), split="1")[0]) >= 5
     assert build([None, 0, 0], blend=([prefix], None), split="1")[0] is None
-    assert "holds no samples" in caplog.text
+    assert "contains no samples" in caplog.text
 
 
 def test_missing_files_are_named(build, prefixes, tmp_path):

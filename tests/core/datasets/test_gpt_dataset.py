@@ -165,7 +165,7 @@ def test_items_do_not_share_what_can_be_changed(golden, build):
 
 @pytest.mark.parametrize("idx", [-1, 499])
 def test_samples_beyond_the_end(golden, build, idx):
-    with pytest.raises(IndexError, match=f"sample {idx} asked of 499"):
+    with pytest.raises(IndexError, match=f"sample {idx} requested, there are 499"):
         build(golden_case(golden, 0), Split.train)[idx]
 
 
@@ -226,7 +226,7 @@ def test_several_epochs_are_said_once(small, caplog):
 
 
 def test_no_tokens_is_an_error_not_a_loop(small):
-    with pytest.raises(UserError, match=r"small \(train split\): holds no tokens"):
+    with pytest.raises(UserError, match=r"small \(train split\): contains no tokens"):
         small([[1, 2, 3]], 2, num_samples=5, indices=range(0))
 
 

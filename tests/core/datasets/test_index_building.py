@@ -32,7 +32,7 @@ def walk(lengths, document_index, sequence_length, extra, num_samples):
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("seed", range(12))
 def test_cuts_equal_the_walk(seed, extra, drop_last, monkeypatch):
-    monkeypatch.setattr(index_building, "_PIECE", 64)
+    monkeypatch.setattr(index_building, "_DOCUMENTS_AT_ONCE", 64)
     random = np.random.default_rng(seed)
     lengths = random.integers(0 if seed % 3 else 1, 40, random.integers(1, 9000 if seed == 0 else 60)).astype(np.int32)
     lengths[-1] = max(lengths[-1], 1)

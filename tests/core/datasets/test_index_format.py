@@ -52,7 +52,7 @@ def test_empty_index(tmp_path):
         (b"PK" + bytes(60), "not an index"),
         (MAGIC + (2).to_bytes(8, "little") + bytes(17), "version 2"),
         (MAGIC + (1).to_bytes(8, "little") + b"\x09" + bytes(16), "type code 9"),
-        (MAGIC + (1).to_bytes(8, "little") + b"\x08" + (5).to_bytes(8, "little") + bytes(8), "cut short"),
+        (MAGIC + (1).to_bytes(8, "little") + b"\x08" + (5).to_bytes(8, "little") + bytes(8), "too short"),
     ],
 )
 def test_bad_header_names_file_and_cause(tmp_path, content, says):

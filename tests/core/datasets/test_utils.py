@@ -57,7 +57,7 @@ def test_blend_words(words, blend):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["30", "a", "x", "b"], "'x' stands where a weight"),
+        (["30", "a", "x", "b"], "'x' is in the position of a weight"),
         (["-1", "a", "2", "b"], "-1"),
         (["nan", "a", "2", "b"], "nan"),
         (["0", "a", "0", "b"], "above zero"),

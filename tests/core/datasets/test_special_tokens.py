@@ -1,9 +1,9 @@
-"""megatron/core/datasets/document_boundaries.py against the published rules, taken one end of document at a time."""
+"""megatron/core/datasets/special_tokens.py against the published rules, taken one end of document at a time."""
 
 import numpy as np
 import pytest
 
-from megatron.core.datasets.document_boundaries import (
+from megatron.core.datasets.special_tokens import (
     causal_mask,
     cumulative_lengths,
     document_mask,
