@@ -1,6 +1,6 @@
-"""Pretrain GPT and Llama kinds of models:   torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
+"""Pretrains GPT, Llama and similar models:   torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 ...
 
-Here are the pieces of the run: model, data, batch, loss. `python pretrain_gpt.py --help` lists the flags; plain
+This file has the providers of the run: model, data, batch, loss. `python pretrain_gpt.py --help` lists the flags; plain
 `python` runs one process. A script of your own starts as a copy of this file.
 """
 
@@ -26,12 +26,12 @@ from megatron.training.providers import Context, ForwardStep, LossFunction, Prov
 
 
 def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
-    """The specs of a stage's layers, as the flags describe them."""
+    """Returns the specs of a stage's layers, as the flags describe them."""
     return get_gpt_decoder_block_spec(context.config.transformer, **position_of(context, stage))
 
 
 def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodules | None = None) -> GPTModel:
-    """The part of the model that a stage holds. `layers`: specs of its layers; default: what the flags describe."""
+    """Builds the part of the model that a stage holds. `layers`: specs of its layers; default: as the flags say."""
     model, groups = context.config.model, context.environment.groups
     layers = layers or build_layer_specs(context, stage)
     return GPTModel(
@@ -56,13 +56,13 @@ def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodul
 
 
 def position_of(context: Context, stage: Stage) -> dict[str, Any]:
-    """The arguments by which spec functions know which layers a stage has."""
+    """Returns the arguments that tell spec functions which layers a stage has."""
     pipeline_rank = context.environment.groups.rank("pp")
     return {"use_transformer_engine": False, "vp_stage": stage.virtual, "pp_rank": pipeline_rank}
 
 
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
-    """The data sets of the train, valid and test split, as --data-path and --split say."""
+    """Builds the datasets of the train, valid and test split, as --data-path and --split say."""
     config = gpt_dataset_config(context.config, context.tokenizer)
     kind = MockGPTDataset if context.config.data.mock_data else GPTDataset
     sizes = [counts.train, counts.valid, counts.test]
@@ -70,7 +70,7 @@ def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the losses of unmasked tokens, their number, and both for the report."""
+    """Returns the sum of the losses of unmasked tokens, their number, and both for the report."""
     mask = loss_mask.view(-1).to(losses.dtype)
     total = torch.sum(losses.view(-1) * mask)
     count = mask.sum().to(torch.int64)
@@ -78,7 +78,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def build_forward_step(context: Context, loss_func: LossFunction = loss_func) -> ForwardStep:
-    """A forward step whose loss is `loss_func(loss_mask, losses)`."""
+    """Returns a forward step whose loss is `loss_func(loss_mask, losses)`."""
     device = context.environment.device
     part = sequence_part(context.environment.groups)
 
@@ -95,7 +95,7 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
 
 
 def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sample_length: int) -> Tokens:
-    """What the model is told about a micro-batch: documents that must not see each other make it a packed one."""
+    """Returns the model's record of a micro-batch. Documents that must not attend to each other make it packed."""
     rows, length = batch.tokens.shape
     return Tokens(
         seq_length=length,

@@ -180,7 +180,7 @@ def warn_unused(function: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and os.environ.get("RANK", "0") == "0":
             print(
-                f"{function}({name}=...) is not asked: which ranks hold an embedding follows from the layout of stages",
+                f"{function}({name}=...) has no effect: the layout of the stages decides which ranks hold an embedding",
                 flush=True,
             )
 

@@ -157,8 +157,8 @@ def test_what_is_printed(tmp_path, capsys):
 
 
 @pytest.fixture
-def publish():
-    """Make a small run the one that the published functions speak of."""
+def current():
+    """Make a small run the one that Megatron-LM's functions act on."""
 
     def make(run: SmallRun) -> SmallRun:
         config, groups = run.checkpoints.config, run.checkpoints.groups
@@ -337,26 +337,26 @@ def test_the_run_that_wrote_a_checkpoint_can_be_read(saved, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Published functions
+# Megatron-LM's functions
 
 
-def test_published_functions_save_and_load_the_run(tmp_path, publish):
+def test_megatron_lm_functions_save_and_load_the_run(tmp_path, current):
     folder = f"--save {tmp_path} --load {tmp_path}"
-    run = publish(SmallRun.make(folder).train(3))
+    run = current(SmallRun.make(folder).train(3))
     save_checkpoint(3, [run.model], run.optimizer, run.scheduler, 7e12)
     assert run.state.floating_point_operations_so_far == 3e12  # the loop's own counts are the loop's
-    other = publish(SmallRun.make(folder, seed=77))
+    other = current(SmallRun.make(folder, seed=77))
     assert load_checkpoint(other.model, other.optimizer, other.scheduler) == (3, 7e12)
     run.state.floating_point_operations_so_far = 7e12
     assert equal(other.everything(), run.everything())
 
 
-def test_published_functions_say_what_there_is_not(tmp_path, publish):
+def test_megatron_lm_functions_say_what_there_is_not(tmp_path, current):
     run = SmallRun.make(f"--load {tmp_path}")
     parts = (run.model, run.optimizer, run.scheduler)
     with pytest.raises(UserError, match="there is no run yet"):
         load_checkpoint(*parts)
-    publish(run)
+    current(run)
     assert load_checkpoint(*parts) == (0, 0.0)
     with pytest.raises(UserError, match="which is not given"):
         save_checkpoint(1, *parts, 0.0)

@@ -1,4 +1,4 @@
-"""Commands of published guides run as they are quoted, shortened in size by flags at their end."""
+"""Commands of Megatron-LM's guides run as they are quoted, shortened in size by flags at their end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Published provider functions, of several releases, under layouts."""
+"""Megatron-LM's provider functions, of several releases, under layouts."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ def test_one_chunk_asks_once():
 
 
 def test_chunks_read_what_the_first_of_them_is_given():
-    """As published ones that build on the first and the last stage only."""
+    """Like Megatron-LM's, which build on the first and the last stage only."""
     calls: list[int | None] = []
 
     def provider(counts: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:

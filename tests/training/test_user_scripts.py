@@ -1,4 +1,4 @@
-"""Scripts of users, written as published ones are: providers, forward steps, loops of their own."""
+"""Scripts of users, written as Megatron-LM's are: providers, forward steps, loops of their own."""
 
 import sys
 from argparse import ArgumentParser
@@ -49,10 +49,10 @@ from megatron.training.utils import (
 )
 
 EXACT = "--make-vocab-size-divisible-by 1"
-"""A published script gives its model the padded vocabulary as the true one."""
+"""A script of Megatron-LM's kind gives its model the padded vocabulary as the true one."""
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A script as published ones are
+# A script like Megatron-LM's
 
 
 def model_provider(pre_process: bool = True, post_process: bool = True) -> GPTModel:
@@ -131,7 +131,7 @@ def losses_of(outcome: Outcome) -> list[float]:
 
 
 @pytest.mark.parametrize("masks", ["", "--reset-position-ids --reset-attention-mask --eod-mask-loss"])
-def test_a_published_script_trains_as_ours(corpus, masks):
+def test_a_megatron_lm_script_trains_as_ours(corpus, masks):
     flags = f"--fp64 --data-path {corpus} --train-iters 4 --eval-interval 2 --eval-iters 1 {EXACT} {masks}"
     ours, theirs = train(flags), run_script(flags, *SCRIPT)
     assert losses_of(theirs) == pytest.approx(losses_of(ours), abs=1e-11) and len(theirs.losses) == 4
@@ -263,7 +263,7 @@ def test_a_model_and_data_of_ones_own():
 
 
 def test_a_loop_of_ones_own(corpus, tmp_path, monkeypatch):
-    """The published functions, one by one, give the losses that pretrain gives."""
+    """Megatron-LM's functions, one by one, give the losses that pretrain gives."""
     flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-interval 3 --eval-iters 2 {EXACT} --save {tmp_path}"
     expected = train(flags.replace(str(tmp_path), str(tmp_path / "other")))
     monkeypatch.setattr("sys.argv", ["script.py", *f"{TINY} {flags}".split()])

@@ -1,4 +1,4 @@
-"""A published script under layouts: only some ranks build data, and only the first and the last stage read it."""
+"""A script like Megatron-LM's under layouts: some ranks build data, and only the first and last stage read it."""
 
 import os
 import sys
@@ -111,7 +111,7 @@ def run_in_layouts(flags: list[str]) -> list[Outcome]:
     return [run_script(each, *SCRIPT_OF_STAGES) for each in flags]
 
 
-def test_a_published_script_under_layouts(corpus):
+def test_a_megatron_lm_script_under_layouts(corpus):
     """In float64, dropout on; a vocabulary of 41, padded for two ranks, which the script hands on as it finds it."""
     flags = f"--fp64 --num-layers 4 --data-path {corpus} --train-iters 3 --eval-iters 1 --eod-mask-loss {EXACT}"
     expected = train(flags)
@@ -123,7 +123,7 @@ def test_a_published_script_under_layouts(corpus):
 
 
 def loop_in_layouts(flags: list[str], words: list[str]) -> list[list[float]]:
-    """The published functions one by one, as `test_user_scripts` has them; losses where there are any."""
+    """Megatron-LM's functions one by one, as `test_user_scripts` has them; losses where there are any."""
     as_torchrun_says()
     found = []
     for each in flags:

@@ -1,4 +1,4 @@
-"""Small published functions, against plain loops."""
+"""Megatron-LM's small functions, against plain loops."""
 
 from typing import Any
 

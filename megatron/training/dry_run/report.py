@@ -46,7 +46,7 @@ def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
 
 def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     transformer, training, grid = config.transformer, config.training, config.grid
-    further = f" and {transformer.mtp_num_layers} that predict further ahead" if transformer.mtp_num_layers else ""
+    further = f" and {transformer.mtp_num_layers} for multi-token prediction" if transformer.mtp_num_layers else ""
     yield (
         f"model       {transformer.num_layers} layers{further}, hidden size {transformer.hidden_size}, "
         f"{transformer.num_attention_heads} heads, {config.data.seq_length} tokens a sample"
@@ -62,14 +62,14 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         f"{run.flops_per_step / 1e12:,.4g} TFLOP"
     )
     total = tokens_to_train_on(config)
-    yield "training    " + (f"{training.train_iters:,} steps, {total:,} tokens" if total else "of no length yet")
+    yield "training    " + (f"{training.train_iters:,} steps, {total:,} tokens" if total else "length not given")
     if config.data.mock_data:
-        yield "data        made up"
+        yield "data        synthetic (--mock-data)"
     for passes in run.data:
         epochs = "" if passes.epochs is None else f"{passes.epochs:.3g} epochs over "
         yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
     memory = run.memory
-    transient = f", {size_text(memory.transient)} of gathered units at most" if memory.transient else ""
+    transient = f", {size_text(memory.transient)} for gathered units" if memory.transient else ""
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
@@ -101,12 +101,12 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """A line for each rank."""
     parts = len({id(entry.shard) for entry in ranks})
     yield (
-        f"what each rank holds, in bytes ({parts} parts of the model were built, on no device: ranks that differ in "
-        "their data or context parallel place hold the same part)"
+        f"memory of each rank in bytes ({parts} parts of the model were built, without memory: ranks that differ only "
+        "in their data or context parallel rank hold the same part)"
     )
     transient = any(entry.memory.transient for entry in ranks)
     titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
-    titles += ["in transient"] * transient + ["total", "layers"]
+    titles += ["transient"] * transient + ["total", "layers"]
     rows = []
     for entry in ranks:
         memory = entry.memory
@@ -132,7 +132,7 @@ def stage_text(stage: Stage) -> str:
     if stage.prediction_layers:
         copy = [] if stage.embedding else ["a copy of the embedding"]
         count = stage.prediction_layers
-        held += [*copy, f"{count} layer{'s' * (count > 1)} that predict{'s' * (count == 1)} further ahead"]
+        held += [*copy, f"{count} layer{'s' * (count > 1)} for multi-token prediction"]
     return ", ".join([*held, *(["head and loss"] if stage.loss else [])]) or "nothing"
 
 
@@ -146,12 +146,12 @@ def _table(rows: Sequence[Sequence[str]], last_left: bool = False) -> Iterator[s
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who holds what
+# Model parts by rank
 
 
 def _map_lines(config: PretrainConfig, ranks: Sequence[RankMemory]) -> Iterator[str]:
     stages, grid = stage_map(config.transformer), config.grid
-    yield "who holds what"
+    yield "model parts by rank"
     for stage in stages.stages:
         pipeline_rank, chunk = stages.locate(stage.index)
         yield f"  stage {stage.index} = chunk {chunk} of pipeline rank {pipeline_rank}: {stage_text(stage)}"
@@ -162,12 +162,12 @@ def _map_lines(config: PretrainConfig, ranks: Sequence[RankMemory]) -> Iterator[
 
 
 def _ranks_of_parts(grid: RankGrid) -> Iterator[str]:
-    """A row for each pipeline rank, a column for each tensor parallel rank: the ranks that hold the same part. Then the
-    same of experts, if they are shared out otherwise."""
+    """Yields a row for each pipeline rank and a column for each tensor parallel rank: the ranks with the same part.
+    Then the same for experts, if they are split differently."""
     yield from _table(_cells(grid, ("tp",)))
     if grid.axis_size("ep") > 1 or grid.axis_size("etp") != grid.tensor:
         title, *rows = _cells(grid, ("ep", "etp"))
-        yield from _table([["of experts", *title[1:]], *rows])
+        yield from _table([["experts", *title[1:]], *rows])
 
 
 def _cells(grid: RankGrid, axes: tuple[str, ...]) -> list[list[str]]:
@@ -184,11 +184,11 @@ def _cells(grid: RankGrid, axes: tuple[str, ...]) -> list[list[str]]:
 
 
 _SHARES = {
-    ("tp",): "tensor parallel ranks have a part each of",
-    ("ep",): "expert parallel ranks have experts each of",
-    ("etp",): "expert tensor parallel ranks have channels each of the experts of",
-    ("ep", "etp"): "expert parallel ranks have experts each, and expert tensor parallel ones channels of these, of",
-    (): "and all of",
+    ("tp",): "split over tensor parallel ranks",
+    ("ep",): "experts split over expert parallel ranks",
+    ("etp",): "channels of experts split over expert tensor parallel ranks",
+    ("ep", "etp"): "experts split over expert parallel ranks, their channels over expert tensor parallel ranks",
+    (): "whole on each of these ranks",
 }
 
 
@@ -225,7 +225,7 @@ def _all_infos(ranks: Sequence[RankMemory]) -> Mapping[str, ParameterInfo]:
     return found
 
 
-_SHARED_OUT = {
+_SHARDED = {
     "optim": "the optimizer's state",
     "optim_grads": "the optimizer's state and gradients",
     "optim_grads_params": "the optimizer's state, gradients and weights",
@@ -240,6 +240,6 @@ def _sharding_lines(grid: RankGrid, ranks: Sequence[RankMemory]) -> Iterator[str
     group = ranks_text(grid.named_group(sharding.shard_group, 0))
     instances = f", as do {sharding.instances - 1} other instances of it" if sharding.instances > 1 else ""
     yield (
-        f"  data parallel ranks share out {_SHARED_OUT[sharding.strategy.value]} of each layer, the embedding and the "
+        f"  data parallel ranks shard {_SHARDED[sharding.strategy.value]} of each layer, the embedding and the "
         f"head in {sharding.shards} equal parts, such as ranks {group}{instances}"
     )

@@ -162,7 +162,7 @@ def test_the_users_own_loader_passes_through():
         build_data_iterator([1], micro_batch_size=1, dataloader_type="other")
 
 
-def test_published_cyclic_order_on_request(build_dataset):
+def test_megatron_lm_cyclic_order_on_request(build_dataset):
     dataset = build_dataset(50)
     published = read(
         dataset, 10, micro_batch_size=2, num_workers=0, dataloader_type="cyclic", megatron_cyclic_order=True

@@ -100,7 +100,7 @@ def test_nothing_left_is_said():
 
 
 @pytest.mark.parametrize("data_sharding", [True, False])
-def test_published_cyclic_order(data_sharding):
+def test_megatron_lm_cyclic_order(data_sharding):
     total, micro_batch, ranks, consumed = 103, 2, 4, 104 // 8 * 8 + 16
     active = total - total % 8
     epoch, within = divmod(consumed, active)

@@ -55,7 +55,7 @@ def test_epochs_over_the_data(tmp_path: Path) -> None:
 def test_what_a_run_lacks_is_said_and_no_error() -> None:
     base = " ".join(word for word in SMALL.split() if word not in ("--mock-data", "--train-iters", "10"))
     config = configured("--dry-run", base=base)
-    assert "training    of no length yet" in list(report_lines(config, dry_run(config, PROVIDERS)))
+    assert "training    length not given" in list(report_lines(config, dry_run(config, PROVIDERS)))
 
 
 def test_data_and_tokenizers_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> No
             assert real[rank][number] <= entry.memory.transient <= 1.1 * real[rank][number], (flags, rank)
 
 
-def test_every_published_command_that_is_accepted_builds_its_model_on_every_rank() -> None:
+def test_every_megatron_lm_command_that_is_accepted_builds_its_model_on_every_rank() -> None:
     """Whole, that is: every element of every tensor on some rank."""
     built: dict[str, str] = {}
     for command in megatron_lm_commands():
@@ -292,7 +292,7 @@ def test_a_script_that_hands_on_the_padded_vocabulary_gets_the_model_of_the_true
     assert parameters_of_model(h.part for h in scripts) == parameters_of_model(h.part for h in own)
 
 
-def test_published_providers_find_what_they_ask_for() -> None:
+def test_megatron_lm_providers_find_what_they_ask_for() -> None:
     """get_args() and parallel_state, as scripts of other programs use them."""
     seen = []
 

@@ -1,4 +1,4 @@
-"""What --dry-run prints: each rank of 128, and who holds what."""
+"""What --dry-run prints: each rank of 128, and model parts by rank."""
 
 import re
 import time
@@ -30,7 +30,7 @@ def rows_of_ranks(lines: list[str]) -> list[list[str]]:
     return [line.split() for line in lines if re.match(r"\s+\d+  ", line)]
 
 
-def test_a_dry_run_of_128_ranks_as_published() -> None:
+def test_a_dry_run_of_128_ranks() -> None:
     """A layer of h = 4096 has 12 h^2 + 13 h parameters, of which 8 h are on every tensor parallel rank."""
     started = time.process_time()
     lines = report()
@@ -58,14 +58,14 @@ def test_a_dry_run_of_128_ranks_as_published() -> None:
 
 def test_the_map_says_who_holds_what() -> None:
     lines = report("--num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer --bf16")
-    shown = lines[lines.index("who holds what") :]
+    shown = lines[lines.index("model parts by rank") :]
     assert "  stage 0 = chunk 0 of pipeline rank 0: embedding, layers 1 to 4" in shown
     assert "  stage 5 = chunk 1 of pipeline rank 1: layers 21 to 24" in shown
     assert "  stage 7 = chunk 1 of pipeline rank 3: layers 29 to 32, head and loss" in shown
     row = next(line for line in shown if line.strip().startswith("pp 1"))
     assert re.split(r"\s{2,}", row.strip()) == ["pp 1", *(f"{32 + tp} to {60 + tp} by 4" for tp in range(4))]
-    parts = shown.index("  tensor parallel ranks have a part each of:")
-    copies = shown.index("  and all of:")
+    parts = shown.index("  split over tensor parallel ranks:")
+    copies = shown.index("  whole on each of these ranks:")
     assert "    embedding.word_embeddings.weight  50258 x 4096" in shown[parts:copies]
     assert "    decoder.layers.*.mlp.linear_fc1.weight  16384 x 4096" in shown[parts:copies]
     assert "    decoder.layers.*.input_layernorm.weight  4096" in shown[copies:]
@@ -74,7 +74,7 @@ def test_the_map_says_who_holds_what() -> None:
         in shown
     )
     assert shown[-1] == (
-        "  data parallel ranks share out the optimizer's state of each layer, the embedding and the head in 8 equal "
+        "  data parallel ranks shard the optimizer's state of each layer, the embedding and the head in 8 equal "
         "parts, such as ranks 0 to 28 by 4"
     )
 
@@ -86,15 +86,15 @@ def test_the_map_says_who_holds_which_experts() -> None:
     )
     small += "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1"
     lines = report("", base=small, ranks=8)
-    shown = lines[lines.index("who holds what") :]
-    experts = next(number for number, line in enumerate(shown) if line.strip().startswith("of experts"))
+    shown = lines[lines.index("model parts by rank") :]
+    experts = next(number for number, line in enumerate(shown) if line.strip().startswith("experts"))
     assert re.split(r"\s{2,}", shown[experts + 1].strip()) == ["pp 0", "0, 4", "1, 5", "2, 6", "3, 7"]
-    first = shown.index("  expert parallel ranks have experts each of:")
+    first = shown.index("  experts split over expert parallel ranks:")
     assert (
         "    decoder.layers.*.mlp.experts.linear_fc2.weight  8 x 64 x 256"
-        in shown[first : shown.index("  and all of:")]
+        in shown[first : shown.index("  whole on each of these ranks:")]
     )
-    assert "    decoder.layers.*.mlp.router.weight  8 x 64" in shown[shown.index("  and all of:") :]
+    assert "    decoder.layers.*.mlp.router.weight  8 x 64" in shown[shown.index("  whole on each of these ranks:") :]
 
 
 def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
@@ -120,7 +120,7 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
 def test_what_passes_has_a_column_where_there_is_any(flags: str, column: bool) -> None:
     lines = report(flags)
     titles = next(line for line in lines if line.split()[:1] == ["rank"])
-    assert ("in transient" in titles) == column == any("of gathered units at most" in line for line in lines)
+    assert ("transient" in titles) == column == any("for gathered units" in line for line in lines)
 
 
 def test_sizes_and_stages_in_words() -> None:
@@ -128,7 +128,7 @@ def test_sizes_and_stages_in_words() -> None:
     assert short_size(1536) == "1.50 KiB"
     assert stage_text(Stage(1, range(3, 3), False, False)) == "nothing"
     assert stage_text(Stage(0, range(1, 2), True, True)) == "embedding, layer 1, head and loss"
-    apart = "a copy of the embedding, 2 layers that predict further ahead"
+    apart = "a copy of the embedding, 2 layers for multi-token prediction"
     assert stage_text(Stage(2, range(3, 3), False, False, 2)) == apart
-    last = "layer 3, a copy of the embedding, 1 layer that predicts further ahead, head and loss"
+    last = "layer 3, a copy of the embedding, 1 layer for multi-token prediction, head and loss"
     assert stage_text(Stage(2, range(3, 4), False, True, 1)) == last

@@ -48,7 +48,7 @@ def without_codes(text):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def test_a_file_gets_the_published_lines_and_nothing_else():
+def test_a_file_gets_megatron_lms_lines_and_nothing_else():
     console = Console(file=io.StringIO())
     run(make_display(100, console=console))
     text = console.file.getvalue()

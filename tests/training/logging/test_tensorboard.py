@@ -36,7 +36,7 @@ def scalars(choices):
     return found
 
 
-def test_published_tags_and_values():
+def test_megatron_lm_tags_and_values():
     found = scalars(TagChoices())
     steps = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size", "num-zeros", "params-norm"}
     assert {tag for tag in found if not tag.endswith(" vs samples")} == steps | {
