@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one operation, under its published name."""
+"""Bias, dropout and residual in one operation, under Megatron-LM's name."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,10 @@ BiasDropoutAdd = Callable[..., Tensor]
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """A function (x_with_bias, residual, prob, place=None) -> residual + dropout(x + bias).
-
-    `x_with_bias`, [..., h] and [h] or None, is the pair that a linear layer with `skip_bias_add` gives. While training,
-    the mask is a function of `place`; without one its seed comes from torch's default generator. `fused` changes
-    nothing: the backend chooses.
-    """
+    """Returns a function (x_with_bias, residual, prob, place=None) -> residual + dropout(x + bias). `x_with_bias` is
+    the pair ([..., h], [h] or None) that a linear layer with `skip_bias_add` returns. In training the mask is a
+    function of `place`; without a place its seed comes from torch's default generator. `fused` has no effect: the
+    backend chooses the kernel."""
 
     def bias_dropout_add_func(
         x_with_bias: tuple[Tensor, Tensor | None],

@@ -1,1 +1,1 @@
-"""Writing text with a model: what it has seen, which token comes next, and the loop."""
+"""Text generation: the cache of keys and values, the choice of the next token, and the loop."""

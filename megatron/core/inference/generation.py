@@ -1,4 +1,4 @@
-"""The loop that continues prompts token by token."""
+"""The generation loop: continues prompts token by token."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,9 @@ def generate(
     end: int | None = None,
     first_sequence: int = 0,
 ) -> list[list[int]]:
-    """Continue each prompt by up to `max_new_tokens` ids; a row stops at `end`, which is not part of its result.
-
-    The model is a GPTModel, which is left in evaluation mode. What a row gets does not depend on the other rows;
-    `first_sequence` is the number of the first prompt among all that are continued with this seed.
-    """
+    """Continues each prompt by up to `max_new_tokens` ids and returns the new ids; a row stops at `end`, which is not
+    part of its result. The model is a GPTModel and is left in evaluation mode. The result of a row does not depend on
+    the other rows; `first_sequence` is the index of the first prompt among all that are continued with this seed."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; a model needs one to go on from")
     model.eval()
@@ -51,5 +49,5 @@ def generate(
 
 
 def fill_up(prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Prompts as int64 [b, longest], filled up on the right with zeros."""
+    """Returns the prompts as int64 [b, longest], padded on the right with zeros."""
     return nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn from a part of the distribution."""
+"""The choice of the next token: the likeliest, or a sample of the distribution."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ from megatron.core.ops.precision import widened
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose. Raises UserError for impossible values."""
+    """Parameters of the choice. Raises UserError for impossible values."""
 
     temperature: float = 1.0
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0: all; 1: always the likeliest."""
+    """Sample among the k likeliest tokens only; 0: all; 1: always the likeliest."""
     top_p: float = 0.0
-    """Of those, only the likeliest that together reach this probability (Holtzman et al. 2019); 0: all."""
+    """Sample among the likeliest tokens that together reach this probability (Holtzman et al. 2019); 0: all."""
     seed: int = 1234
 
     def __post_init__(self) -> None:
@@ -32,14 +32,12 @@ class SamplingParams:
 
 
 GREEDY = SamplingParams(top_k=1)
-"""Always the likeliest token."""
+"""True if the likeliest token is always chosen."""
 
 
 def next_tokens(logits: Tensor, sampling: SamplingParams, sequences: list[int], position: int) -> Tensor:
-    """One token a row: logits [b, V] -> int64 [b].
-
-    The draw is a function of (seed, number of the sequence, position in what is written), whatever the batch.
-    """
+    """Returns one token per row, int64 [b], for logits [b, V]. A sample is a function of (seed, index of the sequence,
+    position in it), whatever the batch."""
     if sampling.top_k == 1:
         return logits.argmax(-1)
     probabilities = kept_probabilities(logits, sampling)
@@ -52,7 +50,7 @@ def next_tokens(logits: Tensor, sampling: SamplingParams, sequences: list[int], 
 
 
 def kept_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The distribution that is drawn from: [b, V], zero for what is left out, in float32 at least."""
+    """Returns the distribution to sample from: [b, V], zero for excluded tokens, in float32 at least."""
     logits = widened(logits) / sampling.temperature
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:

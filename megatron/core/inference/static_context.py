@@ -1,4 +1,4 @@
-"""Keys and values of all tokens seen so far, in buffers of a fixed size."""
+"""A cache of keys and values in buffers of a fixed size."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from megatron.core.transformer.layer_inputs import CachedKeyValues
 
 
 class StaticInferenceContext:
-    """What rows of various lengths have seen: at most `max_sequence_length` tokens each.
+    """The keys and values of rows of different lengths, at most `max_sequence_length` tokens each.
 
-    A model is called first with the prompts, filled up on the right, then with one token a row at a time:
+    A model is called first with the prompts, padded on the right, then with one token per row at a time:
 
         context = StaticInferenceContext(batch_size, max_length)
         logits = model(prompts, context.begin(lengths), inference_context=context)  # of each row's next token
         logits = model(next_tokens, context.advance(), inference_context=context)
 
-    Rows do not see the filling: it comes after their own tokens and is overwritten as they grow.
+    Rows do not attend to the padding: it comes after their own tokens and is overwritten as they grow.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -25,12 +25,12 @@ class StaticInferenceContext:
         self._last = torch.zeros(0, dtype=torch.int64)
         """Position of the last token of each row, int64 [b]."""
         self._extent = 0
-        """Positions of the buffers that are in use, by any row."""
+        """Number of positions of the buffers that any row uses."""
         self._first_call = True
 
     def begin(self, lengths: Tensor, filled_to: int) -> Tensor:
-        """Forget all; prompts of these lengths (int64 [b], each at least 1), filled up to `filled_to` tokens, come
-        next. Gives their positions, int64 [1, filled_to]."""
+        """Empties the cache. Prompts of these lengths (int64 [b], each at least 1), padded to `filled_to` tokens, come
+        next. Returns their positions, int64 [1, filled_to]."""
         if lengths.shape[0] > self.max_batch_size or filled_to > self.max_sequence_length:
             raise UserError(
                 f"{lengths.shape[0]} prompts of up to {filled_to} tokens do not fit into a context of "
@@ -40,14 +40,14 @@ class StaticInferenceContext:
         return torch.arange(filled_to, device=lengths.device)[None]
 
     def advance(self) -> Tensor:
-        """One more token a row comes next. Gives its position in each row, int64 [b, 1]."""
+        """Announces one more token per row. Returns its position in each row, int64 [b, 1]."""
         if self._extent == self.max_sequence_length:
             raise UserError(f"the context is full: max_sequence_length {self.max_sequence_length}")
         self._last, self._extent, self._first_call = self._last + 1, self._extent + 1, False
         return self._last[:, None]
 
     def extend(self, layer_number: int, key: Tensor, value: Tensor) -> CachedKeyValues:
-        """See `InferenceContext.extend`."""
+        """Adds keys and values of a layer; implements `InferenceContext.extend`."""
         keys, values = self._buffers_of(layer_number, key, value)
         if self._first_call:
             keys[: self._extent], values[: self._extent] = key, value
@@ -57,13 +57,14 @@ class StaticInferenceContext:
         return CachedKeyValues(keys[: self._extent], values[: self._extent], self._last[:, None])
 
     def select_last(self, hidden: Tensor) -> Tensor:
-        """See `InferenceContext.select_last`."""
+        """Selects the last hidden state of each row; implements `InferenceContext.select_last`."""
         if not self._first_call:
             return hidden
         return hidden[self._last, torch.arange(hidden.shape[1], device=hidden.device)][None]
 
     def _buffers_of(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The first rows of a layer's buffers [max_sequence_length, b, g, d], made when the layer first asks."""
+        """Returns the used part of a layer's buffers [max_sequence_length, b, g, d], which are allocated on the first
+        call."""
         if layer_number not in self._buffers:
             length, rows = self.max_sequence_length, self.max_batch_size
             self._buffers[layer_number] = (

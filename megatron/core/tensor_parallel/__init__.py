@@ -1,4 +1,4 @@
-"""Layers that are split over the ranks of a tensor parallel group, and the operations between the parts."""
+"""Layers that are split over the ranks of a tensor parallel group, and the communication between their parts."""
 
 from megatron.core.tensor_parallel.attributes import (
     copy_tensor_model_parallel_attributes,

@@ -1,4 +1,5 @@
-"""The published marks on parameters, for code that reads them; our own reads the descriptor that each carries."""
+"""Megatron-LM's attributes of parameters, for code that reads them. This library reads the descriptor that each
+parameter carries instead."""
 
 from typing import Any
 
@@ -12,29 +13,29 @@ _DEFAULTS: dict[str, Any] = {"tensor_model_parallel": False, "partition_dim": -1
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as cut along a dimension (or not), for code that reads these marks. Ours reads the descriptor."""
+    """Marks a tensor as split along a dimension, or as not split, for code that reads these attributes."""
     marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
     for name, value in marks.items():
         setattr(tensor, name, value)
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor without marks as not cut."""
+    """Marks a tensor as not split, unless it is marked already."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Give one tensor the marks that another has."""
+    """Copies the attributes of one tensor to another."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: Group = None) -> bool:
-    """Whether this rank's copy is the one to count: the parameter is cut over tensor parallel ranks, or this is the
-    first of them."""
+    """Returns whether this rank's copy of a parameter is the one to count: the parameter is split over tensor parallel
+    ranks, or this is the first of them."""
     if getattr(param, "tensor_model_parallel", False) or "tp" in info_of(param).sharded_axes:
         return True
     return group_rank(tp_group if tp_group is not None else default_collection().tp) == 0

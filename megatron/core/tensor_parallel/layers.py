@@ -35,20 +35,21 @@ InitMethod = Callable[[Tensor], Any]
 
 
 class ColumnParallelLinear(ShardedStateModule):
-    """y = x W^T + b with W [output_size, input_size] cut by rows, so that each rank has a part of y.
+    """y = x W^T + b with W [output_size, input_size] split by rows, so that each rank has a part of y.
 
-    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. Under
+    `forward` returns (y, None), or (x W^T, b) with `skip_bias_add`, for a bias that the next operation adds. Under
     `config.sequence_parallel` x is this rank's part of the tokens (first dimension), and y has all of them.
-    `gather_output` gives every rank all of y. With `skip_weight_param_allocation` the weight is given to `forward`.
-    With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller who sums it (without
-    sequence parallelism). `stride` and `keep_master_weight_for_test` change nothing: a parameter's box says how it is
-    cut. Nor do the buffers of activations and gradients: a product that is put off is its gradient main_grad's affair.
+    `gather_output` returns all of y on every rank. With `skip_weight_param_allocation` the caller passes the weight to
+    `forward`. With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller that sums it
+    (without sequence parallelism). `stride` and `keep_master_weight_for_test` have no effect: a parameter's box says
+    how it is split. Nor do the buffers of activations and gradients: deferred weight gradients are handled by
+    `main_grad`.
 
-    Our own keywords: `canonical_shape` are the dimensions that the rows of the canonical weight stand for (their
-    product is `output_size`), `split_dim` the one among them that the ranks share. An expert's layer (`is_expert`, with
-    the expert tensor parallel group) exchanges nothing: whoever dispatches tokens does. With `vocab_padding_multiple`
-    the rows are a vocabulary: cut as `VocabParallelEmbedding` cuts it, and rounded up with rows that stay zero. `facts`
-    are more of what the weight's descriptor says.
+    Our own keywords: `canonical_shape` are the dimensions of the canonical weight's rows (their product is
+    `output_size`), `split_dim` the one that the ranks divide. An expert's layer (`is_expert`, with the expert tensor
+    parallel group) exchanges nothing; the token dispatcher does. With `vocab_padding_multiple` the rows are a
+    vocabulary, split as `VocabParallelEmbedding` splits it and padded with rows that stay zero. `facts` are further
+    fields of the weight's descriptor.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class ColumnParallelLinear(ShardedStateModule):
         self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1 and not is_expert
         sums = not is_expert and (self.sequence_parallel or not disable_grad_reduce)
         self.gradient_group = self.tp_group if sums else None
-        """Over which the gradient of x is summed."""
+        """Ranks over which the gradient of x is summed."""
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
         canonical = canonical_shape or (output_size,)
@@ -108,7 +109,7 @@ class ColumnParallelLinear(ShardedStateModule):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
-        """How many rows are stored here, and the box that they are."""
+        """Returns the number of rows stored here, and their box."""
         if vocab_padding_multiple is not None:
             return vocabulary_box(self.output_size, self.tp_group, vocab_padding_multiple)
         box = split_box(canonical, split_dim, self.tp_group)
@@ -117,8 +118,8 @@ class ColumnParallelLinear(ShardedStateModule):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[..., input_size] -> ([..., output_size_per_partition], bias or None). `runtime_gather_output` says
-        otherwise than `gather_output`."""
+        """Returns ([..., output_size_per_partition], bias or None) for [..., input_size]. `runtime_gather_output`
+        overrides `gather_output`."""
         weight = self.weight if weight is None else weight
         bias = None if self.skip_bias_add else self.bias
         output = self.backend.linear(input_, weight, bias, self.gradient_group, gathers=self.sequence_parallel)
@@ -128,12 +129,12 @@ class ColumnParallelLinear(ShardedStateModule):
 
 
 class RowParallelLinear(ShardedStateModule):
-    """y = x W^T + b with W [output_size, input_size] cut by columns: each rank has a part of x, and y is summed.
+    """y = x W^T + b with W [output_size, input_size] split by columns: each rank has a part of x, and y is summed.
 
-    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its
+    `forward` returns (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank gets its
     part of the tokens (first dimension) of y. Without `input_is_parallel` each rank is given all of x. An expert's
-    layer (`is_expert`, with the expert tensor parallel group) gives its part of a sum, without its bias: `bias` has to
-    be False or `skip_bias_add` True. `stride` and `keep_master_weight_for_test` change nothing.
+    layer (`is_expert`, with the expert tensor parallel group) returns its part of the sum, without the bias: `bias`
+    must be False or `skip_bias_add` True. `stride` and `keep_master_weight_for_test` have no effect.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class RowParallelLinear(ShardedStateModule):
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **held)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., input_size_per_partition] -> ([..., output_size], bias or None)."""
+        """Returns ([..., output_size], bias or None) for [..., input_size_per_partition]."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         if group_size(self.tp_group) == 1:
@@ -211,7 +212,7 @@ def _own_group(tp_group: Group, is_expert: bool) -> Group:
 
 
 def _facts(is_expert: bool) -> dict[str, Any]:
-    """Of a weight that the ranks of a group have parts of."""
+    """Returns the descriptor fields of a weight that the ranks of a group divide."""
     return {"sharded_axes": frozenset({"etp" if is_expert else "tp"}), "grid": "expert" if is_expert else "dense"}
 
 
@@ -227,19 +228,17 @@ def linear_with_grad_accumulation_and_async_allreduce(
     async_grad_allreduce: bool | None = None,
     tp_group: Group = None,
 ) -> Tensor:
-    """input W^T + bias, [..., in] -> [..., out], of a weight that is cut by rows.
-
-    With `sequence_parallel` the input is this rank's part of the tokens (first dimension) and the output has all of
-    them; with `allreduce_dgrad` (or by its old name `async_grad_allreduce`) all ranks have the same input. Either way
-    its gradient is summed over the group. The weight's gradient goes to its main gradient if it has one, which
-    accumulates it in the product or defers it: the other switches change nothing.
-    """
+    """Returns input W^T + bias, [..., in] -> [..., out], for a weight that is split by rows. With `sequence_parallel`
+    the input is this rank's part of the tokens (first dimension) and the output has all of them; with `allreduce_dgrad`
+    (formerly `async_grad_allreduce`) all ranks have the same input. In both cases its gradient is summed over the
+    group. The weight's gradient goes to its main gradient, if it has one, which accumulates it or defers the product;
+    the other switches have no effect."""
     sums = sequence_parallel or allreduce_dgrad or bool(async_grad_allreduce)
     group = tp_group if tp_group is not None else default_collection().tp
     return linear(input, weight, bias, group if sums else None, gathers=sequence_parallel)
 
 
 def drop_empty_extra_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Published linear layers have an `_extra_state` that holds nothing; take a state dict with it."""
+    """Accepts state dicts with the empty `_extra_state` of Megatron-LM's linear layers."""
     if state_dict.get(prefix + "_extra_state", 0) is None:
         del state_dict[prefix + "_extra_state"]

@@ -1,7 +1,5 @@
-"""Moves of activations between ranks that hold parts of a tensor and ranks that hold all of it, under published names.
-
-Each comes with the move of the gradient that belongs to it. Among one rank all of them are the identity.
-"""
+"""Communication of activations in forward and of their gradients in backward, under Megatron-LM's names. In a group of
+one rank every function is the identity."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,31 +25,32 @@ Move = Callable[[Tensor], Tensor]
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """The tensor itself; backward sums its gradient over the group."""
+    """Returns the tensor; backward sums its gradient over the group."""
     group = _tensor_parallel(group)
     return _moved(input_, group, _same, lambda g: all_reduce(g.clone(), group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """The sum over the group; backward gives each rank the gradient as it is."""
+    """Returns the sum over the group; backward passes the gradient on unchanged."""
     group = _tensor_parallel(group)
     return _moved(input_, group, lambda x: all_reduce(x.clone(memory_format=torch.contiguous_format), group), _same)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """This rank's part of the last dimension; backward gathers."""
+    """Returns this rank's part of the last dimension; backward gathers."""
     group = _tensor_parallel(group)
     return _moved(input_, group, lambda x: _own_part(x, -1, group), lambda g: _gather_last(g, group))
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """The parts of all ranks along the last dimension; backward takes this rank's part."""
+    """Gathers the parts of all ranks along the last dimension; backward takes this rank's part."""
     group = _tensor_parallel(group)
     return _moved(input_, group, lambda x: _gather_last(x, group), lambda g: _own_part(g, -1, group))
 
 
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """The parts of all ranks along the last dimension; backward sums and takes this rank's part."""
+    """Gathers the parts of all ranks along the last dimension; backward sums over the group and takes this rank's
+    part."""
     group = _tensor_parallel(group)
 
     def reduce_scatter_last(gradient: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """This rank's part of the first dimension; backward gathers."""
+    """Returns this rank's part of the first dimension; backward gathers."""
     group = _tensor_parallel(group)
     return _moved(input_, group, lambda x: _own_part(x, 0, group), lambda g: gather_rows(g, group))
 
@@ -74,8 +73,9 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """The parts of all ranks along the first dimension, of equal size or of `output_split_sizes`; backward takes this
-    rank's part, summed over the group with `tensor_parallel_output_grad`. `use_global_buffer` changes nothing."""
+    """Gathers the parts of all ranks along the first dimension, of equal size or of `output_split_sizes`; backward
+    takes this rank's part, summed over the group with `tensor_parallel_output_grad`. `use_global_buffer` has no
+    effect."""
     group = _tensor_parallel(group)
     sizes = output_split_sizes
     backward: Move
@@ -92,8 +92,8 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """This rank's part, along the first dimension, of the sum over the group; backward gathers. Parts are of equal
-    size, or of `input_split_sizes`. `use_global_buffer` changes nothing."""
+    """Returns this rank's part, along the first dimension, of the sum over the group; backward gathers. Parts are of
+    equal size, or of `input_split_sizes`. `use_global_buffer` has no effect."""
     group = _tensor_parallel(group)
     sizes = input_split_sizes
     return _moved(
@@ -107,7 +107,7 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Part i of the first dimension goes to rank i; backward sends gradients back. Parts are of equal size, or of the
+    """Sends part i of the first dimension to rank i; backward sends gradients back. Parts are of equal size, or of the
     sizes given."""
     out, into = output_split_sizes_, input_split_sizes
     return _moved(
@@ -116,7 +116,7 @@ def all_to_all(
 
 
 def reduce_in_place(partial: Tensor, group: Group) -> Tensor:
-    """As `reduce_from_tensor_model_parallel_region`, in the memory of its argument: the result of an operation that
+    """Does `reduce_from_tensor_model_parallel_region` in place. The argument must be the result of an operation that
     does not need it in backward."""
     return partial if group_size(group) == 1 else _ReduceInPlace.apply(partial, group)
 
@@ -175,7 +175,7 @@ def _gather_last(tensor: Tensor, group: Group) -> Tensor:
 def _gather_first(tensor: Tensor, group: Group, sizes: Sequence[int] | None) -> Tensor:
     if sizes is None:
         return gather_rows(tensor, group)
-    # Collectives are of equal parts: the shorter ones travel with rows that are dropped.
+    # Collectives need equal parts: shorter ones are padded with rows that are dropped.
     parts = gather_rows(_lengthened(tensor, max(sizes)), group).split(max(sizes))
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 

@@ -1,4 +1,4 @@
-"""A linear layer that every tensor parallel rank holds whole."""
+"""A linear layer that is replicated on every tensor parallel rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,13 @@ from megatron.core.tensor_parallel.storage import new_parameter
 
 
 class ReplicatedLinear(ShardedStateModule):
-    """y = x W^T + b with all of W [output_size, input_size] on every rank.
+    """y = x W^T + b with all of W [output_size, input_size] on every rank. `forward` returns (y, None), or (x W^T, b)
+    with `skip_bias_add`.
 
-    `forward` gives (y, None), or (x W^T, b) with `skip_bias_add`. Under `config.sequence_parallel` each rank computes
-    its own tokens, and nothing is exchanged but the weight's gradient, once a step: for a layer that is narrow beside
-    its number of tokens. Without, all ranks compute the same.
-
-    `gather_output`, `is_expert`, `tp_comm_buffer_name` and `tp_group` change nothing: they are there so that this class
-    may stand where a `ColumnParallelLinear` does.
+    Under `config.sequence_parallel` each rank computes its own tokens; only the weight's gradient is summed, once per
+    step. This pays off for a layer that is narrow compared to its number of tokens. Without sequence parallelism all
+    ranks compute the same. `gather_output`, `is_expert`, `tp_comm_buffer_name` and `tp_group` have no effect; they let
+    this class replace a `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -52,6 +51,6 @@ class ReplicatedLinear(ShardedStateModule):
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **facts)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., input_size] -> ([..., output_size], bias or None)."""
+        """Returns ([..., output_size], bias or None) for [..., input_size]."""
         output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
         return output, self.bias if self.skip_bias_add else None

@@ -1,4 +1,4 @@
-"""The sharded state dict of a module: where each of its parameters belongs, out of the parameters' own descriptors."""
+"""The sharded state dict of a module, built from the descriptors of its parameters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 
 
 class ShardedStateModule(nn.Module):
-    """A module that says where its parameters belong in a checkpoint."""
+    """A module with a `sharded_state_dict`, for checkpoints."""
 
     def sharded_state_dict(
         self,
@@ -21,12 +21,12 @@ class ShardedStateModule(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A ShardedTensor for each entry of the state dict, under the name that this has there, with `prefix`.
+        """Returns a ShardedTensor for each entry of the state dict, under the entry's name with `prefix`.
 
-        They are views of the live parameters, in their canonical shape (a gated MLP's is [2, ffn, h]) and without
-        padding, stored under their canonical names: layers by their own numbers over the whole model, a tied head under
-        the embedding's. What a load gives back for them fits `load_state_dict`. `metadata` changes nothing.
-        Raises UserError for `sharded_offsets`: layers are not stacked into one tensor here.
+        They are views of the live parameters in their canonical shape (that of a gated MLP is [2, ffn, h]) and without
+        padding, stored under their canonical names: layers by their number over the whole model, a tied head under the
+        embedding's name. Loaded values fit `load_state_dict`. `metadata` has no effect. Raises UserError for
+        `sharded_offsets`: layers are not stacked into one tensor here.
         """
         if sharded_offsets:
             raise UserError(
@@ -40,7 +40,7 @@ class ShardedStateModule(nn.Module):
 def sharded_entries(
     module: nn.Module, prefix: str, groups: ProcessGroupCollection
 ) -> Iterator[tuple[str, ShardedTensor]]:
-    """See `ShardedStateModule.sharded_state_dict`."""
+    """Returns the entries of `ShardedStateModule.sharded_state_dict` for any module."""
     entries = list(_entries(module, "", ""))
     # The model that named the parameters, or a part of it whose path in the model is the prefix?
     is_model = any(info_of(tensor).name == path for _, path, tensor in entries)
@@ -51,7 +51,8 @@ def sharded_entries(
 
 
 def _entries(module: nn.Module, local: str, canonical: str) -> Iterator[tuple[str, str, Tensor]]:
-    """Name in the state dict, path with numbers over the whole model, and tensor of what a state dict holds."""
+    """Yields, for each entry of a module's state dict: its name there, its path with layer numbers over the whole
+    model, and its tensor."""
     left_out = module._non_persistent_buffers_set
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in left_out:

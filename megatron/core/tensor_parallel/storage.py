@@ -1,4 +1,4 @@
-"""Where and how a layer's parameters are stored on this rank."""
+"""Placement of a layer's parameters on this rank."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from megatron.core.parameters import Box, declare
 
 
 def parameter_device(config: ModelParallelConfig) -> torch.device | None:
-    """Where parameters are made: on the current GPU, or where torch makes tensors by default if there is none or
-    `use_cpu_initialization` says so."""
+    """Returns the device on which parameters are created: the current GPU, or torch's default device if there is no GPU
+    or `use_cpu_initialization` is set."""
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return None
     if torch.get_default_device().type == "meta":
@@ -31,11 +31,9 @@ def new_parameter(
     box: Box | None = None,
     **facts: Any,
 ) -> nn.Parameter:
-    """A declared parameter (see `megatron.core.parameters.declare`) in the config's type and place.
-
-    With `perform_initialization` its values are drawn by `init` from torch's default generator, so that a lone layer is
-    ready for use; a model that owns the layer draws them again, as functions of their place.
-    """
+    """Returns a declared parameter (see `megatron.core.parameters.declare`) of the config's type and device. With
+    `perform_initialization` its values are drawn by `init` from torch's default generator, so that a layer without a
+    model is ready for use; a model initializes its layers again, as functions of their names."""
     parameter = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config)))
     declare(parameter, init, global_shape=global_shape, box=box, **facts)
     if config.perform_initialization and parameter.device.type != "meta":
@@ -46,7 +44,8 @@ def new_parameter(
 
 
 def split_box(shape: tuple[int, ...], dim: int, group: Group) -> Box:
-    """This rank's part of a tensor that is cut evenly along one dimension. Raises UserError if it cannot be."""
+    """Returns this rank's box of a tensor that is split evenly along one dimension. Raises UserError if it cannot
+    be."""
     rank = group_rank(group)
     extent = part_size(shape[dim], group, f"dimension {dim} of a parameter {list(shape)}")
     return Box(
@@ -56,7 +55,8 @@ def split_box(shape: tuple[int, ...], dim: int, group: Group) -> Box:
 
 
 def part_size(whole: int, group: Group, what: str) -> int:
-    """What each rank of a tensor parallel group has of `whole`. Raises UserError, naming `what`, if it is uneven."""
+    """Returns the size of each rank's part of `whole`. Raises UserError, naming `what`, if it does not divide
+    evenly."""
     size = group_size(group)
     if whole % size:
         below = whole - whole % size
@@ -66,5 +66,5 @@ def part_size(whole: int, group: Group, what: str) -> int:
 
 
 def with_columns(box: Box, columns: int) -> Box:
-    """The box with one more dimension, held whole."""
+    """Returns the box with one more dimension, which is held whole."""
     return Box((*box.start, 0), (*box.shape, columns))

@@ -1,4 +1,4 @@
-"""Cutting tensors and vocabularies into equal parts, under published names."""
+"""Splitting of tensors and vocabularies into equal parts, under Megatron-LM's names."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import default_collection
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient. Raises UserError if there is a remainder."""
+    """Returns the quotient. Raises UserError if there is a remainder."""
     if numerator % denominator:
         raise UserError(f"{numerator} does not divide by {denominator}")
     return numerator // denominator
@@ -21,13 +21,13 @@ def divide(numerator: int, denominator: int) -> int:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Equal parts of the last dimension: views, or contiguous copies."""
+    """Returns equal parts of the last dimension: views, or contiguous copies."""
     parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, tp_group: Group = None) -> Tensor:
-    """This rank's part of the flattened tensor: a view, or a copy with `new_buffer`."""
+    """Returns this rank's part of the flattened tensor: a view, or a copy with `new_buffer`."""
     group = tp_group if tp_group is not None else default_collection().tp
     size = divide(tensor.numel(), group_size(group))
     part = tensor.view(-1)[group_rank(group) * size :][:size]
@@ -35,23 +35,23 @@ def split_tensor_into_1d_equal_chunks(tensor: Tensor, new_buffer: bool = False, 
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: Group = None) -> Tensor:
-    """The flat tensor of which `split_tensor_into_1d_equal_chunks` gave each rank a part."""
+    """Gathers the flat tensor that `split_tensor_into_1d_equal_chunks` has split."""
     return gather_rows(tensor, tp_group if tp_group is not None else default_collection().tp)
 
 
 class VocabUtility:
-    """Which rows of a vocabulary a rank holds, where it is cut evenly: [first, last)."""
+    """The range of vocabulary rows [first, last) of a rank, in an even split."""
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """From the rows of one rank."""
+        """Returns the range, given the number of rows per rank."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod
     def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> Sequence[int]:
-        """From the rows of all ranks together."""
+        """Returns the range, given the number of rows of all ranks."""
         rows = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)
 
@@ -62,10 +62,8 @@ _MOST_DIMENSIONS = 8
 def broadcast_data(
     keys: Sequence[str], data: dict[str, Tensor] | None, datatype: torch.dtype, tp_group: Group = None
 ) -> dict[str, Tensor]:
-    """The tensors of the group's first rank, on the current device; what other ranks give is not looked at.
-
-    Waits for the device once, for the shapes. Raises UserError, on all ranks, for a tensor of another type.
-    """
+    """Returns the tensors of the group's first rank, on the current device; those of other ranks are ignored. Waits for
+    the device once, for the shapes. Raises UserError, on all ranks, for a tensor of another type."""
     group = tp_group if tp_group is not None else default_collection().tp
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     tensors = [data[key] for key in keys] if data is not None and group_rank(group) == 0 else None
@@ -84,7 +82,8 @@ def broadcast_data(
 
 
 def _shapes(tensors: Sequence[Tensor] | None, datatype: torch.dtype, count: int) -> Tensor:
-    """For each tensor: whether it is of the type, its number of dimensions, its sizes. Zeros where there are none."""
+    """Returns for each tensor: whether it has the type, its number of dimensions, its sizes; zeros for missing
+    tensors."""
     rows = torch.zeros(count, 2 + _MOST_DIMENSIONS, dtype=torch.int64)
     for row, tensor in zip(rows, tensors or (), strict=False):
         row[0], row[1] = tensor.dtype is datatype, tensor.dim()

@@ -1,4 +1,4 @@
-"""A vocabulary that is cut over tensor parallel ranks, and the embedding of its tokens."""
+"""A vocabulary that is split over tensor parallel ranks, and the embedding of its tokens."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,9 @@ from megatron.core.tensor_parallel.storage import new_parameter, with_columns
 
 
 class VocabParallelEmbedding(ShardedStateModule):
-    """A table of `num_embeddings` rows, cut by rows over the ranks.
-
-    Our own keyword: `vocab_padding_multiple`, to a multiple of which the stored rows are rounded up (default: the
-    group's size). Rows beyond the vocabulary stay zero.
-    """
+    """An embedding table of `num_embeddings` rows, split by rows over the ranks. Our own keyword
+    `vocab_padding_multiple`: stored rows are padded to a multiple of it (default: the group's size). Padding stays
+    zero."""
 
     backward_reads_weights = False
 
@@ -59,8 +57,8 @@ class VocabParallelEmbedding(ShardedStateModule):
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """int64 [...] -> [..., embedding_dim]. With `reduce_scatter_embeddings`, [b, s] -> this rank's part of
-        [s, b, embedding_dim], as sequence parallelism has it."""
+        """Returns embeddings [..., embedding_dim] for int64 [...]. With `reduce_scatter_embeddings`: for int64 [b, s]
+        this rank's part of [s, b, embedding_dim], as in sequence parallelism."""
         if self.reduce_scatter_embeddings:
             partial = self.backend.embedding(input_.t().contiguous(), self.weight, self.tp_group)
             return reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
@@ -68,7 +66,8 @@ class VocabParallelEmbedding(ShardedStateModule):
 
 
 def vocabulary_box(vocab_size: int, group: Group, multiple: int | None = None) -> tuple[int, Box]:
-    """Rows of a vocabulary that this rank stores, padding included, and the box of true rows among them."""
+    """Returns the number of vocabulary rows that this rank stores, padding included, and the box of true rows among
+    them."""
     size, rank = group_size(group), group_rank(group)
     multiple = math.lcm(multiple or 1, size)
     rows = math.ceil(vocab_size / multiple) * multiple // size

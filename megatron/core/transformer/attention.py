@@ -35,13 +35,13 @@ class SelfAttentionSubmodules:
 
 
 class SelfAttention(MegatronModule):
-    """Multi-head attention of tokens to their own sequence; grouped (Ainslie et al. 2023) with `num_query_groups`.
+    """Multi-head self-attention; grouped (Ainslie et al. 2023) with `num_query_groups`.
 
-    The rows of `linear_qkv` are, for each group: its query heads, one key head, one value head; with
-    `attention_output_gate` as many gates after the query heads, whose sigmoids multiply what attention gives. With
-    `qk_layernorm` queries and keys are normed before rotary positions, a head or (`qk_norm_scope`) all heads at a time;
-    with `qk_l2_norm` after them. Tensor parallel ranks share the heads; a rank has whole groups, or, where there are
-    fewer groups than ranks, a part of one.
+    The rows of `linear_qkv` are, for each group: its query heads, with `attention_output_gate` as many gate heads, one
+    key head, one value head. The sigmoids of the gates multiply the output of attention. With `qk_layernorm` queries
+    and keys are normed before rotary positions, each head by itself or, by `qk_norm_scope`, all heads together; with
+    `qk_l2_norm` after them. Tensor parallel ranks divide the heads: a rank has whole groups, or a part of one if there
+    are fewer groups than ranks.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SelfAttention(MegatronModule):
     norms_after_rope = False
 
     def _build_norm(self, spec: Spec | None, heads: int, tp_group: Group) -> nn.Module | None:
-        """The norm of queries or of keys, which have so many heads over the whole model."""
+        """Builds the norm of queries or of keys, which have `heads` heads over the whole model."""
         config = self.config
         if spec is None or get_module(spec) is IdentityOp:
             return None
@@ -127,8 +127,8 @@ class SelfAttention(MegatronModule):
         )
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        """[t, h] -> ([t, h], bias of the output projection that is still to be added). Under sequence parallelism both
-        are this rank's part of the tokens; in between it has its heads of all of them."""
+        """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
+        sequence parallelism both hold this rank's tokens; attention is computed for this rank's heads of all tokens."""
         query, key, value, gate = self._project(hidden_states, inputs)
         rotation = (self.is_windowed and inputs.local_rotation) or inputs.rotation
         if rotation is not None and self.has_rope:
@@ -151,13 +151,14 @@ class SelfAttention(MegatronModule):
         return self.linear_proj(context.flatten(0, 1))
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, h], or this rank's part -> query [s, b, a, d], key and value [s, b, g, d], its heads and groups."""
+        """Returns this rank's heads for hidden states [t, h]: query [s, b, a, d], key and value [s, b, g, d]. Under
+        sequence parallelism the hidden states are this rank's part."""
         query, key, value, _ = self._project(hidden_states, inputs)
         return query.flatten(2, 3), key, value
 
     def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of what attention gives, if there is one.
-        As far as no norm or clamp changes them they are views of the projection."""
+        """Returns query [s, b, g, a / g, d], key, value, and the gate [s, b, a * d] of attention's output, if there is
+        one. They are views of the projection unless a norm or clamp changes them."""
         qkv, _ = self.linear_qkv(hidden_states)
         a, g, d, clip = self.num_heads, self.num_groups, self.head_size, self.config.clip_qkv
         has_gate = self.config.attention_output_gate
@@ -180,7 +181,8 @@ class SelfAttention(MegatronModule):
 
 
 def groups_of_rank(num_query_groups: int, tp_group: Group) -> int:
-    """Query groups that a tensor parallel rank has keys and values of. Raises UserError if they cannot be shared."""
+    """Returns the number of query groups whose keys and values a tensor parallel rank holds. Raises UserError if the
+    groups cannot be divided."""
     ranks = group_size(tp_group)
     if num_query_groups % ranks and ranks % num_query_groups:
         nearest = min(

@@ -1,4 +1,4 @@
-"""The linear layers around attention, whichever kind it is: out of hidden states or latents to heads, and back."""
+"""The linear layers around any kind of attention: from hidden states or latents to heads, and back."""
 
 import math
 
@@ -21,8 +21,8 @@ def build_heads_projection(
     tp_group: Group,
     backend: Backend,
 ) -> nn.Module:
-    """A projection to all heads, of which each tensor parallel rank makes its own. `rows`: what its rows stand for, of
-    which ranks share the first. `name` is that of the buffer in which the published program exchanges."""
+    """Builds a projection to all heads, of which each tensor parallel rank computes its own. `rows`: the dimensions of
+    its output rows; ranks divide the first. `name` is Megatron-LM's name of its communication buffer."""
     return build_module(
         spec,
         input_size,
@@ -41,7 +41,7 @@ def build_heads_projection(
 def build_output_projection(
     spec: Spec, config: TransformerConfig, input_size: int, tp_group: Group, backend: Backend
 ) -> nn.Module:
-    """The projection of all heads, `input_size` channels together, to hidden states."""
+    """Builds the projection from all heads, `input_size` channels together, to hidden states."""
     return build_module(
         spec,
         input_size,

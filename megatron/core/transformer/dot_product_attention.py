@@ -1,4 +1,4 @@
-"""Attention proper: what is between the QKV projection and the output projection."""
+"""Scaled dot-product attention: the part between the QKV projection and the output projection."""
 
 import math
 
@@ -29,13 +29,15 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal
 
 
 class DotProductAttention(MegatronModule):
-    """softmax(scale Q K^T) V (Vaswani et al. 2017), by the first kernel that can do it.
+    """softmax(scale Q K^T) V (Vaswani et al. 2017), computed by the first kernel that supports the layer.
 
-    Scores are scaled by `softmax_scale`, or 1/sqrt(kv_channels). A query or key head has `k_channels`, a value head
-    `v_channels`; default: both `kv_channels`. `apply_query_key_layer_scaling` is accepted and
-    changes nothing: the layer number that it divides by is multiplied back inside a softmax that is computed in float32
-    at least. With `softmax_type` other than vanilla, one more logit a head stands in the denominator: 0, or learnt.
-    `attn_logit_softcapping` bounds the scores, `alibi` lets them fall with distance, `window_size` and
+    Scores are scaled by `softmax_scale`, default 1/sqrt(kv_channels). A query or key head has `k_channels` channels, a
+    value head `v_channels`; both default to `kv_channels`. `apply_query_key_layer_scaling` is accepted and has no
+    effect: the layer number that it divides by is multiplied back inside the softmax, which is computed in float32 at
+    least.
+
+    If `softmax_type` is not vanilla, the denominator of the softmax has one more logit per head: 0, or a learnt one.
+    `attn_logit_softcapping` bounds the scores, `alibi` lowers them with distance, `window_size` and
     `attention_chunk_size` hide keys.
     """
 
@@ -64,7 +66,7 @@ class DotProductAttention(MegatronModule):
         self.first_head = local_heads * group_rank(groups.tp)
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.widths = k_channels or config.kv_channels or 1, v_channels or config.kv_channels or 1
-        """Channels of a query or key head, and of a value head."""
+        """Number of channels of a query or key head, and of a value head."""
         self.variant = AttentionVariant(
             scale=scale if scale is not None else 1.0 / math.sqrt(self.widths[0]),
             causal=attn_mask_type in _CAUSAL,
@@ -105,11 +107,12 @@ class DotProductAttention(MegatronModule):
         inputs: LayerInputs | None = None,
         query_positions: Tensor | None = None,
     ) -> Tensor:
-        """query [s, b, a, d], key and value [sk, b, g, d] -> [s, b, a * d].
+        """Returns the attention output [s, b, a * d] for a query [s, b, a, d] and key and value [sk, b, g, d].
 
-        `attention_mask` (bool, True hides) comes beside this layer's own rule. Without `inputs` nothing is dropped.
-        `query_positions` [b, s] says which key each query stands at, where the queries are not the last keys. Under
-        context parallelism s counts this rank's part of the rows, and masks are as `ContextAttention` takes them.
+        `attention_mask` (bool, True hides a key) applies in addition to the layer's own mask. Without `inputs` there is
+        no dropout. `query_positions` [b, s] holds the index of the key at which each query stands; without it the
+        queries are the last keys. Under context parallelism s is this rank's part of the rows, and masks have the form
+        that `ContextAttention` takes.
         """
         if attn_mask_type not in (None, self.attn_mask_type):
             raise UserError(
@@ -145,7 +148,7 @@ class DotProductAttention(MegatronModule):
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
 
     def _chunks(self, cu_seqlens: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, int]:
-        """Boundaries of chunks in a row of keys, and the longest."""
+        """Returns the boundaries of the chunks in a row of keys, and the length of the longest chunk."""
         chunk = self.variant.chunk
         assert chunk is not None
         if cu_seqlens is None:
@@ -158,7 +161,8 @@ class DotProductAttention(MegatronModule):
             raise UserError(f"tokens.part is {tokens.part}, but this rank holds {self.context.part} of every row")
 
     def describe(self, device: torch.device, packed: bool = False) -> str:
-        """Which kernels compute this layer's attention on a device; on a GPU, which of torch's it comes to."""
+        """Returns the names of the kernels that compute this layer's attention on a device; on a GPU with the kernel
+        that torch selects."""
         text = (self.context or self.plan).describe(device.type, packed)
         if device.type == "cuda" and SDPA_CUDA.name in text:
             config = self.config
@@ -175,7 +179,8 @@ class DotProductAttention(MegatronModule):
 
 
 def describe_kernels(model: nn.Module, device: torch.device, packed: bool = False) -> list[str]:
-    """A line for the model's backend and one for each way in which its layers compute attention, for the log."""
+    """Returns lines for the log: one for the model's backend, and one for each way in which its layers compute
+    attention."""
     layers: dict[str, list[int]] = {}
     lines: dict[str, None] = {}
     for module in model.modules():

@@ -8,7 +8,7 @@ __all__ = ["AttnBackend", "AttnMaskType", "AttnType", "LayerType", "ModelType"]
 
 
 class LayerType(enum.Enum):
-    """What stands at one place of a pipeline layout."""
+    """A letter of a pipeline layout."""
 
     embedding = 1
     loss = 2
@@ -18,14 +18,14 @@ class LayerType(enum.Enum):
 
 
 class AttnType(enum.Enum):
-    """Whose keys and values a layer attends to."""
+    """Whether a layer attends to its own tokens or to another sequence's."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class AttnMaskType(enum.Enum):
-    """Which keys a query may see."""
+    """The keys that a query attends to."""
 
     padding = 1
     causal = 2
@@ -36,7 +36,7 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Which implementation of scaled dot-product attention runs."""
+    """The implementation of scaled dot-product attention."""
 
     flash = 1
     fused = 2

@@ -1,4 +1,4 @@
-"""Operations that change nothing, for places in a spec that a model leaves empty."""
+"""Operations that change nothing, for parts that a spec leaves out."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ from torch import nn
 
 
 class IdentityOp(nn.Module):
-    """Gives back its first argument."""
+    """Returns its first argument."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     def forward(self, x: Any, *args: object, **kwargs: object) -> Any:
-        """x, whatever else is given."""
+        """Returns x and ignores the other arguments."""
         return x
 
 
 class IdentityFuncOp(IdentityOp):
-    """Gives a function that gives back its first argument."""
+    """Returns a function that returns its first argument."""
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """The identity function, whatever is given."""
+        """Returns the identity function and ignores its arguments."""
         return super().forward

@@ -1,4 +1,4 @@
-"""The MLP of a layer: two products and an activation between them."""
+"""The MLP of a layer: two linear layers with an activation between them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,8 @@ class MLPSubmodules:
 
 
 class MLP(MegatronModule):
-    """fc2(activation(fc1(x))); a gated activation takes the halves of a twice as wide fc1. Tensor parallel ranks share
-    the channels in between."""
+    """fc2(activation(fc1(x))). A gated activation reads the two halves of an fc1 that is twice as wide. Tensor parallel
+    ranks divide the inner channels."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class MLP(MegatronModule):
         bias: bool | None = None,
         backend: Backend | None = None,
     ) -> None:
-        """`is_expert`: the MLP gives its rank's part of a sum, as wide as its input, and exchanges nothing. `bias`:
-        both products have one; None: as the config says."""
+        """`is_expert`: the MLP returns this rank's part of a sum and exchanges nothing. `bias`: both linear layers have
+        a bias; None: as the config says."""
         super().__init__(config)
         self.backend = backend = backend or choose_backend(config)
         assert submodules.linear_fc1 is not None and submodules.linear_fc2 is not None
@@ -87,18 +87,18 @@ class MLP(MegatronModule):
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[..., h] -> ([..., h], bias that is still to be added). `per_token_scale` [...] multiplies the activation.
-        Under sequence parallelism both are this rank's part of the tokens."""
+        """Returns (output [..., h], bias that the caller adds) for [..., h]. `per_token_scale` [...] multiplies the
+        activation. Under sequence parallelism both hold this rank's tokens."""
         product, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(self.activate(product, bias, per_token_scale))
 
     def activate(self, product: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Tensor:
-        """What stands between the two products."""
+        """Returns the activation of the first linear layer's output, the input of the second."""
         return self.backend.weighted_activation(product, bias, per_token_scale, self.activation_func)
 
 
 def activation_of(config: TransformerConfig) -> Activation:
-    """What a config says to put between the two products."""
+    """Returns the activation that a config describes."""
     return choose_activation(
         config.activation_func,
         gated=config.gated_linear_unit,

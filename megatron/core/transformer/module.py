@@ -1,4 +1,4 @@
-"""Base of the library's modules, and the wrapper that runs a model in half precision."""
+"""Base class of the library's modules, and the wrapper that runs a model in half precision."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +11,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MegatronModule(ShardedStateModule):
-    """A module that knows its config."""
+    """Base class of modules with a TransformerConfig."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """What a checkpoint holds of this module: its state dict."""
+        """Returns the state dict of this module, for Megatron-LM's checkpoint functions."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
 class Float16Module(MegatronModule):
-    """Holds a model in float16 or bfloat16 (as `config` says), casts floating inputs to that and outputs to float32.
-
-    Its state dict is that of the model, without a prefix.
-    """
+    """Runs a model in float16 or bfloat16, as its `config` says: floating-point inputs are cast to that type, outputs
+    to float32. The state dict is that of the model, without a prefix."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         super().__init__(config)
@@ -35,11 +33,11 @@ class Float16Module(MegatronModule):
         self.module = module.to(self.dtype)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """See the model's own."""
+        """Calls the model's own `set_input_tensor`."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
-        """The model's output; with `fp32_output` in float32 at least, if it is the last stage's."""
+        """Returns the model's output; on the last stage, with `fp32_output`, in float32 at least."""
         inputs = convert(inputs, lambda tensor: tensor.to(self.dtype))
         output = self.module(*inputs, **kwargs)
         if fp32_output and getattr(self.module, "post_process", True):
@@ -55,12 +53,12 @@ class Float16Module(MegatronModule):
         return self.module.sharded_state_dict(prefix, *args, **kwargs)  # type: ignore[operator]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Into the model."""
+        """Loads the state dict into the model."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
 
 def convert(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every floating tensor of a nest of tuples and lists."""
+    """Applies a function to every floating-point tensor in nested tuples and lists."""
     if isinstance(value, tuple | list):
         return type(value)(convert(item, function) for item in value)
     if isinstance(value, Tensor) and value.is_floating_point():

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries, keys and values out of narrow latents."""
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434): queries, keys and values computed from latents of
+low rank."""
 
 import dataclasses
 import math
@@ -32,8 +33,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 @dataclass
 class MLASelfAttentionSubmodules:
-    """Specs of the parts: `linear_q_proj`, or with `q_lora_rank` the two others of queries. The down projections give
-    every tensor parallel rank whole latents."""
+    """Specs of the parts. Queries use `linear_q_proj`, or with `q_lora_rank` the other two query projections. The down
+    projections return whole latents on every tensor parallel rank."""
 
     linear_q_proj: Spec | None = None
     linear_q_down_proj: Spec | None = None
@@ -47,27 +48,28 @@ class MLASelfAttentionSubmodules:
 
 
 class Latents(NamedTuple):
-    """What a layer knows of some tokens in place of their queries, keys and values."""
+    """The latents of some tokens, from which queries, keys and values are computed."""
 
     query: Tensor
-    """Normed latent of the queries, or hidden states where queries are projected at once; under sequence parallelism of
-    this rank's tokens."""
+    """Normed latent of the queries; the hidden states if queries have no latent. Under sequence parallelism of this
+    rank's tokens only."""
     key_value: Tensor
     """Normed latent of keys and values, of the same tokens: [t, kv_lora_rank]."""
     shared_key: Tensor
-    """Part of the keys that knows positions and that all heads share, turned: [s, b, 1, qk_pos_emb_head_dim]. It is of
-    all tokens, and its gradient is summed over tensor parallel ranks."""
+    """The rotary part of the keys, which all heads share, rotated: [s, b, 1, qk_pos_emb_head_dim]. It covers all
+    tokens, and its gradient is summed over tensor parallel ranks."""
 
 
 class MLASelfAttention(MegatronModule):
-    """Attention whose keys and values are linear in a latent of `kv_lora_rank` numbers a token.
+    """Attention whose keys and values are linear functions of a latent with `kv_lora_rank` channels per token.
 
-    A query or key head is `qk_head_dim` channels, which do not know positions, and `qk_pos_emb_head_dim` that are
-    turned (in pairs of neighbours); of keys the latter are the same in all heads. A value head has `v_head_dim`. Scores
-    are scaled by `softmax_scale`, or m^2 / sqrt(width of a query head), m being YaRN's magnitude for `mscale_all_dim`.
+    A query or key head has `qk_head_dim` channels without positions and `qk_pos_emb_head_dim` channels with rotary
+    positions (neighbouring pairs are rotated); the rotary channels of the keys are the same in all heads. A value head
+    has `v_head_dim` channels. Scores are scaled by `softmax_scale`, default m^2 / sqrt(width of a query head), where m
+    is YaRN's magnitude for `mscale_all_dim`.
 
-    Tensor parallel ranks share the heads. Down projections are not shared out: under sequence parallelism each rank
-    makes the latents of its own tokens, and what is gathered is the latents.
+    Tensor parallel ranks divide the heads. Down projections are replicated: under sequence parallelism each rank
+    computes the latents of its own tokens, and the latents are gathered.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class MLASelfAttention(MegatronModule):
         self.linear_proj = build_output_projection(output, config, heads * config.v_head_dim, groups.tp, self.backend)
 
     def _shared_out(self, spec: Spec | None, input_size: int, head_width: int, name: str) -> nn.Module:
-        """A projection to all heads, of which each rank has some."""
+        """Builds a projection to all heads, of which each tensor parallel rank computes its own."""
         rows = (self.config.num_attention_heads, head_width)
         return build_heads_projection(
             _given(spec, f"linear_{name}"),
@@ -133,7 +135,7 @@ class MLASelfAttention(MegatronModule):
         )
 
     def _whole(self, spec: Spec | None, output_size: int) -> nn.Module:
-        """A down projection. Of a class that shares rows out, the result is gathered."""
+        """Builds a down projection. If its class divides rows among ranks, the result is gathered."""
         return build_module(
             _given(spec, "a down projection"),
             self.config.hidden_size,
@@ -152,13 +154,13 @@ class MLASelfAttention(MegatronModule):
             return None
         keywords = {"config": self.config, "hidden_size": width, "eps": self.config.layernorm_epsilon}
         norm: nn.Module = build_module(spec, **keywords, offer={"backend": self.backend})
-        if self.config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
+        if self.config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", norm)
         return norm
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        """[t, h] -> ([t, h], bias of the output projection that is still to be added). Under sequence parallelism both
-        are this rank's part of the tokens; in between it has its heads of all of them."""
+        """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
+        sequence parallelism both hold this rank's tokens; attention is computed for this rank's heads of all tokens."""
         mask, context = inputs.attention_mask, inputs.inference_context
         if context is None:
             heads = self.get_query_key_value_tensors(hidden_states, inputs)
@@ -176,11 +178,12 @@ class MLASelfAttention(MegatronModule):
         return self.linear_proj(attended.flatten(0, 1))
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """[t, h], or this rank's part -> query and key [s, b, a, d], value [s, b, a, v_head_dim], its heads."""
+        """Returns this rank's heads for hidden states [t, h]: query and key [s, b, a, d], value [s, b, a, v_head_dim].
+        Under sequence parallelism the hidden states are this rank's part."""
         return self.expand(*self.compress(hidden_states, inputs), inputs)
 
     def compress(self, hidden_states: Tensor, inputs: LayerInputs) -> Latents:
-        """The latents of tokens [t, h], or of this rank's part of them."""
+        """Returns the latents of tokens [t, h], or under sequence parallelism of this rank's part of them."""
         query = hidden_states
         if self.config.q_lora_rank is not None:
             query = self._own_tokens(self.linear_q_down_proj(hidden_states)[0], hidden_states)
@@ -201,12 +204,12 @@ class MLASelfAttention(MegatronModule):
     def expand(
         self, query: Tensor, key_value: Tensor, shared_key: Tensor, inputs: LayerInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of what `compress` gave; see `get_query_key_value_tensors`. It is what recomputation of
-        `mla_up_proj` does again."""
+        """Returns query, key and value for the result of `compress`; see `get_query_key_value_tensors`. Recomputation
+        of `mla_up_proj` repeats this function."""
         return self.query_heads(query, inputs), *self.key_value_heads(key_value, shared_key)
 
     def query_heads(self, latent: Tensor, inputs: LayerInputs) -> Tensor:
-        """What queries are made of, as in `Latents` -> queries [s, b, a, d], turned."""
+        """Returns rotated queries [s, b, a, d] for `Latents.query`."""
         project = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         query = as_heads(project(latent)[0], inputs.tokens, self.num_heads)
         rotation = self._rotation(inputs)
@@ -215,8 +218,8 @@ class MLASelfAttention(MegatronModule):
         return self.backend.apply_rope(query, dataclasses.replace(rotation, first=self.config.qk_head_dim))
 
     def key_value_heads(self, latent: Tensor, shared_key: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [t, kv_lora_rank], or this rank's part of them, and the shared keys [s, b, 1, n] of all of them ->
-        key [s, b, a, d], value [s, b, a, v_head_dim]."""
+        """Returns key [s, b, a, d] and value [s, b, a, v_head_dim] for latents [t, kv_lora_rank], or this rank's part
+        of them, and the shared keys [s, b, 1, n] of all tokens."""
         both = self.linear_kv_up_proj(latent)[0].view(*shared_key.shape[:2], self.num_heads, -1)
         key, value = both.split([self.config.qk_head_dim, self.config.v_head_dim], -1)
         return torch.cat([key, shared_key.expand(-1, -1, self.num_heads, -1)], -1), value
@@ -225,14 +228,15 @@ class MLASelfAttention(MegatronModule):
         return inputs.rotation if self.has_rope else None
 
     def _own_tokens(self, latent: Tensor, hidden_states: Tensor) -> Tensor:
-        """A class that shares a down projection out has gathered the tokens for it."""
+        """Returns this rank's part of a latent that a column parallel class computed for all tokens."""
         if latent.shape[0] == hidden_states.shape[0]:
             return latent
         return scatter_to_sequence_parallel_region(latent, self.tp_group)
 
 
 def score_scale(config: MLATransformerConfig) -> float:
-    """Factor of the scores: `softmax_scale`, or what the widths and YaRN's magnitude of all channels give."""
+    """Returns the factor of the scores: `softmax_scale`, or the default that follows from the widths and YaRN's
+    magnitude."""
     if config.softmax_scale is not None:
         return config.softmax_scale
     magnitude = yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim)

@@ -1,9 +1,9 @@
-"""Multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2): layers behind the decoder, each of which
-looks one token further ahead.
+"""Multi-token prediction (DeepSeek-AI 2024, arXiv:2412.19437, section 2.2): layers after the decoder, each of which
+predicts one token further ahead.
 
-Depth d gets the hidden states of the depth before (first: the decoder's, normed) and the embeddings of the tokens d
-places on, and predicts the tokens d + 1 places on, through the model's own embedding and head. What its loss does is
-`models.common.predictions`.
+Depth d reads the hidden states of the previous depth (the first one reads the decoder's, normed) and the embeddings of
+the tokens d positions ahead. It predicts the tokens d + 1 positions ahead through the model's own embedding and head.
+`models.common.predictions` computes the losses.
 """
 
 from collections.abc import Sequence
@@ -29,29 +29,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MultiTokenPredictionLayerSubmodules:
-    """Specs of the parts of one depth."""
+    """Specs of the parts of one prediction layer."""
 
     enorm: Spec = WrappedTorchNorm
     """Norm of the embeddings."""
     hnorm: Spec = WrappedTorchNorm
-    """Norm of the hidden states of the depth before."""
+    """Norm of the hidden states of the previous depth."""
     eh_proj: Spec = ColumnParallelLinear
-    """Both, [t, 2h], to one hidden state; see `get_gpt_mtp_block_spec` for which linear is used when."""
+    """Projects both, concatenated to [t, 2h], to one hidden state; `get_gpt_mtp_block_spec` chooses its class."""
     transformer_layer: Spec | None = None
     layer_norm: Spec = WrappedTorchNorm
-    """The norm behind the layer."""
+    """The norm after the transformer layer."""
 
 
 @dataclass
 class MultiTokenPredictionBlockSubmodules:
-    """Specs of the depths, one each."""
+    """Specs of the prediction layers, one per depth."""
 
     layer_specs: list[ModuleSpec] = field(default_factory=list)
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """norm(layer(W [norm(embedding); norm(hidden)])): one depth. `layer_number` counts depths from 1; its transformer
-    layer is numbered after the decoder's last."""
+    """One depth: norm(layer(W [norm(embedding); norm(hidden)])). `layer_number` counts depths from 1; the number of its
+    transformer layer follows the decoder's last."""
 
     def __init__(
         self,
@@ -89,11 +89,12 @@ class MultiTokenPredictionLayer(MegatronModule):
             vp_stage=vp_stage,
         )
         self.final_layernorm = build_module(submodules.layer_norm, **norm, offer=offer)
-        if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
+        if config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", self.enorm, self.hnorm, self.final_layernorm)
 
     def forward(self, hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
-        """[t, h] of the depth before and embeddings [t, h] of the tokens that it predicts -> [t, h], normed."""
+        """Returns the normed hidden states [t, h] of this depth, from those of the previous depth [t, h] and the
+        embeddings [t, h] of the tokens ahead."""
         both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)  # [t, 2h]
         joined, _ = self.eh_proj(both)
         if joined.shape[0] != hidden.shape[0]:  # a column parallel one under sequence parallelism gives all tokens
@@ -104,7 +105,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPredictionBlock(MegatronModule):
-    """All depths, one after the other. `spec`: the specs of the depths (a block's submodules)."""
+    """All depths in order. `spec`: the specs of the depths (a block's submodules)."""
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         *,
         layers_before: int = 0,
     ) -> None:
-        """`layers_before`: the decoder's layers on the same stage, after which recompute of the first layers counts."""
+        """`layers_before`: number of decoder layers on the same stage; recompute of the first layers counts these
+        first."""
         super().__init__(config)
         groups = pg_collection or default_collection()
         submodules = spec if isinstance(spec, MultiTokenPredictionBlockSubmodules) else spec.submodules
@@ -131,8 +133,8 @@ class MultiTokenPredictionBlock(MegatronModule):
         recompute_predictions(self, config, layers_before, groups.tp)
 
     def forward(self, hidden: Tensor, embedded: Sequence[Tensor], inputs: LayerInputs) -> list[Tensor]:
-        """Hidden states of the decoder [s, b, h], and for each depth the embeddings [s, b, h] of the tokens so many
-        places on -> the hidden states of each depth, [s, b, h]."""
+        """Returns the hidden states [s, b, h] of each depth, from the decoder's hidden states [s, b, h] and, for each
+        depth, the embeddings [s, b, h] of the tokens ahead."""
         shape, flat = embedded[0].shape, hidden.flatten(0, 1)  # [t, h]
         found = []
         for layer, ahead in zip(self.layers, embedded, strict=True):
@@ -141,6 +143,6 @@ class MultiTokenPredictionBlock(MegatronModule):
         return found
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
-        """A run of one depth, [t, h] -> [t, h]: the piece that full recompute wraps."""
+        """Runs one depth, [t, h] -> [t, h]. Full recompute wraps this function."""
         (layer,) = layers
         return layer(hidden, embedded, inputs)

@@ -1,4 +1,4 @@
-"""Norms of queries and keys beyond one head's with weights, which `torch_norm` has."""
+"""Norms of queries and keys that `torch_norm` does not have: without weights, and over all heads of a token."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) of the last dimension: a norm without weights."""
+    """x / sqrt(mean(x^2) + eps) over the last dimension: a norm without weights."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, *, backend: Backend | None = None
@@ -24,15 +24,16 @@ class L2Norm(nn.Module):
         self.eps, self.backend = eps, backend or choose_backend(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape and type."""
+        """Returns the normed tensor [..., hidden_size], in the input's type."""
         return self.backend.rms_norm(x, None, self.eps)
 
 
 class AllHeadsNorm(nn.Module):
-    """RMSNorm of all heads of a token together, which tensor parallel ranks share out (OLMo 2).
+    """RMSNorm of all heads of a token together (OLMo 2), with the heads divided among tensor parallel ranks.
 
-    `weight` has an entry for each channel of each head. A rank has those of its heads; where there are fewer key heads
-    than ranks, so that several use one, it has those of all, with the gradient that comes through its own.
+    `weight` has one entry per channel of each head; a rank has those of its own heads. If there are fewer key heads
+    than ranks, several ranks use one head: each then has the weights of all key heads, with the gradient that comes
+    through its own.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class AllHeadsNorm(nn.Module):
         heads, ranks, rank = hidden_size // config.kv_channels, group_size(self.tp_group), group_rank(self.tp_group)
         one = Constant(0.0 if self.zero_centered else 1.0)
         self.first = 0
-        """Number of this rank's first channel among those of `weight`."""
+        """Index in `weight` of this rank's first channel."""
         facts: dict[str, Any]
         if heads % ranks == 0:
             box = split_box((hidden_size,), 0, self.tp_group)
@@ -68,7 +69,7 @@ class AllHeadsNorm(nn.Module):
             self.weight = new_parameter(config, (hidden_size,), one, **facts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's heads [s, b, ..., d] -> the same shape, in the weight's type."""
+        """Returns this rank's heads [s, b, ..., d], normed, in the weight's type."""
         flat = x.flatten(2)
         if group_size(self.tp_group) == 1:
             return self.backend.rms_norm(flat, self.weight, self.eps, self.zero_centered).view(x.shape)

@@ -1,12 +1,18 @@
-"""Which parts of a stack of layers forget their activations: what `recompute_granularity` and its like ask for.
+"""Activation recomputation of a stack of layers, as `recompute_granularity` and the related fields choose it.
 
-Full: layers keep their input and nothing else. Selective, by module: `core_attn` keeps queries, keys and values;
-`mlp` keeps its normed input; `layernorm` keeps nothing of the two norms' results, which are computed again from the
-layer's hidden states where a product needs them for its weight gradient; `mla_up_proj` keeps nothing of the queries,
-keys and values of latent attention but the latents. In a layer of experts, which `mlp` is not about, `moe` keeps the
-normed input and sends tokens to their experts once more; `moe_act` keeps what experts' first products give, not what
-their second ones take; `shared_experts` keep their input. All go together; with `layernorm` and `mlp` (or `moe`) an MLP
-(or a layer of experts) keeps nothing at all.
+Full: layers keep their input and nothing else. Selective, by module:
+
+- `core_attn` keeps queries, keys and values;
+- `mlp` keeps its normed input;
+- `layernorm` keeps neither norm's result; a product that needs it for its weight gradient recomputes it from the
+  layer's hidden states;
+- `mla_up_proj` keeps the latents of latent attention instead of queries, keys and values;
+- `moe` keeps the normed input of a layer of experts, and sends tokens to their experts once more;
+- `moe_act` keeps the outputs of the experts' first products, not the inputs of their second ones;
+- `shared_experts` keep their input.
+
+All can be combined. `mlp` concerns layers without experts. With `layernorm` and `mlp` (or `moe`), an MLP (or a layer of
+experts) keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +29,7 @@ from megatron.core.utils.recomputed import ForgottenOutput, ForgottenResults, Re
 
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
-    """Make a stack of layers (a TransformerBlock that was just built) forget what the config says."""
+    """Sets up recomputation for a stack of layers (a TransformerBlock that was just built), as the config says."""
     if config.recompute_granularity == "full":
         spread_over = tp_group if config.distribute_saved_activations else None
         recompute_layers(block, config.recompute_method, config.recompute_num_layers or 1, spread_over)
@@ -33,15 +39,16 @@ def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group:
 
 
 def recomputed_modules(config: TransformerConfig) -> list[str]:
-    """The parts of a layer that are recomputed by themselves; `moe_layer_recompute` is another word for one of them."""
+    """Returns the modules of selective recomputation; `moe_layer_recompute` is an older flag for one of them."""
     is_selective = config.recompute_granularity == "selective"
     modules = list(config.recompute_modules or ["core_attn"]) if is_selective else []
     return [*modules, "moe"] if config.moe_layer_recompute and "moe" not in modules else modules
 
 
 def recompute_layers(block: Any, method: str | None, num_layers: int, spread_over: Group = None) -> None:
-    """`uniform`: every run of `num_layers` layers keeps its input. `block`: the first `num_layers` layers of the stack
-    each keep theirs, the others keep everything. Kept inputs are spread over a group, if one is given."""
+    """Sets up full recomputation. `uniform`: every group of `num_layers` layers keeps its input. `block`: the first
+    `num_layers` layers of the stack each keep their input, the others keep everything. Kept inputs are distributed over
+    the ranks of `spread_over`, if it is given."""
     again = Recomputed(block.run_layers, spread_over)
     if method == "block":
         block.layers_at_once = 1
@@ -52,23 +59,23 @@ def recompute_layers(block: Any, method: str | None, num_layers: int, spread_ove
 
 @dataclass(frozen=True)
 class _RecomputeSome:
-    """`run_layers` of a block some of whose layers are recomputed; it is given one at a time."""
+    """`run_layers` of a block in which some layers are recomputed. It is called with one layer at a time."""
 
     chosen: tuple[nn.Module, ...]
     again: Any
     plain: Any
 
     def __call__(self, layers: Iterable[nn.Module], *inputs: Any) -> Tensor:
-        # The layer is called inside, as a module: whoever hooks its calls, to bring its weights, is asked again.
+        # The layer is called as a module, so that hooks which gather its weights run again.
         (layer,) = layers
         run = self.again if any(layer is one for one in self.chosen) else self.plain
         return run(layers, *inputs)
 
 
 def recompute_predictions(block: Any, config: TransformerConfig, layers_before: int, tp_group: Group = None) -> None:
-    """Make the layers of multi-token prediction (a MultiTokenPredictionBlock that was just built) forget what the
-    config says. Each has two inputs, so `uniform` keeps those of every one; `block` counts them after the
-    `layers_before` layers of the same stage."""
+    """Sets up recomputation for the layers of multi-token prediction (a MultiTokenPredictionBlock that was just built).
+    Each has two inputs, so `uniform` keeps both inputs of every layer; `block` counts them after the `layers_before`
+    layers of the same stage."""
     if config.recompute_granularity == "full":
         spread_over = tp_group if config.distribute_saved_activations else None
         chosen = tuple(block.layers)
@@ -81,8 +88,8 @@ def recompute_predictions(block: Any, config: TransformerConfig, layers_before: 
 
 
 def recompute_parts(layer: Any, modules: Iterable[str]) -> None:
-    """Recompute some parts of one layer; of the parts of experts, those that it has. Raises UserError where the layer,
-    a user's own, has no such part."""
+    """Sets up recomputation of some modules of one layer. Modules of experts are skipped in a layer without experts.
+    Raises UserError if a user's layer has no such part."""
     modules = list(modules)
     for name in sorted(modules, key=lambda name: name == "mla_up_proj"):  # last: it wraps what the others have wrapped
         _RECOMPUTE_MODULE[name](layer, modules)
@@ -112,7 +119,7 @@ def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
 
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
-    """Keep none of the queries, keys and values that are made of latents."""
+    """Keeps none of the queries, keys and values that are computed from latents."""
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")
     forgotten = ForgottenResults(expand, core_attention.forward)
@@ -161,7 +168,7 @@ def _recompute(module: Any) -> None:
 
 
 def _forget_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
-    """Keep nothing between the two products of an MLP: neither the activation's intermediate results nor its output,
+    """Keeps nothing between the two products of an MLP: neither intermediate results of the activation nor its output,
     which the second product needs for its weight gradient."""
     forgotten = ForgottenResults(_AsTuple(Recomputed(activate)), linear_fc2.forward)
     mlp.activate, linear_fc2.forward = _FromTuple(forgotten.compute), forgotten
@@ -169,7 +176,7 @@ def _forget_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
 
 @dataclass(frozen=True)
 class _AsTuple:
-    """A function of one result, as one of several."""
+    """A function whose single result is returned as a tuple."""
 
     function: Any
 
@@ -179,7 +186,7 @@ class _AsTuple:
 
 @dataclass(frozen=True)
 class _FromTuple:
-    """The inverse."""
+    """A function whose result is a tuple of one, returned as the result alone."""
 
     function: Any
 
@@ -189,7 +196,7 @@ class _FromTuple:
 
 
 def _forget_norm(layer: Any, norm: Any, reader: str) -> None:
-    """Keep nothing of a norm's result, which the layer's method `reader` saves for backward."""
+    """Keeps nothing of a norm's result, which the layer's method `reader` would save for backward."""
     if isinstance(norm, IdentityOp):
         return
     method = getattr(layer, reader)

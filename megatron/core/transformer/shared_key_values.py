@@ -17,12 +17,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedKeyValueLinear(nn.Module):
-    """As a column parallel `linear_qkv` whose ranks each have one group of `num_attention_heads` / ranks query heads.
+    """A column parallel `linear_qkv` for fewer query groups than ranks: each rank has `num_attention_heads` / ranks
+    query heads of one group, and several ranks share a group.
 
-    The canonical weight is [groups, heads of a group + 2, d, h], and several ranks share a group. A rank holds the rows
-    of its own query heads, `weight`; and the key and value rows of all groups, `key_value_weight`, the same on every
-    rank, with the gradient that comes through its own heads. So each rank has one box of either. Biases likewise. With
-    `attention_output_gate` there are as many heads of gates after a group's queries, and `gate_weight` is a third box.
+    The canonical weight is [groups, heads of a group + 2, d, h]. A rank holds `weight`, the rows of its own query
+    heads, and `key_value_weight`, the key and value rows of all groups. The latter is the same on every rank; its
+    gradient comes through the rank's own heads. So each rank holds one box of each. Biases are split in the same way.
+    With `attention_output_gate` a group has as many gate heads after its queries, and `gate_weight` is a third box.
     """
 
     def __init__(self, config: TransformerConfig, bias: bool, tp_group: Group, backend: Backend) -> None:
@@ -34,7 +35,7 @@ class SharedKeyValueLinear(nn.Module):
         heads, ranks_of_group = config.num_attention_heads // groups, group_size(tp_group) // groups
         own_heads = heads // ranks_of_group
         self.group, place = divmod(group_rank(tp_group), ranks_of_group)
-        """Number of the group whose keys and values this rank needs."""
+        """Index of the group whose keys and values this rank uses."""
         gates = heads if config.attention_output_gate else 0
         rows = (groups, heads + gates + 2, d)
         own = Box((self.group, place * own_heads, 0), (1, own_heads, d))
@@ -50,8 +51,8 @@ class SharedKeyValueLinear(nn.Module):
         self.key_value_bias = _bias(config, rows, shared, part_of=".bias", **copied) if bias else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        """[..., h] -> ([..., (heads here + 2) * d], None): query heads, gates if there are any, then the key and value
-        head of their group."""
+        """Returns ([..., (heads here + 2) * d], None) for [..., h]: query heads, gates if there are any, then the key
+        and value head of their group."""
         if self.sequence_parallel:
             input_ = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:

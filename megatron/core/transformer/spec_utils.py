@@ -1,4 +1,4 @@
-"""Specs: which class stands at a place of a model, never how large it is."""
+"""Specs: the classes of a model's parts. Sizes come from the config."""
 
 import importlib
 import inspect
@@ -16,18 +16,18 @@ class ModuleSpec:
     module: tuple[str, ...] | Callable[..., Any]
     """A class, a function, or (module path, name)."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Keywords that are passed to the constructor beside those of the builder."""
+    """Keywords of the constructor in addition to those of the builder."""
     submodules: Any = None
-    """Specs of the parts, in the form that the class wants."""
+    """Specs of the parts, in the form that the class expects."""
     metainfo: dict[str, Any] = field(default_factory=dict)
 
 
 Spec = ModuleSpec | Callable[..., Any]
-"""What may stand at a place: a spec, a class, or a function that is used as it is."""
+"""A spec, a class, or a function that is used as it is."""
 
 
 def import_module(module_path: tuple[str, ...]) -> Any:
-    """The object `name` of (module path, name). Raises UserError if there is none."""
+    """Returns the object `name` of (module path, name). Raises UserError if there is none."""
     path, name = module_path
     try:
         return getattr(importlib.import_module(path), name)
@@ -36,17 +36,14 @@ def import_module(module_path: tuple[str, ...]) -> Any:
 
 
 def get_module(spec_or_module: Spec, **additional_kwargs: Any) -> Any:
-    """The class or function that a spec names, itself not built."""
+    """Returns the class or function of a spec, without building it."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     return import_module(module) if isinstance(module, tuple) else module
 
 
 def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """Build what a spec names. A function is not called: it is what stands at that place.
-
-    `offer` holds keywords that are passed only if the constructor names them, so that a user's class need not know what
-    ours take beyond the published parameters.
-    """
+    """Builds a spec. A function is returned as it is, without calling it. `offer` holds keywords that are passed only
+    if the constructor declares them, so that a user's class needs no parameters beyond Megatron-LM's."""
     module = get_module(spec_or_module)
     if not isinstance(module, type):
         return module

@@ -1,4 +1,4 @@
-"""The norm of the local spec."""
+"""The norm of the local spec: LayerNorm or RMSNorm in plain torch."""
 
 from typing import Any
 
@@ -11,11 +11,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class WrappedTorchNorm(nn.Module):
-    """LayerNorm or RMSNorm of the last dimension, as `config.normalization` says.
-
-    With `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight`, and `bias` for LayerNorm,
-    as far as the config's `norm_affine` and `norm_bias` want them.
-    """
+    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says. With
+    `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight` if `norm_affine`, and for
+    LayerNorm `bias` if `norm_bias`."""
 
     def __init__(
         self,
@@ -43,7 +41,7 @@ class WrappedTorchNorm(nn.Module):
             self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same shape, in the type of the model's weights."""
+        """Returns the normed tensor [..., hidden_size], in the type of the model's weights."""
         if self.normalization == "RMSNorm":
             normed = self.backend.rms_norm(x, self.weight, self.eps, self.zero_centered)
         else:

@@ -27,16 +27,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerBlockSubmodules:
-    """Specs of the layers of a stage, one each, and of the norm after the last."""
+    """Specs of the layers of a stage, one each, and of the norm after the last layer."""
 
     layer_specs: list[ModuleSpec] | None = None
     layer_norm: Spec | None = None
 
 
 class TransformerBlock(MegatronModule):
-    """Layers one after the other, then a norm in the last stage. Numbers of layers count over the whole model, from 1.
+    """The layers of a pipeline stage in order, and on the last stage a norm after them. Layers are numbered from 1 over
+    the whole model.
 
-    `spec`: the layers' specs, or the spec of one layer that all are built from.
+    `spec`: the layers' specs, or one spec from which all layers are built.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class TransformerBlock(MegatronModule):
         recompute_activations(self, config, self.pg_collection.tp)
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """The norm after the last layer stands in the last stage."""
+        """True if this stage has the norm after the last layer."""
         return self.post_layer_norm and self.post_process
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
-        """Hidden states [s, b, h] from the stage before; the next forward takes them in place of its argument."""
+        """Sets the hidden states [s, b, h] received from the previous stage; the next forward uses them instead of its
+        argument."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -94,9 +96,10 @@ class TransformerBlock(MegatronModule):
         inputs: LayerInputs | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]. Without `inputs`: no rotary positions, and dropout masks with a seed of their own.
+        """Returns the hidden states [s, b, h] after this stage's layers. Without `inputs` there are no rotary
+        positions, and dropout masks draw their seed from torch's generator.
 
-        What another stage sent may be shaped otherwise than this stage's `inputs` say: rows that were laid end to end.
+        Received hidden states may have another shape than `inputs` describe, if rows were laid end to end.
         """
         if self.input_tensor is not None:
             hidden_states, self.input_tensor = self.input_tensor, None
@@ -115,7 +118,7 @@ class TransformerBlock(MegatronModule):
         return hidden.view(s, b, h)
 
     def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
-        """A run of `layers_at_once` layers, [t, h] -> [t, h]: the piece that full recompute wraps."""
+        """Runs `layers_at_once` layers, [t, h] -> [t, h]. Full recompute wraps this function."""
         for layer in layers:
             hidden = layer(hidden, inputs)
         return hidden
@@ -128,7 +131,7 @@ class TransformerBlock(MegatronModule):
         packed_seq_params: PackedSeqParams | None,
         device: torch.device,
     ) -> LayerInputs:
-        """What the layers need, where no model made it."""
+        """Returns the layers' inputs for a block that is used without a model."""
         tokens = Tokens(seq_length, batch_size, sequence_part(self.pg_collection))
         if packed_seq_params is not None:
             cu_seqlens, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
@@ -141,12 +144,12 @@ class TransformerBlock(MegatronModule):
 
 
 def drops(config: TransformerConfig) -> bool:
-    """Whether anything is dropped while training."""
+    """Returns whether the config has any dropout."""
     return config.hidden_dropout > 0 or config.attention_dropout > 0
 
 
 def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None) -> range:
-    """Numbers, from 1, of the layers that this rank's (virtual) pipeline stage holds."""
+    """Returns the numbers, from 1, of the layers on this rank's (virtual) pipeline stage."""
     stages, ranks = stage_map(config), groups.size("pp")
     if ranks != stages.pipeline_size:
         raise UserError(
@@ -161,7 +164,8 @@ def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, v
 
 
 def block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:
-    """The specs of a stage's layers, from a spec for all of them, for a block, or from themselves."""
+    """Returns the specs of a stage's layers, from one spec for all layers, from a block's spec, or from the specs
+    themselves."""
     if isinstance(spec, TransformerBlockSubmodules):
         return spec
     if isinstance(spec.submodules, TransformerBlockSubmodules):

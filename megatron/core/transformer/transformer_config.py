@@ -1,4 +1,4 @@
-"""Configuration of a transformer: every published field, cut by concern into the mixins of `config/`."""
+"""Configuration of a transformer: every field of Megatron-LM, divided by concern into the mixins of `config/`."""
 
 import math
 from collections.abc import Iterator
@@ -56,14 +56,14 @@ class TransformerConfig(
     InferenceConfig,
     ModelParallelConfig,
 ):
-    """A transformer, completely described: what is left at None is derived when the config is made.
+    """A complete description of a transformer. Fields that are None are derived when the config is made.
 
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
-    `add_qkv_bias` (with `add_bias_linear`), `params_dtype`, the three init methods, and the number of virtual pipeline
-    stages, and `mtp_standalone`, where a layout or a schedule says it. Output projections start with
-    a standard deviation that is smaller by sqrt(2 * num_layers), num_layers being those of the whole model.
+    `add_qkv_bias` (True with `add_bias_linear`), `params_dtype`, the three init methods; the number of virtual pipeline
+    stages and `mtp_standalone`, if a layout or a schedule determines them. Output projections are initialized with a
+    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model.
 
-    Raises UserError when a value is impossible or its feature is still to come.
+    Raises UserError if a value is impossible or its feature is not implemented yet.
     """
 
     def __post_init__(self) -> None:
@@ -114,8 +114,8 @@ def transformer_problems(config: Any) -> Iterator[str]:
 
 
 def _split_problems(config: Any) -> Iterator[str]:
-    """Tensor parallel ranks take equal numbers of heads and of the MLP's channels. Groups of keys and values are shared
-    out, or, if there are fewer, each is held by equally many ranks."""
+    """Yields a problem unless tensor parallel ranks get equal numbers of heads and of the MLP's channels. Groups of
+    keys and values are divided among the ranks; if there are fewer groups than ranks, equally many ranks hold each."""
     tensor, heads = config.tensor_model_parallel_size, config.num_attention_heads
     groups = config.num_query_groups or heads
     width = config.ffn_hidden_size or 4 * config.hidden_size
@@ -139,7 +139,7 @@ def _split_problems(config: Any) -> Iterator[str]:
 class MLATransformerConfig(LatentAttentionConfig, TransformerConfig):
     """A transformer with multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
-    `kv_channels` has no meaning for it. Norms are RMSNorm unless the config says otherwise.
+    `kv_channels` has no effect. Norms are RMSNorm by default.
     """
 
     normalization: Literal["LayerNorm", "RMSNorm"] = not_a_flag("RMSNorm")

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Specs of a layer's parts. The default of each is a place left empty."""
+    """Specs of a layer's parts. By default each part is left out."""
 
     input_layernorm: Spec = IdentityOp
     self_attention: Spec = IdentityOp
@@ -37,11 +37,12 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both before they are added.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added.
 
-    By the config's `norm_placement` norms stand behind attention and MLP instead, x + norm(attention(x)), or there as
-    well; or the two stand side by side, x + attention(norm(x)) + mlp(norm(x)). What they give is multiplied by
-    `residual_multiplier`. With `apply_residual_connection_post_layernorm` what is added to is the normed state.
+    The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), or add norms
+    there; or it puts the two side by side, x + attention(norm(x)) + mlp(norm(x)). Both outputs are multiplied by
+    `residual_multiplier`. With `apply_residual_connection_post_layernorm` they are added to the normed hidden states
+    instead of x.
     """
 
     layer_type = LayerType.decoder
@@ -83,36 +84,36 @@ class TransformerLayer(MegatronModule):
         parts = {"tp_group": groups.tp, "pg_collection": groups, "layer_number": layer_number}
         self.mlp = build_module(submodules.mlp, config=config, offer={**offer, **parts})
         self.mlp_bda = build_module(submodules.mlp_bda)
-        if config.sequence_parallel:  # each rank norms its own tokens, whosever class does it
+        if config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", *self.norms)
         _check_placement(config.norm_placement, submodules)
         self.is_parallel = config.norm_placement.startswith("parallel")
 
     @property
     def canonical_index(self) -> int:
-        """The layer's number over the whole model, from 0: it stands in its parameters' names."""
+        """The layer's number over the whole model, from 0, as in the names of its parameters."""
         return self.layer_number - 1
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """[t, h] -> [t, h]."""
+        """Returns the hidden states [t, h] after this layer."""
         if self.is_parallel:
             return self.add_attention_and_mlp(hidden_states, inputs)
         return self.add_mlp(self.add_attention(hidden_states, inputs), inputs)
 
     def add_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """x + dropout(attention(norm(x)))."""
+        """Returns x + dropout(attention(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
         return self._add(self.self_attn_bda, attended, self._residual(hidden_states, normed), inputs, "self_attention")
 
     def add_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """x + dropout(mlp(norm(x)))."""
+        """Returns x + dropout(mlp(norm(x)))."""
         normed = self.pre_mlp_layernorm(hidden_states)
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
         return self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
 
     def add_attention_and_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
-        """x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
+        """Returns x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
         residual = self._residual(hidden_states, normed)
@@ -123,11 +124,11 @@ class TransformerLayer(MegatronModule):
         return self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
 
     def _mlp(self, normed: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
-        reads_inputs = getattr(self.mlp, "reads_layer_inputs", False)  # a layer of experts does
+        reads_inputs = getattr(self.mlp, "reads_layer_inputs", False)  # True for a layer of experts
         return self.mlp(normed, inputs) if reads_inputs else self.mlp(normed)
 
     def _branch(self, output_and_bias: tuple[Tensor, Tensor | None], norm: Any) -> tuple[Tensor, Tensor | None]:
-        """What attention or MLP gave, normed and multiplied as far as the config wants it."""
+        """Returns the output of attention or MLP after the norm and the multiplier that the config asks for."""
         multiplier = self.config.residual_multiplier
         if isinstance(norm, IdentityOp) and multiplier == 1.0:
             return output_and_bias
@@ -146,7 +147,7 @@ class TransformerLayer(MegatronModule):
         inputs: LayerInputs,
         site: str,
     ) -> Tensor:
-        if bias_dropout_add is not get_bias_dropout_add:  # a user's own, with masks of its own
+        if bias_dropout_add is not get_bias_dropout_add:  # a user's function, which draws its own masks
             add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
             return add(output_and_bias, residual, self.hidden_dropout)
         place = inputs.hidden_dropout_position(self.layer_number, site) if self.training else None
@@ -154,7 +155,7 @@ class TransformerLayer(MegatronModule):
 
 
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:
-    """Raises UserError where a layer's spec lacks norms that the config wants, or has others."""
+    """Raises UserError if a layer's spec lacks norms that the config asks for, or has others."""
     behind = submodules.post_attention_layernorm, submodules.post_mlp_layernorm
     before = submodules.input_layernorm, submodules.pre_mlp_layernorm
     unwanted = {"post": before, "parallel": before[1:]}.get(placement, ())

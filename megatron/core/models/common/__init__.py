@@ -1,1 +1,1 @@
-"""What several models share."""
+"""Parts that several models share."""

@@ -1,4 +1,4 @@
-"""The head of a language model: logits over the vocabulary, or at once the loss of each token."""
+"""The head of a language model: logits over the vocabulary, or the loss of each token."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModelHead(ColumnParallelLinear):
-    """hidden W^T with W [vocabulary, h] cut by rows over the tensor parallel ranks; see `ColumnParallelLinear`.
+    """hidden W^T with W [vocabulary, h] split by rows over the tensor parallel ranks; see `ColumnParallelLinear`. With
+    the config's `logit_scale` s and `final_logit_softcapping` c, the logits become c tanh(s logits / c).
 
-    The config's `logit_scale` s and `final_logit_softcapping` c make c tanh(s logits / c) of them.
     `output_size` is the vocabulary without padding. Padding takes no part in a softmax: it is cut off gathered logits,
-    and -inf in a rank's part of them.
+    and is -inf in a rank's part of them.
     """
 
     config: TransformerConfig
     borrowed_parameters: tuple[nn.Parameter, ...] = ()
-    """What `forward` is given and uses although it stands elsewhere in the model: the embedding of a tied head."""
+    """Parameters that `forward` receives although another module owns them: the embedding of a tied head."""
 
     def __init__(self, input_size: int, output_size: int, *, vocab_padding_multiple: int | None, **more: Any) -> None:
         super().__init__(input_size, output_size, vocab_padding_multiple=vocab_padding_multiple or 1, **more)
@@ -36,9 +36,10 @@ class LanguageModelHead(ColumnParallelLinear):
         *,
         labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states [s, b, h] (under sequence parallelism this rank's part, [s / ranks, b, h]) -> (logits
-        [s, b, vocabulary], or with more than one rank and no gathering [s, b, stored rows]; None). With `labels`
-        [s, b]: (the loss of each token [s, b], in float32 at least; None), the same on every rank."""
+        """Returns (logits [s, b, vocabulary], None) for hidden states [s, b, h]; with several ranks and without
+        gathering, logits [s, b, stored rows]. With `labels` [s, b]: (the loss of each token [s, b] in float32 at least,
+        None), the same on every rank. Under sequence parallelism hidden states are this rank's part, [s / ranks, b,
+        h]."""
         weight = self.weight if weight is None else weight
         if self.config.logit_scale != 1.0:
             input_ = input_ * self.config.logit_scale

@@ -1,4 +1,4 @@
-"""What a language model predicts further ahead than the next token: the tokens in question, and their losses."""
+"""Multi-token prediction of a language model: the tokens ahead, and their losses."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ from megatron.core.transformer.layer_metrics import LayerMetrics
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Head = Callable[[Tensor, Tensor], Tensor]
-"""Hidden states [s, b, h] and labels [b, s] to the loss of each token, [s, b]."""
+"""(hidden states [s, b, h], labels [b, s]) -> loss of each token [s, b]."""
 Embed = Callable[[Tensor, Tensor | None, LayerInputs, int], Tensor]
-"""(ids [b, s], positions [b, s] or None, inputs, layer number) to embeddings [s, b, h]."""
+"""(ids [b, s], positions [b, s] or None, inputs, layer number) -> embeddings [s, b, h]."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ def tokens_ahead(
 def states_into_stage(
     config: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int | None, predicts: bool
 ) -> int:
-    """How many hidden states a model chunk gets for each token: behind the stage that predicts further ahead, those of
-    the decoder and of each depth. Raises UserError for a chunk that has such layers (`predicts`) where the config has
-    none, or lacks them."""
+    """Returns the number of hidden states per token that a model chunk receives: after the stage with prediction
+    layers, those of the decoder and of each depth. Raises UserError if the chunk has prediction layers (`predicts`) and
+    the config puts none on its stage, or the reverse."""
     stages = stage_map(config)
     stage = stages.stage_at(groups.rank("pp"), vp_stage or 0)
     if predicts != bool(stage.prediction_layers):
@@ -93,7 +93,7 @@ def states_into_stage(
 
 
 def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -> None:
-    """Raises UserError where a copy of an embedding is not a member of the group over which its gradient is summed."""
+    """Raises UserError if a copy of an embedding is not in the group over which its gradient is summed."""
     if groups.size("pp") == 1:
         return
     for parameter in model.parameters():
@@ -108,7 +108,7 @@ def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -
 
 
 class PredictionLoss(nn.Module):
-    """One depth's loss, reported as `mtp_{depth} loss`: the mean over unmasked tokens."""
+    """The loss of one depth, reported as `mtp_{depth} loss`: the mean over unmasked tokens."""
 
     def __init__(self, config: TransformerConfig, depth: int) -> None:
         super().__init__()
@@ -116,18 +116,18 @@ class PredictionLoss(nn.Module):
         self.metrics = LayerMetrics(config.num_layers + depth)
 
     def forward(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Losses and mask [s, b], of any types -> the sum of the unmasked losses, in float32 at least."""
-        losses = widened(losses)  # a head of a user's own may give bfloat16, in which no number over 256 is counted
+        """Returns the sum of the unmasked losses, in float32 at least, for losses and mask [s, b] of any types."""
+        losses = widened(losses)  # a user's head may return bfloat16, which cannot count beyond 256
         total = (losses * mask.to(losses.dtype)).sum()
         self.metrics.add(self.name, total, mask.sum(dtype=torch.float64))
         return total
 
 
 class PredictionLosses(nn.Module):
-    """Adds to the model's loss the mean over depths of each one's masked mean, times `mtp_loss_scaling_factor`.
+    """Adds to the model's loss the mean over depths of each depth's masked mean loss, times `mtp_loss_scaling_factor`.
 
-    A micro-batch's mean is over its tokens of all context parallel parts. With a loss per token it is the sum instead:
-    gradients are divided by the tokens of the global batch when they are finalised.
+    The mean of a micro-batch is over its tokens on all context parallel ranks. With a loss per token it is the sum:
+    gradients are divided by the tokens of the global batch when they are finalized.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -146,13 +146,13 @@ class PredictionLosses(nn.Module):
         cp_group: Group,
         scale: Tensor | None,
     ) -> Tensor:
-        """`carrier`, with the losses of all depths tied to it: hidden states [s, b, h], labels and mask of each. They
-        count in gradients by `scale` (None: 1)."""
+        """Returns `carrier` with the losses of all depths attached. `hidden` are the hidden states [s, b, h] of each
+        depth, `ahead` their labels and masks. The gradient of these losses is multiplied by `scale` (None: 1)."""
         masks = [one.loss_mask for one in ahead if one.loss_mask is not None]
         divisors = torch.ones(len(masks), dtype=torch.float64, device=carrier.device)
         if not self.is_per_token:
             divisors = all_reduce(torch.stack([mask.sum(dtype=torch.float64) for mask in masks]), cp_group).clamp(min=1)
-        # One after the other, so that backward is through with one head and its logits before it begins with the next.
+        # Attached one after the other, so that backward frees the logits of one head before it starts the next.
         for depth, module in enumerate(self.depths):
             labels = ahead[depth].labels
             assert labels is not None

@@ -1,4 +1,4 @@
-"""GPT."""
+"""GPT: decoder-only language models."""
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 

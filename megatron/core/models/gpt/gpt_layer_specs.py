@@ -1,4 +1,4 @@
-"""What a GPT layer is made of."""
+"""Specs of GPT layers."""
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -46,8 +46,8 @@ def get_gpt_layer_local_spec(
     norm_placement: str = "pre",
     qk_norm_scope: str = "head",
 ) -> ModuleSpec:
-    """A GPT layer of plain torch. `normalization` changes nothing: the config's counts. Our own keywords
-    `norm_placement` and `qk_norm_scope` are as the config's fields of those names."""
+    """Returns the spec of a GPT layer in plain torch. `normalization` has no effect: the config's is used. Our own
+    keywords `norm_placement` and `qk_norm_scope` are the config's fields of these names."""
     asked = {"fp8": fp8, "use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
     for name, value in asked.items():
         if value:
@@ -128,7 +128,7 @@ def _moe(grouped: bool | None) -> ModuleSpec:
 
 
 def gpt_layer_spec_of(config: TransformerConfig, layer_number: int) -> ModuleSpec:
-    """The spec of one layer (counted from 1 over the whole model) that a config describes."""
+    """Returns the spec of one layer (counted from 1 over the whole model) that a config describes."""
     return get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts(config, layer_number) else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -148,8 +148,8 @@ def get_gpt_decoder_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """Specs of the layers of a GPT that a pipeline stage has, and of its last norm, as the config describes them.
-    `pp_rank`: default, this rank's."""
+    """Returns the specs of a GPT's layers on a pipeline stage, and of its last norm, as the config describes them.
+    `pp_rank` defaults to this rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
     layers = _stage_of_chunk(config, vp_stage, pp_rank).layers
@@ -164,9 +164,9 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """Specs of the layers of multi-token prediction of a pipeline stage, each made as the decoder's last layer; None
-    where the stage has none. `spec`: of the stage's decoder layers, of all or of one. `pp_rank`: default, this rank's.
-    """
+    """Returns the specs of a pipeline stage's layers of multi-token prediction, each built as the decoder's last layer;
+    None if the stage has none. `spec` is that of the stage's decoder layers, all or one. `pp_rank` defaults to this
+    rank's."""
     if use_transformer_engine:
         raise UserError("not yet: use_transformer_engine in a multi-token prediction spec; set it to False")
     depths = _stage_of_chunk(config, vp_stage, pp_rank).prediction_layers
@@ -181,8 +181,8 @@ def get_gpt_mtp_block_spec(
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
-            # Under sequence parallelism each rank has its own tokens: to gather both inputs of all would cost more than
-            # to sum a gradient of [h, 2h] once a step.
+            # Under sequence parallelism each rank has its own tokens. Gathering both inputs of all tokens costs more
+            # than summing a gradient of [h, 2h] once per step.
             eh_proj=ReplicatedLinear if config.sequence_parallel else ColumnParallelLinear,
             transformer_layer=last,
         ),

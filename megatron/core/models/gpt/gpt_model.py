@@ -34,23 +34,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GPTModel(LanguageModule):
-    """A decoder-only language model, or the part of one that a pipeline stage holds.
+    """A decoder-only language model, or the part of one on a pipeline stage.
 
-    `vocab_size` is the vocabulary, or one that was rounded up and knows, as attribute `unpadded`, what from; the stored
-    rows are rounded up to a multiple of `vocab_padding_multiple` (our own keyword; default: the tensor parallel size)
-    with rows that stay zero and take no part in any softmax. With `parallel_output` each tensor parallel rank gives its
-    part of the logits, else all of them; a loss never needs them gathered. `fp16_lm_cross_entropy` changes nothing: the
-    loss is computed in float32 at least. Without `scatter_embedding_sequence_parallel` the embedding, called by itself,
-    gives all tokens also under sequence parallelism.
+    `vocab_size` is the vocabulary, or a padded size with the true one as its attribute `unpadded`. Stored rows are
+    padded to a multiple of `vocab_padding_multiple` (our own keyword; default: the tensor parallel size); padding stays
+    zero and takes no part in any softmax. With `parallel_output` each tensor parallel rank returns its part of the
+    logits, else all of them; a loss never needs them gathered. `fp16_lm_cross_entropy` has no effect: the loss is
+    computed in float32 at least. Without `scatter_embedding_sequence_parallel` the embedding module returns all tokens,
+    also under sequence parallelism.
 
-    A chunk with `post_process` alone has a copy of an embedding that its head shares: of one canonical name, started
-    from the same values, and one with it when gradients are summed. So has a chunk of `mtp_block_spec`, the layers that
-    predict tokens further ahead (`mtp_num_layers`): their losses are tied to the hidden states that the head reads.
+    If the head shares the embedding's weight, a chunk that has `post_process` but not `pre_process` has a copy of it.
+    The copy has the same canonical name and initial values, and its gradient is summed with the embedding's. A chunk
+    with `mtp_block_spec`, the layers of multi-token prediction (`mtp_num_layers`), has such a copy too. The losses of
+    multi-token prediction are attached to the hidden states that the head reads.
 
-    With `multi_latent_attention` the config says all about rotary positions, which are there whatever
-    `position_embedding_type`; the keywords of this class for them change nothing.
+    With `multi_latent_attention` rotary positions follow from the config alone: there always are some, and
+    `position_embedding_type` and the rotary keywords of this class have no effect on them.
 
-    Raises UserError for what is still to come.
+    Raises UserError for what is not implemented yet.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class GPTModel(LanguageModule):
             config,
             transformer_layer_spec,
             pre_process=pre_process,
-            post_process=predicts if config.mtp_num_layers else post_process,  # its norm stands before what predicts
+            post_process=predicts
+            if config.mtp_num_layers
+            else post_process,  # its norm comes before the prediction layers
             pg_collection=self.pg_collection,
             vp_stage=vp_stage,
         )
@@ -172,19 +175,26 @@ class GPTModel(LanguageModule):
         tokens: Tokens | None = None,
         micro_batch: MicroBatch | None = None,
     ) -> Tensor:
-        """Logits [b, s, vocab_size], or this rank's part of them (see `parallel_output`); with `labels` [b, s] the loss
-        of each token [b, s], in float32 at least.
+        """Returns logits [b, s, vocab_size], or this rank's part of them (see `parallel_output`); with `labels` [b, s]
+        the loss of each token [b, s], in float32 at least. A stage that is not the last returns hidden states [s, b,
+        h].
 
-        `input_ids` [b, s]. `position_ids` [b, s]: None counts from 0 in each row or packed document. `attention_mask`
-        (bool, broadcasts to [b, heads, s, s], True hides) comes in addition to the causal rule; None: that alone.
-        `decoder_input` [s, b, h] takes the embedding's place. `loss_mask` [b, s] is of the labels, for losses that the
-        model adds itself: those of tokens further ahead, where labels are given in training. `tokens` says what the
-        tokens are and where they stand in the run; without it (or `packed_seq_params`) they are whole rows.
-        `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call. With
-        `inference_context` the tokens continue those it has seen, and the logits are those of each row's next token,
-        [b, 1, vocab_size]. A stage that is not the last gives hidden states [s, b, h], and a later one wants them by
-        `set_input_tensor` and knows its tokens by `tokens` or the shapes of the rest. Under sequence parallelism hidden
-        states, `decoder_input` too, are this rank's [s / ranks, b, h].
+        - `input_ids` [b, s].
+        - `position_ids` [b, s]: None counts from 0 in each row or packed document.
+        - `attention_mask` (bool, broadcasts to [b, heads, s, s], True hides a key) applies in addition to the causal
+          mask.
+        - `decoder_input` [s, b, h] replaces the embedding's output.
+        - `loss_mask` [b, s] masks the labels in losses that the model adds itself: those of multi-token prediction in
+          training.
+        - `tokens` describes the tokens and their position in the run; without it (or `packed_seq_params`) they are
+          whole rows.
+        - `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call.
+        - `inference_context`: the tokens continue those in the context. Only each row's next token is predicted: logits
+          are [b, 1, vocab_size].
+
+        A stage that is not the first gets its hidden states by `set_input_tensor`, and its tokens from `tokens` or the
+        shapes of the other arguments. Under sequence parallelism hidden states, including `decoder_input`, are this
+        rank's [s / ranks, b, h].
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
@@ -210,11 +220,11 @@ class GPTModel(LanguageModule):
         return self._head(states, ahead, labels, inputs, runtime_gather_output)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
-        """Hidden states [s, b, h] from the stage before, for the next forward."""
+        """Sets the hidden states [s, b, h] received from the previous stage, for the next forward."""
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
-        """The weight of the head where embedding and head share it; None where this stage has neither."""
+        """Returns the weight that embedding and head share; None if this stage has neither."""
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None

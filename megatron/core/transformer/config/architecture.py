@@ -25,7 +25,8 @@ class ArchitectureConfig:
     """Query heads of a layer."""
 
     ffn_hidden_size: int | None = None
-    """Inner width of the MLP; 4 * hidden size when not given (with --swiglu 8/3 of it, down to a multiple of 64)."""
+    """Inner width of the MLP. Default: 4 * hidden size; with --swiglu 8/3 * hidden size, rounded down to a multiple of
+    64."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Norm before attention, before the MLP and after the last layer."""
@@ -34,26 +35,26 @@ class ArchitectureConfig:
     """Added to the variance in every norm."""
 
     layernorm_zero_centered_gamma: bool = flag(False, on="--apply-layernorm-1p")
-    """Store norm weights minus one, so that they start at zero."""
+    """Store norm weights minus one, so that they are initialized to zero."""
 
     norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"] = "pre"
-    """Norms of a layer: of what attention and MLP read (pre), of what they give (post), both (sandwich), or pre with
-    both reading the same hidden states: through one norm (parallel) or one each (parallel_two_norms)."""
+    """Position of the norms in a layer: before attention and MLP (pre), after them (post), before and after (sandwich),
+    or before with attention and MLP side by side, sharing one norm (parallel) or with one each (parallel_two_norms)."""
 
     norm_affine: bool = flag(True, off="--no-norm-affine")
     """Norms have weights."""
 
     norm_bias: bool = flag(True, off="--no-norm-bias", only_with="normalization=LayerNorm")
-    """Norms of kind LayerNorm have a bias beside their weights."""
+    """LayerNorm has a bias besides its weights."""
 
     add_bias_linear: bool = flag(True, off="--disable-bias-linear")
     """Linear layers of attention and MLP have a bias."""
 
     attention_output_bias: bool | None = flag(None, on="--attention-output-bias", off="--no-attention-output-bias")
-    """The output projection of attention has a bias; as --disable-bias-linear says when not given."""
+    """Give the output projection of attention a bias, or not; without the flag, --disable-bias-linear decides."""
 
     mlp_bias: bool | None = flag(None, on="--mlp-bias", off="--no-mlp-bias")
-    """Both products of the MLP have a bias; as --disable-bias-linear says when not given."""
+    """Give both linear layers of the MLP a bias, or not; without the flag, --disable-bias-linear decides."""
 
     gated_linear_unit: bool = not_a_flag(False)
     """The MLP multiplies its activation by a second product (gate and up); --swiglu sets it."""
@@ -68,37 +69,38 @@ class ArchitectureConfig:
     """Added to the up half of a gated MLP."""
 
     activation_func_clamp_value: float | None = None
-    """Bound of the gate and up halves of a gated MLP."""
+    """Clamp the gate half and the up half of a gated MLP to this bound."""
 
     use_te_activation_func: bool = flag(False, no_effect="activations are chosen with their backend")
-    """Take activations from Transformer Engine."""
+    """Use the activation functions of Transformer Engine."""
 
     hidden_dropout: float = 0.1
-    """Dropout after embedding, attention and MLP."""
+    """Dropout probability after embedding, attention and MLP."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
 
     apply_residual_connection_post_layernorm: bool = False
-    """Take the residual after the norm, as the first BERT did."""
+    """Add attention and MLP to the normed hidden states instead of their input, as the first BERT did."""
 
     embedding_multiplier: float = 1.0
-    """Factor of the embedding's output, rounded to the type of its weights as in the models that have it."""
+    """Factor of the embedding's output. It is rounded to the type of the embedding's weights, as in the models that use
+    it."""
 
     residual_multiplier: float = 1.0
-    """Factor of what attention and MLP give before it is added to the residual stream."""
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
 
     logit_scale: float = 1.0
     """Factor of the logits."""
 
     final_logit_softcapping: float | None = None
-    """Bound c of the logits: c tanh(logits / c)."""
+    """Soft bound c of the logits: c tanh(logits / c)."""
 
     calculate_per_token_loss: bool = False
-    """Average the loss over all tokens of the global batch, not over each micro-batch first."""
+    """Average the loss over all tokens of the global batch, instead of averaging each micro-batch first."""
 
     mtp_num_layers: int | None = None
-    """Multi-token prediction layers, each one token further ahead."""
+    """Number of multi-token prediction layers; each predicts one token further ahead."""
 
     mtp_loss_scaling_factor: float | None = flag(0.1, only_with="mtp_num_layers")
     """Weight of the multi-token prediction loss."""

@@ -13,100 +13,104 @@ from megatron.core.transformer.enums import AttnBackend
 
 @dataclass(kw_only=True)
 class AttentionConfig:
-    """What scaled dot-product attention looks like."""
+    """Heads, masks and options of scaled dot-product attention."""
 
     attention_backend: AttnBackend = AttnBackend.auto
-    """Implementation of attention: flash, fused, unfused (also called local), or auto: the best that can do it."""
+    """Implementation of attention: flash, fused, unfused (also called local), or auto, which takes the fastest that
+    supports the layer."""
 
     softmax_scale: float | None = None
-    """Factor of the scores; when not given 1 / sqrt(width of a query head), and what YaRN wants with
-    --multi-latent-attention."""
+    """Factor of the attention scores. Default: 1 / sqrt(width of a query head); with --multi-latent-attention the
+    factor of YaRN."""
 
     attn_logit_softcapping: float | None = None
-    """Bound c of the scores: c tanh(score / c)."""
+    """Soft bound c of the attention scores: c tanh(score / c)."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    """What stands in the softmax's denominator beside the keys: nothing, a one, or a learnt logit a head."""
+    """Extra term in the denominator of the softmax: none (vanilla), 1 (off-by-one), or the exponential of a learnt
+    logit per head (learnable)."""
 
     num_query_groups: int | None = flag(None, only_with="group_query_attention")
-    """With --group-query-attention: key and value heads, each shared by a group of query heads."""
+    """With --group-query-attention: number of key and value heads; each is shared by a group of query heads."""
 
     kv_channels: int | None = None
-    """Width of one head; hidden size / heads when not given."""
+    """Width of one head. Default: hidden size / heads."""
 
     attention_dropout: float = 0.1
-    """Dropout of attention probabilities."""
+    """Dropout probability of the attention weights."""
 
     add_qkv_bias: bool = False
-    """The QKV projection has a bias even with --disable-bias-linear."""
+    """Give the QKV projection a bias even with --disable-bias-linear."""
 
     rotary_interleaved: bool = False
-    """Rotary positions turn pairs of neighbours (2i, 2i+1) instead of (i, i + d/2)."""
+    """Rotate pairs of neighbouring channels (2i, 2i+1) instead of (i, i + d/2)."""
 
     no_rope_freq: int | list[int] | None = flag(None, parse=layer_pattern)
-    """Layers without rotary positions: every N-th, or a list expression with a 1 for each."""
+    """Layers without rotary positions: every N-th, or a list expression with a 1 for each layer without."""
 
     mrope_section: list[int] | None = not_yet(None)
-    """Channels of rotary positions for time, height and width."""
+    """Number of channels whose rotary positions encode time, height and width."""
 
     window_size: tuple[int, int] | None = flag(None, parse=window)
-    """Keys to the left and right that a query sees, as `127,0`; -1: all."""
+    """Sliding window: number of keys to the left and to the right that a query attends to, as `127,0`; -1 means all."""
 
     window_attn_skip_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with="window_size")
-    """With --window-size: layers that keep full attention: every N-th, or a list expression with a 0 for each."""
+    """With --window-size: layers with full attention: every N-th, or a list expression with a 0 for each of them."""
 
     attention_chunk_size: int | None = None
-    """A query sees keys of its own chunk of so many tokens only, counted from where its row or document begins."""
+    """Chunked attention: a query attends only to the keys of its own chunk of this many tokens. Chunks are counted from
+    the start of the row or document."""
 
     attention_chunk_skip_freq: int | list[int] | None = flag(
         None, parse=layer_pattern, only_with="attention_chunk_size"
     )
-    """With --attention-chunk-size: layers that keep full attention: every N-th, or a list expression with a 0 for
-    each."""
+    """With --attention-chunk-size: layers with full attention: every N-th, or a list expression with a 0 for each of
+    them."""
 
     clip_qkv: float | None = None
-    """Bound of the absolute values of queries, keys and values, before they are normed and turned."""
+    """Clamp queries, keys and values to this absolute value, before their norms and rotary positions."""
 
     qk_layernorm: bool = False
-    """Norm of queries and keys, of the same kind as the layers' norms."""
+    """Norm queries and keys, with the same kind of norm as the layers."""
 
     qk_norm_scope: Literal["head", "full"] = flag("head", only_with="qk_layernorm")
-    """With --qk-layernorm: what is normed together: each head (head), or all heads of a token (full)."""
+    """With --qk-layernorm: norm each head by itself (head), or all heads of a token together (full)."""
 
     qk_l2_norm: bool = False
-    """Norm of queries and keys to unit root mean square, without weights (epsilon 1e-6), a head at a time; in layers
-    with rotary positions."""
+    """Scale each query and key head to a root mean square of 1, without weights (epsilon 1e-6), in layers with rotary
+    positions."""
 
     qk_clip: bool = not_yet(False)
     """Scale query and key weights down when attention scores grow too large."""
 
     qk_clip_alpha: float = flag(0.5, only_with="qk_clip")
-    """With --qk-clip: the part of the scaling that queries take."""
+    """With --qk-clip: the share of the scaling that is applied to the queries."""
 
     qk_clip_threshold: float = flag(100, only_with="qk_clip")
-    """With --qk-clip: the largest score that is left alone."""
+    """With --qk-clip: attention scores up to this value are not scaled."""
 
     log_max_attention_logit: bool = not_yet(False)
-    """Log the largest attention score."""
+    """Log the largest attention score of each step."""
 
     attention_output_gate: bool = False
-    """Multiply attention's output by the sigmoid of a gate, a projection of the same tokens."""
+    """Multiply the output of attention by the sigmoid of a gate, a linear projection of the same tokens."""
 
     apply_query_key_layer_scaling: bool = flag(
         False, no_effect="it cancels out of a softmax in float32, which is how it is computed"
     )
-    """Divide scores by the layer number before the softmax and multiply inside it, against overflow in float16."""
+    """Divide attention scores by the layer number before the softmax and multiply by it inside, against overflow in
+    float16."""
 
     attention_softmax_in_fp32: bool = flag(True, no_effect="softmax is computed in float32 at least, always")
     """Compute the softmax of attention in float32."""
 
     multi_latent_attention: bool = False
-    """Multi-head latent attention: keys and values from a low-rank state. A part of each head is turned by its
-    position, whatever --position-embedding-type."""
+    """Use multi-head latent attention: keys and values are computed from a low-rank latent. A part of each head has
+    rotary positions, whatever --position-embedding-type is."""
 
     cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
-    """With --context-parallel-size: how ranks exchange keys and values (p2p, a2a, all_gather, a2a+p2p), one word for
-    all layers or one for each."""
+    """With --context-parallel-size: how ranks exchange keys and values: p2p, a2a, all_gather or a2a+p2p; one for all
+    layers or one per layer."""
 
 
 def validate(config: Any) -> Iterator[str]:

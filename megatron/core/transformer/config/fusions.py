@@ -1,4 +1,5 @@
-"""Fused kernels. Backends choose kernels when a layer is built; these fields remain where they change numbers."""
+"""Fused kernels. The backend chooses kernels when a layer is built; the fields here remain where they change
+numbers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +11,16 @@ _CHOSEN = "kernels are chosen with their backend when a layer is built"
 
 @dataclass(kw_only=True)
 class FusionConfig:
-    """Which operations run as one kernel."""
+    """Operations that can run as one kernel."""
 
     transformer_impl: Literal["auto", "local", "transformer_engine", "inference_optimized"] = flag(
         "auto", supported=["auto", "local", "transformer_engine"]
     )
-    """Whose layers to use: plain torch (local), Transformer Engine, or auto: what is there and fast. They compute the
-    same function of the same weights."""
+    """Implementation of the layers: plain torch (local), Transformer Engine, or auto, which takes the fastest
+    available. All compute the same function of the same weights."""
 
     bias_activation_fusion: bool = not_a_flag(False)
-    """Add the bias inside the activation. With gelu this chooses the tanh form; without, the exact one."""
+    """Add the bias inside the activation. With gelu this selects the tanh approximation; without it gelu is exact."""
 
     bias_dropout_fusion: bool = flag(False, off="--no-bias-dropout-fusion", no_effect=_CHOSEN)
     """Add bias and residual in the dropout kernel."""
@@ -28,26 +29,26 @@ class FusionConfig:
     """Scale, mask and softmax of unfused attention in one kernel."""
 
     persist_layer_norm: bool = flag(False, off="--no-persist-layer-norm", no_effect=_CHOSEN)
-    """Layer norm with a persistent kernel."""
+    """Use a persistent kernel for layer norm."""
 
     memory_efficient_layer_norm: bool = not_a_flag(False)
     """Recompute a norm's input from its output."""
 
     apply_rope_fusion: bool = flag(False, off="--no-rope-fusion", no_effect=_CHOSEN)
-    """Rotary positions in one kernel."""
+    """Apply rotary positions in one kernel."""
 
     fused_single_qkv_rope: bool = not_a_flag(False)
-    """Rotary positions on the joint QKV tensor."""
+    """Apply rotary positions to the joint QKV tensor."""
 
     use_fused_weighted_squared_relu: bool = flag(
         False,
         only_with="num_moe_experts",
         no_effect="on a GPU an expert's activation and the router's weights are one kernel, whatever the activation",
     )
-    """Squared relu of experts together with the router's weights in one kernel."""
+    """Apply the squared relu of experts and the router's weights in one kernel."""
 
     disable_bf16_reduced_precision_matmul: bool = not_yet(False)
-    """No reduced-precision sums in bfloat16 matrix products."""
+    """Disable reduced-precision accumulation in bfloat16 matrix products."""
 
     clone_scatter_output_in_embedding: bool = flag(
         True,
@@ -55,22 +56,22 @@ class FusionConfig:
         aliases=["--no-clone-scatter-output-in-embedding"],
         no_effect="a rank's part of the embedding's output is reduced into memory of its own; the whole is never kept",
     )
-    """Copy a rank's part of the embedding's output, so that the whole can be freed."""
+    """Copy a rank's part of the embedding's output, so that the whole output can be freed."""
 
     use_kitchen: bool = not_a_flag(False)
-    """Layers of an unpublished extension."""
+    """Use layers of NVIDIA's unpublished extension Kitchen."""
 
     use_kitchen_attention: bool = not_yet(False)
-    """Attention of an unpublished extension."""
+    """Use attention of NVIDIA's unpublished extension Kitchen."""
 
     kitchen_attention_backend: Literal["sdpa", "fa"] = flag("sdpa", only_with="use_kitchen_attention")
-    """Attention kernel of that extension."""
+    """With --use-kitchen-attention: attention kernel."""
 
     batch_invariant_mode: bool = not_yet(False)
-    """Only kernels whose result for a sample does not depend on the batch around it."""
+    """Use only kernels whose result for a sample does not depend on the other samples of the batch."""
 
     test_mode: bool = flag(False, no_effect="it only served the published tests")
-    """Of the published tests."""
+    """Used by Megatron-LM's tests."""
 
     config_logger_dir: str = flag("", no_effect="--print-config shows every value and where it comes from")
-    """Folder for dumps of configs."""
+    """Folder to which configs are written."""

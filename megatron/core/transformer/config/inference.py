@@ -1,4 +1,4 @@
-"""What only generation looks at."""
+"""Options of text generation."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,25 +10,25 @@ _TRAINING = "it concerns generation, not training"
 
 @dataclass(kw_only=True)
 class InferenceConfig:
-    """Decoding."""
+    """Options of decoding. They have no effect on training."""
 
     flash_decode: bool = flag(False, no_effect=_TRAINING)
-    """Decode with a kernel made for one query."""
+    """Decode with a kernel for a single query."""
 
     inference_rng_tracker: bool = flag(False, no_effect=_TRAINING)
-    """Random states for generation under CUDA graphs."""
+    """Keep random states so that generation works under CUDA graphs."""
 
     inference_sampling_seed: int = not_a_flag(42)
-    """Seed of sampled tokens."""
+    """Seed for sampling tokens."""
 
     symmetric_ar_type: Literal["two_shot", "one_shot", "multimem_all_reduce"] | None = flag(None, no_effect=_TRAINING)
-    """All-reduce over symmetric memory when decoding."""
+    """All-reduce algorithm over symmetric memory when decoding."""
 
     use_inference_optimized_layers: bool = not_a_flag(False)
-    """Layers for decoding only."""
+    """Use layers made for decoding only."""
 
     inference_fuse_tp_communication: bool = flag(False, no_effect=_TRAINING)
     """Fuse communication, residual and norm when decoding."""
 
     mlp_chunks_for_prefill: int = flag(1, no_effect=_TRAINING)
-    """Pieces of the prompt that the MLP takes one by one."""
+    """Number of chunks of the prompt that the MLP processes one by one."""

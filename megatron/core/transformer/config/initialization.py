@@ -11,25 +11,26 @@ from megatron.core.config_fields import not_a_flag, too_small
 
 @dataclass(kw_only=True)
 class InitializationConfig:
-    """Distributions that initial weights are drawn from."""
+    """Distributions of initial weights."""
 
     init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
-    """Fills a weight; Normal(init_method_std) when None."""
+    """Initializes a weight; None: Normal(init_method_std)."""
 
     output_layer_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
-    """Fills the output projections of attention and MLP; Normal(init_method_std / sqrt(2 * layers)) when None."""
+    """Initializes the output projections of attention and MLP; None: Normal(init_method_std / sqrt(2 * layers))."""
 
     init_method_std: float = 0.02
     """Standard deviation of initial weights."""
 
     embedding_init_method: Callable[[Tensor], Any] | None = not_a_flag(None)
-    """Fills the embeddings; Normal(embedding_init_method_std) when None."""
+    """Initializes the embeddings; None: Normal(embedding_init_method_std)."""
 
     embedding_init_method_std: float | None = None
-    """Standard deviation of initial embeddings; as --init-method-std when not given."""
+    """Standard deviation of initial embeddings. Default: --init-method-std."""
 
     init_model_with_meta_device: bool = False
-    """Build the model without memory; it gets that unit by unit as it is sharded: for models that no rank can hold."""
+    """Build the model without allocating memory; memory is allocated unit by unit as the model is sharded. For models
+    that no rank can hold as a whole."""
 
 
 def validate(config: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ _OTHER_ATTENTION = {
     "rope_scaling_type": "{rope_type:name} says how its frequencies are scaled",
     "rotary_base_local": "all its layers turn by {rotary_base:name}",
 }
-"""What the attention of other models has, and what latent attention has instead."""
+"""Options of other attention that latent attention does not have, and what it has instead."""
 
 
 @dataclass(kw_only=True)
@@ -26,13 +26,13 @@ class LatentAttentionConfig:
     """Sizes and rotary positions of latent attention."""
 
     q_lora_rank: int | None = flag(512, only_with="multi_latent_attention")
-    """Rank of the query projection; None: a plain one."""
+    """Rank of the query projection; None: one full-rank projection."""
 
     kv_lora_rank: int = flag(512, only_with="multi_latent_attention")
-    """Width of the state that keys and values come from."""
+    """Width of the latent from which keys and values are computed."""
 
     qk_head_dim: int = flag(128, only_with="multi_latent_attention")
-    """Width of a query or key head, its rotary part aside."""
+    """Width of a query or key head without its rotary part."""
 
     qk_pos_emb_head_dim: int = flag(64, only_with="multi_latent_attention")
     """Width of the rotary part of a query or key head."""
@@ -41,25 +41,25 @@ class LatentAttentionConfig:
     """Width of a value head."""
 
     rope_type: Literal["rope", "yarn"] = flag("yarn", only_with="multi_latent_attention")
-    """Rotary positions: rope or yarn."""
+    """Kind of rotary positions: rope or yarn."""
 
     rotary_base: float = not_a_flag(10000)
     """Base of the rotary frequencies."""
 
     rotary_percent: float = not_a_flag(1.0)
-    """Part of a head that is turned."""
+    """Fraction of the rotary part of a head that is rotated."""
 
     rotary_scaling_factor: float = flag(40, only_with="multi_latent_attention")
-    """YaRN: how many times longer the context is than the model was first trained for."""
+    """YaRN: factor by which the context is longer than in the original training."""
 
     original_max_position_embeddings: int = flag(4096, only_with="multi_latent_attention")
-    """YaRN: the context that the model was first trained for."""
+    """YaRN: context length of the original training."""
 
     beta_fast: float = flag(32, only_with="multi_latent_attention")
-    """YaRN: turns within that context above which frequencies stay."""
+    """YaRN: frequencies with more rotations than this within the original context are not changed."""
 
     beta_slow: float = flag(1, only_with="multi_latent_attention")
-    """YaRN: turns within that context below which frequencies are divided."""
+    """YaRN: frequencies with fewer rotations than this within the original context are divided by the factor."""
 
     mscale: float = flag(1.0, only_with="multi_latent_attention")
     """YaRN: scale of cosine and sine."""
@@ -68,7 +68,7 @@ class LatentAttentionConfig:
     """YaRN: scale of the softmax."""
 
     cache_mla_latents: bool = flag(False, only_with="multi_latent_attention")
-    """Cache the low-rank state when decoding."""
+    """Cache latents instead of keys and values during decoding."""
 
 
 def validate(config: Any) -> Iterator[str]:

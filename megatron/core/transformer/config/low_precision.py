@@ -1,4 +1,4 @@
-"""fp8 and fp4."""
+"""Matrix products in fp8 and fp4."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from megatron.core.config_fields import flag, not_a_flag, not_yet
 
 @dataclass(kw_only=True)
 class LowPrecisionConfig:
-    """Matrix products in eight or four bits, and their scales."""
+    """Formats and scales of matrix products in eight or four bits."""
 
     fp8: Literal["e4m3", "hybrid"] | None = not_yet(None, on="--fp8-format")
     """Matrix products in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid)."""
@@ -16,61 +16,61 @@ class LowPrecisionConfig:
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] | None = flag(
         "delayed", only_with="fp8"
     )
-    """With --fp8-format: where scales come from."""
+    """With --fp8-format: how scales are computed."""
 
     fp8_param: bool = not_a_flag(False)
     """Keep weights in fp8; --fp8-param-gather sets it."""
 
     fp8_quantizer_factory: str | None = flag(None, only_with="fp8")
-    """With --fp8-recipe custom: function that makes the quantizers."""
+    """With --fp8-recipe custom: function that creates the quantizers."""
 
     fp8_margin: int = flag(0, only_with="fp8")
-    """With --fp8-format: powers of two that scales keep below the largest value."""
+    """With --fp8-format: margin of the scales below the largest value, as a power of two."""
 
     fp8_interval: int = flag(1, no_effect="scales are computed at every step")
-    """Of older releases: steps between new scales."""
+    """Used by older releases: steps between updates of the scales."""
 
     fp8_amax_history_len: int = flag(1, only_with="fp8")
-    """With --fp8-recipe delayed: steps whose largest values are remembered."""
+    """With --fp8-recipe delayed: number of steps whose largest values are kept."""
 
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag("most_recent", only_with="fp8")
-    """With --fp8-recipe delayed: which of the remembered values makes the scale."""
+    """With --fp8-recipe delayed: which of the kept values determines the scale."""
 
     fp8_wgrad: bool = flag(True, off="--disable-fp8-wgrad", aliases=["--no-fp8-wgrad"], only_with="fp8")
-    """With --fp8-format: weight gradients in fp8 too."""
+    """With --fp8-format: compute weight gradients in fp8 too."""
 
     fp8_dot_product_attention: bool = not_a_flag(False)
-    """Attention's products in fp8."""
+    """Compute attention's products in fp8."""
 
     fp8_multi_head_attention: bool = not_a_flag(False)
-    """Attention's inputs and outputs in fp8."""
+    """Keep attention's inputs and outputs in fp8."""
 
     tp_only_amax_red: bool = not_a_flag(False)
-    """Share largest values over tensor parallel ranks only."""
+    """Reduce largest values over tensor parallel ranks only."""
 
     first_last_layers_bf16: bool = flag(False, only_with="fp8")
-    """With --fp8-format: the first and last layers stay in bfloat16."""
+    """With --fp8-format: keep the first and last layers in bfloat16."""
 
     num_layers_at_start_in_bf16: int = flag(1, only_with="first_last_layers_bf16")
-    """With --first-last-layers-bf16: how many first ones."""
+    """With --first-last-layers-bf16: number of first layers."""
 
     num_layers_at_end_in_bf16: int = flag(1, only_with="first_last_layers_bf16")
-    """With --first-last-layers-bf16: how many last ones."""
+    """With --first-last-layers-bf16: number of last layers."""
 
     fp4: Literal["e2m1"] | None = not_yet(None, on="--fp4-format")
     """Matrix products in fp4."""
 
     fp4_recipe: Literal["nvfp4", "custom"] | None = flag("nvfp4", only_with="fp4")
-    """With --fp4-format: where scales come from."""
+    """With --fp4-format: how scales are computed."""
 
     fp4_param: bool = flag(False, on="--fp4-param-gather", only_with="fp4")
-    """With --fp4-format: keep weights in fp4 and gather them so."""
+    """With --fp4-format: keep and gather weights in fp4."""
 
     fp4_quantizer_factory: str | None = flag(None, only_with="fp4")
-    """With --fp4-recipe custom: function that makes the quantizers."""
+    """With --fp4-recipe custom: function that creates the quantizers."""
 
     disable_parameter_transpose_cache: bool = not_a_flag(False)
-    """Make transposed fp8 weights anew each time."""
+    """Recompute transposed fp8 weights each time instead of caching them."""
 
     quant_recipe: Any = not_a_flag(None)
-    """Formats layer by layer."""
+    """Quantization formats by layer."""

@@ -7,30 +7,31 @@ from typing import Any, Literal
 from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
-"""Parts of a layer that may be recomputed by themselves."""
+"""Parts of a layer that can be recomputed by themselves."""
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 
 
 @dataclass(kw_only=True)
 class MemoryConfig:
-    """What is kept for backward, and where; what is captured into graphs."""
+    """Activations that are kept for backward, offloading, and CUDA graphs."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Forget activations and compute them again in backward: of whole layers, or of --recompute-modules."""
+    """Recompute activations in backward instead of keeping them: of whole layers (full), or of --recompute-modules
+    (selective)."""
 
     recompute_method: Literal["uniform", "block"] | None = flag(None, only_with="recompute_granularity")
-    """With --recompute-granularity full: groups of --recompute-num-layers layers each recomputed from its input
-    (uniform), or only that many layers recomputed (block)."""
+    """With --recompute-granularity full: keep only the input of each group of --recompute-num-layers layers (uniform),
+    or recompute only that many layers of a stage (block)."""
 
     recompute_num_layers: int | None = flag(None, only_with="recompute_granularity")
-    """With --recompute-granularity full: layers in a group (uniform), or layers recomputed (block)."""
+    """With --recompute-granularity full: layers per group (uniform), or recomputed layers of a stage (block)."""
 
     recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
-    """With --recompute-granularity selective: parts of a layer that are recomputed (core_attn, layernorm, mlp,
-    mla_up_proj, moe, moe_act, shared_experts); core_attn when not given."""
+    """With --recompute-granularity selective: parts of a layer to recompute, any of core_attn, layernorm, mlp,
+    mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
 
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
-    """With full recomputation: spread the kept layer inputs over tensor parallel ranks."""
+    """With full recomputation: distribute the kept layer inputs over tensor parallel ranks."""
 
     fine_grained_activation_offloading: bool = not_yet(False)
     """Keep the inputs of --offload-modules in host memory until backward."""
@@ -38,10 +39,10 @@ class MemoryConfig:
     offload_modules: list[str] | None = flag(
         default_factory=list, only_with="fine_grained_activation_offloading", nargs="+"
     )
-    """With --fine-grained-activation-offloading: parts of a layer whose input is moved."""
+    """With --fine-grained-activation-offloading: parts of a layer whose inputs are offloaded."""
 
     min_offloaded_tensor_size: int = flag(1048576, only_with="fine_grained_activation_offloading")
-    """With --fine-grained-activation-offloading: elements of the smallest tensor that is moved."""
+    """With --fine-grained-activation-offloading: smallest number of elements of a tensor that is offloaded."""
 
     enable_cuda_graph: bool = not_yet(False)
     """Former spelling of --cuda-graph-impl local."""
@@ -53,10 +54,10 @@ class MemoryConfig:
     """Replay CUDA graphs instead of launching kernels one by one."""
 
     cuda_graph_scope: str | list[str] = flag("full", only_with="cuda_graph_impl", nargs="+")
-    """With --cuda-graph-impl: what is captured."""
+    """With --cuda-graph-impl: the parts that are captured."""
 
     cuda_graph_warmup_steps: int = flag(3, only_with="cuda_graph_impl")
-    """With --cuda-graph-impl: steps before capture."""
+    """With --cuda-graph-impl: number of steps before the capture."""
 
     cuda_graph_use_single_mempool: bool = not_a_flag(False)
     """All graphs share one memory pool."""
@@ -99,7 +100,7 @@ def _module_problems(config: Any) -> Iterator[str]:
 
 
 def _what_is_missing(config: Any, module: str) -> str | None:
-    """Why no layer has a part; None where some do."""
+    """Returns why no layer has this part; None if some layers have it."""
     if module == "mla_up_proj" and not config.multi_latent_attention:
         return "is a part of {multi_latent_attention:name}, which is not set"
     if module in _MODULES_OF_EXPERTS and config.num_moe_experts is None:

@@ -19,36 +19,36 @@ class MoEConfig:
     """Layers of experts, and how tokens get to them. Without num_moe_experts none of it is used."""
 
     num_moe_experts: int | None = flag(None, on="--num-experts")
-    """Experts of a mixture-of-experts layer."""
+    """Number of experts of a mixture-of-experts layer."""
 
     moe_layer_freq: int | list[int] = flag(1, parse=layer_pattern, only_with=_MOE)
     """Layers with experts: every N-th, or a list expression with a 1 for each, as ([0]*3+[1]*58)."""
 
     moe_ffn_hidden_size: int | None = flag(None, only_with=_MOE)
-    """Inner width of one expert; as --ffn-hidden-size when not given."""
+    """Inner width of one expert. Default: --ffn-hidden-size."""
 
     moe_expert_mlp_bias: bool | None = flag(
         None, on="--moe-expert-mlp-bias", off="--no-moe-expert-mlp-bias", only_with=_MOE
     )
-    """Biases in the products of experts; as --disable-bias-linear says when not given."""
+    """Give the linear layers of experts a bias, or not; without the flag, --disable-bias-linear decides."""
 
     moe_latent_size: int | None = flag(None, only_with=_MOE)
-    """Width that tokens are projected to before they are dispatched, and that experts work at."""
+    """Width to which tokens are projected before they are dispatched, and at which experts compute."""
 
     moe_shared_expert_intermediate_size: int | None = flag(None, only_with=_MOE)
-    """Inner width of the experts that every token passes, all together."""
+    """Total inner width of the shared experts, which process every token."""
 
     moe_shared_expert_gate: bool = flag(False, only_with=_SHARED)
-    """Multiply the shared experts' output by a learnt gate."""
+    """Multiply the output of the shared experts by a learnt gate."""
 
     moe_shared_expert_overlap: bool = flag(False, only_with=_SHARED)
-    """Compute shared experts while tokens are on their way to the other experts and back, in both passes."""
+    """Compute the shared experts while tokens are sent to the other experts and back, in forward and backward."""
 
     # Dispatch and compute --------------------------------------------------------------------------------------------
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag("allgather", only_with=_MOE)
-    """How tokens travel to experts: all tokens to all ranks that share experts (allgather), a copy for each of a
-    token's experts to its rank (alltoall), or one for each rank that holds any (flex). The result is the same."""
+    """How tokens get to their experts: every token to all ranks that share the experts (allgather), one copy per expert
+    of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
@@ -57,18 +57,18 @@ class MoEConfig:
     """Kernels of the flex dispatcher."""
 
     moe_deepep_num_sms: int = flag(20, only_with=_MOE, no_effect=_NO_DEEPEP)
-    """Multiprocessors that DeepEP takes."""
+    """Number of multiprocessors for DeepEP."""
 
     moe_hybridep_num_sms: int = flag(16, only_with=_MOE, no_effect=_NO_DEEPEP)
-    """Multiprocessors that HybridEP takes."""
+    """Number of multiprocessors for HybridEP."""
 
     moe_grouped_gemm: bool = flag(False, only_with=_MOE)
-    """All experts of a rank in one grouped product."""
+    """Compute all experts of a rank in one grouped matrix product."""
 
     moe_use_legacy_grouped_gemm: bool = flag(
         False, only_with=_MOE, no_effect="grouped experts lie in memory in one way, which checkpoints do not depend on"
     )
-    """The older layout of grouped expert weights."""
+    """Use the older memory layout of grouped expert weights."""
 
     moe_permute_fusion: bool = flag(
         False, only_with=_MOE, no_effect="rows are always moved in one pass, on a GPU by a kernel of our own"
@@ -76,13 +76,13 @@ class MoEConfig:
     """Reorder tokens in one kernel."""
 
     moe_apply_probs_on_input: bool = flag(False, only_with=_MOE)
-    """Multiply an expert's input, not its activation, by the router's weight. For --moe-router-topk 1."""
+    """Multiply the input of an expert, not its activation, by the router's weight. Needs --moe-router-topk 1."""
 
     moe_layer_recompute: bool = flag(False, only_with=_MOE)
-    """Recompute whole layers of experts in backward, as --recompute-modules moe does."""
+    """Recompute whole mixture-of-experts layers in backward, as --recompute-modules moe does."""
 
     moe_per_layer_logging: bool = flag(False, only_with=_MOE)
-    """Log auxiliary losses, and the loads of experts, layer by layer too (to files)."""
+    """Log auxiliary losses and expert loads for each layer too (to files, not the console)."""
 
 
 def validate(config: Any) -> Iterator[str]:
@@ -115,7 +115,8 @@ def _layer_problems(config: Any) -> Iterator[str]:
 
 
 def _shares(config: Any) -> Iterator[str]:
-    """Whole experts for each expert parallel rank, and equal numbers of channels for those that share an expert."""
+    """Yields a problem unless every expert parallel rank gets whole experts, and the ranks that share an expert equal
+    numbers of channels."""
     experts, expert = config.num_moe_experts, config.expert_model_parallel_size
     if experts >= 1 and expert >= 1 and experts % expert:
         near = " or ".join(map(str, nearest_divisors(experts, expert)))

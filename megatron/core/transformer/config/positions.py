@@ -1,4 +1,4 @@
-"""Positions: rotary frequencies beyond their base, and what else tells attention where a token stands."""
+"""Positional information: scaling of rotary frequencies, ALiBi, and queries scaled by position."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,60 +9,61 @@ from megatron.core.config_fields import flag
 
 @dataclass(kw_only=True)
 class PositionConfig:
-    """How attention knows positions, as far as GPTModel's own arguments do not say it."""
+    """Positional information of attention, apart from what GPTModel's own arguments set."""
 
     rope_scaling_type: Literal["linear", "dynamic", "llama3", "yarn", "longrope"] | None = flag(
         None, only_with="position_embedding_type=rope"
     )
-    """With rope: how frequencies are changed for rows longer than those of a first training: all alike (linear), a base
-    that grows with the row (dynamic), by wavelength (llama3, yarn), or each by a number of its own (longrope)."""
+    """With rope: how frequencies are scaled for rows longer than the original training length: all by one factor
+    (linear), by a base that grows with the row (dynamic), by wavelength (llama3, yarn), or each by its own divisor
+    (longrope)."""
 
     rope_scaling_original_length: int = flag(8192, only_with="position_embedding_type=rope")
-    """Rope scaling: the longest row of the first training."""
+    """Rope scaling: row length of the original training."""
 
     rope_scaling_low_freq_factor: float = flag(1.0, only_with="position_embedding_type=rope")
-    """Scaling llama3: frequencies with fewer wavelengths than this in the original length are divided."""
+    """Scaling llama3: frequencies with fewer wavelengths than this in the original length are divided by the factor."""
 
     rope_scaling_high_freq_factor: float = flag(4.0, only_with="position_embedding_type=rope")
-    """Scaling llama3: frequencies with more wavelengths than this in the original length stay."""
+    """Scaling llama3: frequencies with more wavelengths than this in the original length are not changed."""
 
     rope_scaling_beta_fast: float = flag(32.0, only_with="rope_scaling_type=yarn")
-    """Scaling yarn: frequencies with more wavelengths than this in the original length stay."""
+    """Scaling yarn: frequencies with more wavelengths than this in the original length are not changed."""
 
     rope_scaling_beta_slow: float = flag(1.0, only_with="rope_scaling_type=yarn")
-    """Scaling yarn: frequencies with fewer wavelengths than this in the original length are divided."""
+    """Scaling yarn: frequencies with fewer wavelengths than this in the original length are divided by the factor."""
 
     rope_scaling_truncate: bool = flag(True, off="--no-rope-scaling-truncate", only_with="rope_scaling_type=yarn")
-    """Scaling yarn: round the channels outwards between which frequencies change."""
+    """Scaling yarn: the range of channels between these two is rounded outwards to whole channels."""
 
     rope_scaling_short_factor: list[float] | None = flag(None, only_with="rope_scaling_type=longrope")
-    """Scaling longrope: divisors of the frequencies in rows up to the original length, one for each pair of channels
-    that is turned."""
+    """Scaling longrope: divisors of the frequencies in rows up to the original length, one per pair of rotated
+    channels."""
 
     rope_scaling_long_factor: list[float] | None = flag(None, only_with="rope_scaling_type=longrope")
     """Scaling longrope: divisors of the frequencies in longer rows."""
 
     rope_scaling_attention_factor: float | None = flag(None, only_with="rope_scaling_type")
-    """Factor of cosines and sines; when not given the scaling's own: of yarn 0.1 ln(f) + 1, of longrope
-    sqrt(1 + ln(f) / ln(original length)), of the others 1."""
+    """Factor of cosines and sines. Default: 0.1 ln(factor) + 1 for yarn, sqrt(1 + ln(factor) / ln(original length)) for
+    longrope, else 1."""
 
     rotary_base_local: float | None = flag(None, only_with="window_size")
-    """With --window-size: base of the frequencies in the layers that it holds in, which are then not scaled; as in all
-    layers when not given."""
+    """With --window-size: base of the rotary frequencies in layers with a window; these are not scaled. Default: the
+    base of all layers."""
 
     alibi: bool = False
-    """Scores fall with the distance of query and key, head by head at another rate (Press et al. 2022); goes with
-    --position-embedding-type none."""
+    """ALiBi: attention scores fall linearly with the distance of query and key, each head at its own rate (Press et al.
+    2022). Needs --position-embedding-type none."""
 
     alibi_factor: float = flag(1.0, only_with="alibi")
-    """With --alibi: factor of the rates, which are 2^(-8 i / heads)."""
+    """With --alibi: factor of the rates 2^(-8 i / heads)."""
 
     nope_temperature_scale: float | None = flag(None, only_with="no_rope_freq")
-    """With --no-rope-freq: in layers without rotary positions the query at position p is multiplied by
-    1 + scale ln(1 + floor((p + 1) / --nope-temperature-floor))."""
+    """With --no-rope-freq: in layers without rotary positions, multiply the query at position p by 1 + scale * ln(1 +
+    floor((p + 1) / --nope-temperature-floor))."""
 
     nope_temperature_floor: int = flag(8192, only_with="nope_temperature_scale")
-    """With --nope-temperature-scale: tokens over which it stays the same."""
+    """With --nope-temperature-scale: number of tokens over which the factor stays the same."""
 
 
 def validate(config: Any) -> Iterator[str]:

@@ -18,69 +18,70 @@ class RouterConfig:
     """Which experts a token goes to. Without num_moe_experts none of it is used."""
 
     moe_router_topk: int = flag(2, only_with=_MOE)
-    """Experts that a token is sent to."""
+    """Number of experts that a token is sent to."""
 
     moe_router_load_balancing_type: str | list[str] = flag(
         "aux_loss", nargs="+", words={word: word for word in _BALANCING}, only_with=_MOE
     )
-    """What keeps experts evenly loaded: auxiliary losses over the micro-batch, each sequence, or the global batch so
-    far (several may be given), Sinkhorn assignment over the micro-batch, or nothing. A micro-batch's tokens are taken
-    together, whatever the layout. global_aux_loss depends on it: what was seen so far are all data parallel ranks'
-    micro-batches up to this one."""
+    """How the load of experts is balanced: by auxiliary losses over the micro-batch (aux_loss), each sequence
+    (seq_aux_loss) or the global batch so far (global_aux_loss), of which several can be given; by Sinkhorn assignment
+    over the micro-batch (sinkhorn); or not at all (none). Only global_aux_loss depends on the layout: it counts the
+    micro-batches of all data parallel ranks up to this one."""
 
     moe_aux_loss_coeff: float | list[float] = flag(0.0, nargs="+", only_with=_MOE)
-    """Weight of the auxiliary loss; one for each type, or one for all."""
+    """Coefficient of the auxiliary loss: one per type, or one for all."""
 
     moe_z_loss_coeff: float | None = flag(None, only_with=_MOE)
-    """Weight of the loss that keeps router logits small."""
+    """Coefficient of the loss that keeps router logits small (z-loss)."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = flag("softmax", only_with=_MOE)
-    """What turns logits into scores."""
+    """Function from router logits to scores."""
 
     moe_router_pre_softmax: bool = flag(False, only_with=_MOE)
-    """Softmax over all experts before the best are picked, instead of over the picked."""
+    """Apply the softmax to all experts before the top k are chosen, instead of to the chosen ones."""
 
     moe_router_topk_scaling_factor: float | None = flag(None, only_with=_MOE)
-    """Factor of the picked scores."""
+    """Factor of the scores of the chosen experts."""
 
     moe_router_norm_topk_prob: bool | None = flag(
         None, on="--moe-router-norm-topk-prob", off="--no-moe-router-norm-topk-prob", only_with=_MOE
     )
-    """Divide the picked scores by their sum; when not given, a sigmoid's are, if there are several, and a softmax's are
-    not."""
+    """Divide the scores of the chosen experts by their sum, or not. Default: sigmoid scores are divided if several
+    experts are chosen, softmax scores are not."""
 
     moe_router_bias: bool | None = flag(None, on="--moe-router-bias", off="--no-moe-router-bias", only_with=_MOE)
-    """A bias on the router's logits; as --disable-bias-linear says when not given."""
+    """Give the router's logits a bias, or not; without the flag, --disable-bias-linear decides."""
 
     moe_router_dtype: Literal["fp32", "fp64"] | None = flag(None, only_with=_MOE)
-    """Type that the router computes in, at least; the model's when not given."""
+    """Number type that the router computes in, at least. Default: the type of the model."""
 
     moe_router_num_groups: int | None = flag(None, only_with=_MOE)
-    """Groups of experts of which a token chooses some first."""
+    """Number of groups of experts; a token first chooses groups, then experts within them."""
 
     moe_router_group_topk: int | None = flag(None, only_with=_MOE)
-    """Groups that a token chooses."""
+    """Number of groups that a token chooses."""
 
     moe_router_group_score_topk: int | None = flag(None, only_with=_MOE)
-    """How many of a group's best scores make its own: --moe-router-topk / --moe-router-group-topk when not given.
-    DeepSeek-V2 has 1, DeepSeek-V3 has 2."""
+    """Number of a group's best scores whose sum is the score of the group: 1 for DeepSeek-V2, 2 for DeepSeek-V3.
+    Default: --moe-router-topk / --moe-router-group-topk."""
 
     moe_router_topk_limited_devices: int | None = not_a_flag(None)
-    """Expert parallel ranks that a token may be sent to: refused, since experts would depend on their number."""
+    """Number of expert parallel ranks that a token can be sent to. Refused, because the choice of experts would depend
+    on the layout."""
 
     moe_router_enable_expert_bias: bool = flag(False, only_with=_MOE)
-    """A bias for each expert, moved after each step, evens the load without a loss."""
+    """Balance the load without a loss: a bias of each expert's score, adjusted after every step."""
 
     moe_router_bias_update_rate: float = flag(0.001, only_with="moe_router_enable_expert_bias")
-    """Size of that bias's step."""
+    """Size of the adjustment of that bias."""
 
     moe_router_force_load_balancing: bool = flag(False, only_with=_MOE)
-    """Route by random logits, for measurements; gradients go to the router's own."""
+    """Route by random logits, for benchmarks; gradients flow to the router's own logits."""
 
     moe_router_padding_for_quantization: bool | None = flag(
         False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
     )
-    """Pad each expert's tokens to what fp8 and fp4 products need."""
+    """Pad each expert's tokens to the size that fp8 and fp4 products need."""
 
     moe_router_padding_for_fp8: bool | None = flag(
         False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
@@ -90,27 +91,28 @@ class RouterConfig:
     moe_router_fusion: bool = flag(
         False, only_with=_MOE, no_effect="the router's operations are torch's; its result is the same"
     )
-    """Router in one kernel."""
+    """Compute the router in one kernel."""
 
     moe_enable_routing_replay: bool = not_yet(False, only_with=_MOE)
-    """Record routing decisions and use them again."""
+    """Record routing decisions and replay them."""
 
     moe_input_jitter_eps: float | None = flag(None, only_with=_MOE)
-    """In training, multiply the router's input by noise from 1 - eps to 1 + eps."""
+    """In training, multiply the router's input by random factors between 1 - eps and 1 + eps."""
 
     # Capacity --------------------------------------------------------------------------------------------------------
 
     moe_expert_capacity_factor: float | None = flag(None, only_with=_MOE)
-    """Tokens an expert takes, in parts of an even share of the micro-batch's tokens, all tensor and context parallel
-    ranks' together; the rest are dropped. All when not given or negative."""
+    """Capacity of an expert, as a multiple of an even share of the micro-batch's tokens (on all tensor and context
+    parallel ranks together); further tokens are dropped. Default, and if negative: no limit."""
 
     moe_pad_expert_input_to_capacity: bool = flag(
         False, only_with=_MOE, no_effect="padding changes no result; experts compute the tokens that they take"
     )
-    """Pad each expert's tokens to its capacity."""
+    """Pad the tokens of each expert to its capacity."""
 
     moe_token_drop_policy: Literal["probs", "position"] = flag("probs", only_with="moe_expert_capacity_factor")
-    """Which tokens are dropped: those of least weight, or the last of the micro-batch (by position, then row)."""
+    """Tokens to drop: those with the smallest router weights (probs), or the last ones of the micro-batch (position;
+    then row)."""
 
     moe_token_dropping: bool = not_a_flag(False)
     """Unused since older releases."""

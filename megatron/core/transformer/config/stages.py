@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has."""
+"""Assignment of layers to pipeline stages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ _PIPELINE = "pipeline_model_parallel_size"
 
 @dataclass(kw_only=True)
 class StageConfig:
-    """Uneven cuts of the stack of layers, and models whose layers differ."""
+    """Uneven pipeline stages, and models whose layers differ."""
 
     num_layers_in_first_pipeline_stage: int | None = flag(
         None, on="--decoder-first-pipeline-num-layers", only_with=_PIPELINE
     )
-    """Layers of the first pipeline stage; an even share when not given."""
+    """Number of layers of the first pipeline stage. Default: an even share."""
 
     num_layers_in_last_pipeline_stage: int | None = flag(
         None, on="--decoder-last-pipeline-num-layers", only_with=_PIPELINE
     )
-    """Layers of the last pipeline stage; an even share when not given."""
+    """Number of layers of the last pipeline stage. Default: an even share."""
 
     pipeline_model_parallel_layout: str | list[str] | None = flag(None, parse=str, only_with=_PIPELINE)
-    """What stands on each stage, such as Et*3|(tt|)*29,m|L: E embedding, t layer, m multi-token prediction, L loss."""
+    """Contents of each pipeline stage, separated by |, such as Et*3|(tt|)*29,m|L: E embedding, t transformer layer, m
+    multi-token prediction layer, L loss. `auto` finds stages of equal cost."""
 
     account_for_embedding_in_pipeline_split: bool = flag(False, only_with=_PIPELINE)
     """Count the embedding as a layer when stages are cut."""
@@ -34,10 +35,10 @@ class StageConfig:
     """Count the loss as a layer when stages are cut."""
 
     heterogeneous_block_specs: bool = not_a_flag(False)
-    """Layers differ from each other by a table."""
+    """Layers differ from each other, by a table."""
 
     hetereogenous_dist_checkpoint: bool = not_a_flag(False)
-    """Checkpoints of such models keep layers apart. (The name is spelled as published.)"""
+    """Checkpoints of such models store layers separately. (The name is spelled as in Megatron-LM.)"""
 
 
 def validate(config: Any) -> Iterator[str]:

@@ -11,25 +11,25 @@ _VARIANT = "experimental_attention_variant"
 
 @dataclass(kw_only=True)
 class TokenMixerConfig:
-    """Which layers mix tokens otherwise than by attention, and their sizes."""
+    """Layers that mix tokens by other means than softmax attention, and their sizes."""
 
     experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = not_yet(None)
     """Replace attention by gated delta rule layers or by sparse attention with an indexer."""
 
     dsa_indexer_n_heads: int | None = flag(None, only_with=_VARIANT)
-    """Heads of the indexer of sparse attention."""
+    """Number of heads of the indexer of sparse attention."""
 
     dsa_indexer_head_dim: int | None = flag(None, only_with=_VARIANT)
     """Width of one head of the indexer."""
 
     dsa_indexer_topk: int | None = flag(None, only_with=_VARIANT)
-    """Keys that the indexer picks for a query."""
+    """Number of keys that the indexer selects for a query."""
 
     dsa_indexer_loss_coeff: float | None = flag(None, only_with=_VARIANT)
-    """Weight of the indexer's loss."""
+    """Coefficient of the indexer's loss."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_VARIANT)
-    """The indexer's loss looks at the picked keys only."""
+    """Compute the indexer's loss over the selected keys only."""
 
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_VARIANT)
     """Layers with linear attention: all but every N-th, or a list expression with a 1 for each."""
@@ -44,10 +44,10 @@ class TokenMixerConfig:
     """Width of a value head of a gated delta rule layer."""
 
     linear_num_key_heads: int | None = flag(16, only_with=_VARIANT)
-    """Query and key heads of a gated delta rule layer."""
+    """Number of query and key heads of a gated delta rule layer."""
 
     linear_num_value_heads: int | None = flag(32, only_with=_VARIANT)
-    """Value heads of a gated delta rule layer."""
+    """Number of value heads of a gated delta rule layer."""
 
     is_hybrid_model: bool = not_yet(False)
     """The model mixes attention, MLP and state space layers."""
@@ -59,10 +59,10 @@ class TokenMixerConfig:
     """Width of one head of a Mamba layer."""
 
     mamba_num_groups: int = flag(8, only_with="is_hybrid_model")
-    """Groups of a Mamba layer."""
+    """Number of groups of a Mamba layer."""
 
     mamba_num_heads: int | None = flag(None, only_with="is_hybrid_model")
-    """Heads of a Mamba layer; they follow from the hidden size when not given."""
+    """Number of heads of a Mamba layer. Default: derived from the hidden size."""
 
     use_mamba_mem_eff_path: bool = flag(True, off="--disable-mamba-mem-eff-path", only_with="is_hybrid_model")
     """Compute Mamba layers in one fused kernel."""

@@ -117,7 +117,7 @@ class AsyncCollective:
     def finish(self) -> tuple[Tensor, ...]:
         """Waits for the exchange and returns the received tensors, one for each sent. Another micro-batch may compute
         in the meantime (`turn`)."""
-        rows, self._rows = self._rows, ()  # whose memory goes when the caller is done with it
+        rows, self._rows = self._rows, ()  # so that they are freed when the caller is done with them
         return _Finish.apply(self._exchange, *rows)
 
 
@@ -127,7 +127,7 @@ class _Start(torch.autograd.Function):
         ctx.exchange = exchange
         exchange.wanted = [tensor.requires_grad for tensor in rows]
         exchange.pending = [exchange.route.go(tensor) for tensor in rows]
-        return tuple(pending.tensor for pending in exchange.pending)  # whose numbers are still to come
+        return tuple(pending.tensor for pending in exchange.pending)  # buffers whose data has not arrived yet
 
     @staticmethod
     @once_differentiable
@@ -153,5 +153,5 @@ class _Finish(torch.autograd.Function):
             exchange.route.come_back(gradient.contiguous()) if wanted else None
             for gradient, wanted in zip(gradients, exchange.wanted, strict=True)
         ]
-        # The other node knows where the gradients are; what autograd hands it in their place has no memory.
+        # The other node has the gradients; autograd gets placeholders without memory.
         return None, *(g.new_zeros(()).expand(shape) for g, shape in zip(gradients, ctx.shapes, strict=True))

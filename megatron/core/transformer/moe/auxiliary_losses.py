@@ -1,8 +1,9 @@
-"""Losses that keep a router's experts evenly loaded and its logits small.
+"""Auxiliary losses that balance the load of experts and keep router logits small.
 
-Each is given as this rank's part of the micro-batch's value: the sum over the ranks that share the micro-batch's tokens
-is the value, whatever their number. Values are without their coefficients; those of balance are 1 when all experts are
-chosen equally often (Fedus et al. 2021, arXiv:2101.03961; Zoph et al. 2022, arXiv:2202.08906 for the last).
+Each function returns this rank's part of the micro-batch's loss: the sum over the ranks that share the micro-batch's
+tokens is the loss, whatever the number of ranks. Losses are without their coefficients; balance losses are 1 if all
+experts are chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is that of Zoph et al. 2022,
+arXiv:2202.08906.
 """
 
 from collections.abc import Sequence
@@ -23,24 +24,25 @@ LOSS_NAMES = {
     "global_aux_loss": "global_load_balancing_loss",
     "z_loss": "z_loss",
 }
-"""Published names on the log line."""
+"""Megatron-LM's names on the log line."""
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert is chosen, float64 [experts]: whole numbers, so that sums are exact."""
+    """Returns the number of times that each expert is chosen, float64 [experts]: whole numbers, so that sums are
+    exact."""
     ones = torch.ones_like(experts, dtype=torch.float64).flatten()
     return torch.zeros(num_experts, dtype=torch.float64, device=experts.device).scatter_add_(0, experts.flatten(), ones)
 
 
 def micro_batch_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
-    """E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch: P_i the sum of `scores` [t, E], n_i how often
-    expert i is among `experts` [t, k]."""
+    """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch, where P_i is the sum
+    of `scores` [t, E] of expert i, and n_i counts expert i in `experts` [t, k]."""
     chosen = all_reduce(count_choices(experts, scores.shape[1]), share.group).to(scores.dtype)
     return (scores.sum(0) * chosen).sum() * (scores.shape[1] / (experts.shape[1] * share.total**2))
 
 
 def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
-    """The same of each sample by itself, and of these the mean (DeepSeek-AI 2024, arXiv:2412.19437)."""
+    """Returns the mean over samples of each sample's balance loss (DeepSeek-AI 2024, arXiv:2412.19437)."""
     length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
     sample = share.sample_numbers(scores.device)
     membership = (sample[:, None] == torch.arange(samples, device=sample.device)).double()  # [t, samples]
@@ -52,16 +54,16 @@ def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Te
 
 @dataclass(eq=False)
 class GlobalBalance:
-    """Balance over the global batch as far as it was seen: micro-batches of the step so far, of all data parallel
-    ranks. Its value depends on the order in which they come, and so on the layout."""
+    """Balance over the global batch so far: the micro-batches of this step up to now, of all data parallel ranks. Its
+    value depends on their order, and so on the layout."""
 
     chosen: Tensor | None = None
     """Sums of counts, float64 [experts]."""
     calls: int = 0
 
     def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
-        """E / (k T T') sum_i P_i n_i, with n_i the mean over micro-batches so far of counts over the T' tokens that all
-        ranks of `everyone` route at a time."""
+        """Returns this rank's part of E / (k T T') sum_i P_i n_i, where n_i is the mean over micro-batches so far of
+        the counts over the T' tokens that all ranks of `everyone` route together."""
         counted = run_once_under_recompute((self, "counts"), lambda: self._count(experts, scores.shape[1], everyone))
         mean = counted.to(scores.dtype)
         tokens = share.total * (share.count * group_size(everyone))
@@ -74,17 +76,17 @@ class GlobalBalance:
         return self.chosen / self.calls
 
     def reset(self) -> None:
-        """Begin with the next global batch."""
+        """Resets the counts at the start of a global batch."""
         self.chosen, self.calls = None, 0
 
 
 def z_loss(logits: Tensor, share: MicroBatchShare) -> Tensor:
-    """Mean over the micro-batch's tokens of logsumexp(logits)^2."""
+    """Returns this rank's part of the mean of logsumexp(logits)^2 over the micro-batch's tokens."""
     return torch.logsumexp(widened(logits), -1).square().sum() / max(share.total, 1)
 
 
 def coefficients(types: str | Sequence[str], values: float | Sequence[float]) -> dict[str, float]:
-    """The balance losses that count, by type, in the order given."""
+    """Returns the coefficients of the balance losses that are not 0, by type, in the order given."""
     kinds, weights = listed(types), listed(values)
     if len(weights) == 1:
         weights *= len(kinds)

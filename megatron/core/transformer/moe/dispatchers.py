@@ -1,4 +1,4 @@
-"""The dispatchers, by `moe_token_dispatcher_type`. They give the same result."""
+"""The token dispatchers by `moe_token_dispatcher_type`. All compute the same result."""
 
 from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.token_dispatcher import (

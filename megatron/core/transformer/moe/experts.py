@@ -1,10 +1,11 @@
-"""The experts of a rank: MLPs of which each computes its own rows.
+"""The experts of a rank: MLPs that each compute their own rows.
 
-What stands in their place in a layer takes rows [n, h] that lie by expert, the router's weight of each [n], and how
-many rows each expert has; it gives [n, h], or where tensor parallel ranks share an expert's channels, this rank's part
-of their sum. If its `reads_sizes` is False, it never asks the host how many rows an expert has. The weight multiplies
-the activation, in float32 at least, and so also the bias of the second product: w (W2 a + b2); with
-`moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
+A module of experts takes rows [n, h] sorted by expert, the router's weight of each row [n], and the number of rows per
+expert. It returns [n, h]; if tensor parallel ranks divide an expert's channels, this rank's part of their sum. If its
+`reads_sizes` is False, it never needs the number of rows on the host.
+
+The weight multiplies the activation, in float32 at least, and therefore also the bias of the second product: w (W2 a +
+b2). With `moe_apply_probs_on_input` it multiplies the input instead, and nothing else.
 """
 
 import dataclasses
@@ -30,10 +31,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """Of one expert."""
+    """Inner width of one expert."""
 
     width: int
-    """Of its input and output."""
+    """Width of its input and output."""
     ffn: int
     has_bias: bool
 
@@ -46,7 +47,7 @@ class ExpertSizes:
 
 
 class GroupedMLP(MegatronModule):
-    """All experts of a rank at once: grouped products, and one activation over all rows."""
+    """All experts of a rank together: grouped products, and one activation over all rows."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class GroupedMLP(MegatronModule):
         *,
         backend: Backend | None = None,
     ) -> None:
-        """`submodules` changes nothing: the products are grouped ones."""
+        """`submodules` has no effect: the products are grouped."""
         super().__init__(config)
         groups = pg_collection or default_collection()
         self.backend = backend = backend or choose_backend(config)
@@ -95,12 +96,12 @@ class GroupedMLP(MegatronModule):
         return _with_bias(output, bias, weights_inside)
 
     def activate(self, product: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
-        """What stands between the two products."""
+        """Returns the activation of the first product's output, the input of the second product."""
         return self.backend.weighted_activation(product, bias, weights, self.activation_func)
 
 
 class SequentialMLP(MegatronModule):
-    """The experts of a rank one after the other, each an MLP of its own."""
+    """The experts of a rank one after the other, each an MLP."""
 
     reads_sizes = True
 
@@ -119,7 +120,8 @@ class SequentialMLP(MegatronModule):
             submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         sizes = ExpertSizes.of(config)
         self.adds_bias = group_rank(groups.expt_tp) == 0
-        """Of a sum over tensor parallel ranks only the first adds the bias, and only it sees its gradient."""
+        """In a sum over tensor parallel ranks only the first adds the bias, and only it receives the bias's
+        gradient."""
         self.local_experts = nn.ModuleList()
         for number in local_experts(num_local_experts, groups):
             expert = MLP(
@@ -142,7 +144,7 @@ class SequentialMLP(MegatronModule):
         parts = [None] * len(sizes) if weights_inside is None else weights_inside.split(sizes)
         outputs = []
         for expert, own, own_weights in zip(self.local_experts, rows.split(sizes), parts, strict=True):
-            # Also where it has no rows: its gradients, which are zero then, are waited for.
+            # Run also without rows: others wait for its gradients, which are zero then.
             output, bias = expert(own, per_token_scale=own_weights)
             if bias is not None and not self.adds_bias:
                 bias = bias * 0.0
@@ -151,13 +153,13 @@ class SequentialMLP(MegatronModule):
 
 
 def local_experts(count: int, groups: ProcessGroupCollection) -> range:
-    """Global numbers of the `count` experts of this rank."""
+    """Returns the global indices of the `count` experts of this rank."""
     first = groups.rank("ep") * count
     return range(first, first + count)
 
 
 def _weighted_inputs(config: TransformerConfig, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The rows that experts take, and the weights that they multiply inside."""
+    """Returns the rows that experts read and the weights that they multiply inside."""
     return (weighted(rows, weights), None) if config.moe_apply_probs_on_input else (rows, weights)
 
 
@@ -170,7 +172,7 @@ def _with_bias(output: Tensor, bias: Tensor | None, weights: Tensor | None) -> T
 
 
 def _declare_one_of(expert: MLP, number: int, config: TransformerConfig) -> None:
-    """Say of an expert's parameters that they are its part of stacks of all experts'."""
+    """Declares an expert's parameters as its part of the stacked parameters of all experts."""
     assert config.num_moe_experts is not None
     for name, parameter in expert.named_parameters():
         info = info_of(parameter)

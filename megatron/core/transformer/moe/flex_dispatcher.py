@@ -1,9 +1,9 @@
-"""A dispatcher that sends each token once to each rank, however many of its experts that rank holds.
+"""A dispatcher that sends each token once to each rank, however many of the token's experts that rank holds.
 
-With k experts a token, spread over R ranks, an all-to-all of copies moves k rows a token; this moves one for each rank
-that holds any: R (1 - (1 - 1/R)^k) of them where routing is even, 3.6 instead of 8 with k = 8 and R = 4. Beside a row
-go the numbers of its experts and their weights; copies for experts are made, and their results summed, where the
-experts are. A sum over experts is so rounded once on each rank and once more at home.
+With k experts per token on R ranks, an all-to-all of copies sends k rows per token. This dispatcher sends one row for
+each rank that holds any of the experts: R (1 - (1 - 1/R)^k) rows if routing is even, 3.6 instead of 8 for k = 8 and R =
+4. The expert indices and weights of a row are sent with it; copies for experts are made, and their results summed, on
+the receiving rank. So a sum over experts is rounded once on each rank and once more on the sending rank.
 """
 
 import torch
@@ -24,8 +24,8 @@ from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Sends a token once to each rank that holds any of its experts. How many rows go where, one small copy a layer
-    brings to the host."""
+    """Sends a token once to each rank that holds any of its experts. One small copy per layer brings the row counts to
+    the host."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         if self.ep_size * self.etp_size == 1:
@@ -39,11 +39,11 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0
-        """bool [t, ep]: the ranks that hold any of a token's experts."""
+        """bool [t, ep]: True for ranks that hold any of a token's experts."""
         counts = run_once_under_recompute((at, "token counts"), self._all_counts)  # [etp, ep, experts + ep]
         shape = (at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
-        """Of the copies that (etp rank, ep rank) has for the experts of an ep rank."""
+        """Number of copies from (etp rank, ep rank) for each expert of an ep rank."""
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
 
     def _all_counts(self) -> Tensor:
@@ -63,7 +63,8 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         local = routing.experts_with_room().index_select(0, self.copies.source) - first[:, None]
         local = torch.where((local >= 0) & (local < at.num_local_experts), local, -1)
         self.numbers = local.to(torch.int32)
-        """[n, k]: which of the experts of the rank that a row goes to it is for; -1: no more of them."""
+        """[n, k]: local indices of the experts that a row is for, on the rank that receives it; -1: no further
+        expert."""
         if at.ep_size > 1:
             self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
             self._numbers = self.to_experts.go(self.numbers)

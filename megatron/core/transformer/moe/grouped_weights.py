@@ -1,4 +1,4 @@
-"""The weights of one product of all experts of a rank, stacked, so that the product is one."""
+"""The stacked weights of one product of all experts of a rank, for a grouped product."""
 
 import re
 from typing import Any
@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GroupedLinear(ShardedStateModule):
-    """y_e = x_e W_e^T (+ b_e) of the experts of this rank; tensor parallel ranks have channels of each, of the outputs
-    or, with `splits_inputs`, of the inputs. Nothing is exchanged.
+    """y_e = x_e W_e^T (+ b_e) for the experts of this rank, without any exchange. Tensor parallel ranks divide the
+    output channels of each expert, or with `splits_inputs` the input channels.
 
-    Canonical: `weight` [experts, *out, in] and `bias` [experts, *out], `out` being the dimensions that the outputs
-    stand for, of which the last is the one that ranks share. State dicts have the experts of a rank apart, as
-    published: `weight0`, `weight1`, ...
+    Canonical shapes: `weight` [experts, *out, in] and `bias` [experts, *out], where `out` are the dimensions of the
+    outputs; ranks divide the last of them. State dicts hold each expert separately, as Megatron-LM's do: `weight0`,
+    `weight1`, ...
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GroupedLinear(ShardedStateModule):
         tp_group: Group,
         backend: Backend,
     ) -> None:
-        """`experts`: global numbers of those of this rank."""
+        """`experts`: global indices of this rank's experts."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.backend, self.local_experts = config, backend, len(experts)
@@ -55,7 +55,8 @@ class GroupedLinear(ShardedStateModule):
         )
         self.register_parameter("bias", None)
         self.adds_bias = not splits_inputs or group_rank(tp_group) == 0
-        """Of a sum over tensor parallel ranks only the first adds the bias, and only it sees its gradient."""
+        """In a sum over tensor parallel ranks only the first adds the bias, and only it receives the bias's
+        gradient."""
         if bias:
             if splits_inputs:
                 facts = {"grid": "expert", "sharded_axes": frozenset({"ep"})}
@@ -72,7 +73,8 @@ class GroupedLinear(ShardedStateModule):
         self.register_load_state_dict_pre_hook(_put_together)
 
     def forward(self, inputs: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
-        """[n, in], by expert -> ([n, out], bias of each row [n, out] or None: it is still to be added)."""
+        """Returns (output [n, out], bias of each row [n, out] that the caller adds, or None) for rows [n, in] sorted by
+        expert."""
         return self.backend.grouped_linear(inputs, self.weight, groups), self._bias_of_rows(inputs, groups)
 
     def _bias_of_rows(self, inputs: Tensor, groups: RowGroups) -> Tensor | None:

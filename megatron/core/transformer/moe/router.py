@@ -1,4 +1,4 @@
-"""The router: which experts each token goes to, by what weight, and what keeps the experts evenly loaded."""
+"""The router: the experts and weights of each token, and the balance of the experts' load."""
 
 import math
 from collections.abc import Callable
@@ -50,12 +50,12 @@ _WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class TopKRouter(MegatronModule):
-    """Sends each token to the k experts that score best (Shazeer et al. 2017; Fedus et al. 2021).
+    """Sends each token to the k experts with the best scores (Shazeer et al. 2017; Fedus et al. 2021).
 
-    Whatever couples tokens (capacity, Sinkhorn, auxiliary losses) couples those of the whole micro-batch: the result is
-    the same however tensor and context parallel ranks share it. Parameters: `weight` [experts, h], `bias` [experts]
-    with `moe_router_bias`, and `expert_bias` [experts], float32, with `moe_router_enable_expert_bias`: it has no
-    gradient and is moved when the gradients of a step are finalised.
+    Operations that couple tokens (capacity, Sinkhorn, auxiliary losses) act on the whole micro-batch, however tensor
+    and context parallel ranks share it. Parameters: `weight` [experts, h], `bias` [experts] with `moe_router_bias`, and
+    `expert_bias` [experts], float32, with `moe_router_enable_expert_bias`: it has no gradient and is adjusted when the
+    gradients of a step are finalized.
     """
 
     def __init__(
@@ -86,18 +86,18 @@ class TopKRouter(MegatronModule):
             self.bias = new_parameter(config, (self.num_experts,), config.init_method, **facts)
         self.register_parameter("expert_bias", None)
         self.local_tokens_per_expert: Tensor | None = None
-        """Of this rank since the last step, float64 [experts]; None: none yet, or nobody wants to know."""
+        """Tokens per expert of this rank since the last step, float64 [experts]; None: none yet, or not needed."""
         if config.moe_router_enable_expert_bias:
             zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=parameter_device(config))
             self.expert_bias = declare(nn.Parameter(zeros, requires_grad=False), Constant(0.0))
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Number over the whole model, from 1: what noise is a function of, and the place of what is reported."""
+        """Sets the layer's number, counted over the whole model from 1. Noise and metrics depend on it."""
         self.layer_number = self.metrics.layer = layer_number
 
     def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
-        """Where this rank's tokens [t, h] go: those of `inputs.tokens`, or, under sequence parallelism, its part of
-        them. In training with gradients, auxiliary losses are tied to logits and weights."""
+        """Returns the routing of this rank's tokens [t, h]: the tokens of `inputs.tokens`, or under sequence
+        parallelism this rank's part. In training, auxiliary losses are attached to logits and weights."""
         share = micro_batch_share(inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel)
         return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale)
 
@@ -114,8 +114,8 @@ class TopKRouter(MegatronModule):
         return routing
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """This rank's [s, b, h] -> the published pair: weights [t, experts], 0 where a token does not go, and a bool
-        map [t, experts]. Auxiliary losses have the weight 1."""
+        """Returns Megatron-LM's pair for this rank's hidden states [s, b, h]: weights [t, experts], 0 for experts that
+        a token is not sent to, and a bool map [t, experts]. Auxiliary losses have the scale 1."""
         _refuse_padding(padding_mask)
         s, b = input.shape[:2]
         share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
@@ -123,25 +123,25 @@ class TopKRouter(MegatronModule):
         return self.routing(logits.view(s, b, -1))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """This rank's logits [s, b, experts] -> the published pair; see `forward`."""
+        """Returns the same pair for this rank's logits [s, b, experts]; see `forward`."""
         _refuse_padding(padding_mask)
         s, b = logits.shape[:2]
         share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         return self._routing(logits.flatten(0, 1), share, None).dense(self.num_experts)
 
     def is_aux_loss_enabled(self) -> bool:
-        """Some loss of balance counts."""
+        """Returns whether any balance loss has a coefficient other than 0."""
         return bool(self.balance)
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Weight of a loss of balance; 0 of one that does not count."""
+        """Returns the coefficient of this load-balancing loss; 0 if the loss is switched off."""
         return self.balance.get(aux_loss_type, 0.0)
 
     # -----------------------------------------------------------------------------------------------------------------
-    # The steps of a routing
+    # Steps of the routing
 
     def _logits(self, hidden: Tensor, share: MicroBatchShare) -> Tensor:
-        """[t, experts]"""
+        """Returns the logits [t, experts]."""
         logits = self._affine(self._jittered(hidden, share))
         if self.config.moe_router_force_load_balancing:
             place = share.noise_position(self.config.seed, self.layer_number, "forced balance", logits.device)
@@ -163,7 +163,7 @@ class TopKRouter(MegatronModule):
         return router_logits(hidden, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
 
     def _choose(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
-        """Experts and weights [t, k]."""
+        """Returns experts and weights [t, k]."""
         if self.uses_sinkhorn:
             return self._choose_by_sinkhorn(logits, share)
         return choose_experts(logits, self.rule, self.expert_bias)
@@ -177,7 +177,7 @@ class TopKRouter(MegatronModule):
 
     @torch.no_grad()
     def _sinkhorn_scores(self, logits: Tensor, share: MicroBatchShare) -> Tensor:
-        # In float64: exp has room, and how ranks share the tokens cannot be seen in what is compared.
+        # In float64: exp does not overflow, and the split of tokens over ranks does not change comparisons.
         return share.own(sinkhorn(share.gather(logits.double().exp())))
 
     def _within_capacity(self, experts: Tensor, weights: Tensor, share: MicroBatchShare) -> Routing:
@@ -204,7 +204,9 @@ class TopKRouter(MegatronModule):
         self, experts: Tensor, weights: Tensor, logits: Tensor, share: MicroBatchShare, scale: Tensor | None
     ) -> Tensor:
         scores = balance_scores(logits, self.rule.score_function)
-        if self.expert_bias is not None or self.rule.num_groups is not None:  # neither is asked about balance
+        if (
+            self.expert_bias is not None or self.rule.num_groups is not None
+        ):  # balance is measured without bias and groups
             experts = best(scores.detach(), self.topk)
         for kind, coefficient in self.balance.items():
             value = self._balance_loss(kind, scores, experts, share)
@@ -227,7 +229,7 @@ class TopKRouter(MegatronModule):
         scale: Tensor | None,
     ) -> Tensor:
         self.metrics.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
-        # A loss per token is divided by tokens in the end: it stands for those of the micro-batch.
+        # With a loss per token, gradients are divided by tokens in the end: multiply by those of the micro-batch.
         tokens = share.total if self.config.calculate_per_token_loss else 1
         return attach_loss(carrier, value * (coefficient * tokens), scale)
 
@@ -244,7 +246,7 @@ class TopKRouter(MegatronModule):
     # The end of a step
 
     def take_tokens_per_expert(self) -> Tensor:
-        """Of this rank since the last call, float64 [experts]; forgotten here."""
+        """Returns the tokens per expert of this rank since the last call, float64 [experts], and resets them."""
         counts, self.local_tokens_per_expert = self.local_tokens_per_expert, None
         return (
             torch.zeros(self.num_experts, dtype=torch.float64, device=self.weight.device) if counts is None else counts
@@ -252,18 +254,18 @@ class TopKRouter(MegatronModule):
 
     @torch.no_grad()
     def move_expert_bias(self, tokens_per_expert: Tensor) -> None:
-        """Raise the bias of experts that took fewer tokens than the mean, lower that of those that took more.
-        `tokens_per_expert` [experts] are those of the global batch."""
+        """Raises the bias of experts with fewer tokens than the mean and lowers that of experts with more.
+        `tokens_per_expert` [experts] counts the global batch."""
         assert self.expert_bias is not None
         direction = torch.sign(tokens_per_expert.mean() - tokens_per_expert)
         self.expert_bias.add_(direction.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Begin to count with the next global batch."""
+        """Resets the counts of global_aux_loss at the start of a global batch."""
         self.global_balance.reset()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKRouter":
-        # The expert bias goes where the module goes, and stays float32: its steps are finer than half precision.
+        # The expert bias moves with the module and stays float32: its updates are smaller than half precision resolves.
         before = None if self.expert_bias is None else self.expert_bias.data
         super()._apply(fn, recurse)
         if before is not None and self.expert_bias.dtype is not torch.float32:
@@ -272,7 +274,7 @@ class TopKRouter(MegatronModule):
 
 
 def routing_rule(config: TransformerConfig) -> RoutingRule:
-    """What a config says of how a token's experts are chosen."""
+    """Returns the rule by which a config chooses a token's experts."""
     k, kept = config.moe_router_topk, config.moe_router_group_topk or 0
     renormalises = config.moe_router_norm_topk_prob
     if renormalises is None:

@@ -1,4 +1,4 @@
-"""Where a router sends tokens: the record that travels from the router to the dispatcher and the experts."""
+"""The result of a router: the record that dispatcher and experts read."""
 
 from dataclasses import dataclass
 
@@ -8,30 +8,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """Token i of this rank goes to its j-th expert `experts[i, j]` and counts there by `weights[i, j]`."""
+    """Token i of this rank goes to experts `experts[i]`; the output of expert `experts[i, j]` has the weight
+    `weights[i, j]`."""
 
     experts: Tensor
-    """int64 [t, k]: global numbers, those of one token all different."""
+    """int64 [t, k]: global indices of the experts; those of one token are all different."""
     weights: Tensor
-    """[t, k], float32 at least; carries the gradient to the router. 0 where a token was dropped."""
+    """[t, k], float32 at least, with gradient to the router. 0 if the token was dropped."""
     kept: Tensor | None = None
-    """bool [t, k]: False where an expert has no room for the token. None: nothing was dropped."""
+    """bool [t, k]: False if an expert has no capacity left for the token. None: no token was dropped."""
 
     def tokens_per_expert(self, num_experts: int) -> Tensor:
-        """int64 [experts]: tokens of this rank that each expert takes. Does not wait for the device."""
+        """Returns the number of this rank's tokens that each expert takes, int64 [experts]. Does not wait for the
+        device."""
         counts = torch.zeros(num_experts, dtype=torch.int64, device=self.experts.device)
         return counts.scatter_add_(0, self.experts.flatten(), self.taken().flatten())
 
     def taken(self) -> Tensor:
-        """int64 [t, k]: 1, or 0 where the expert has no room for the token."""
+        """Returns int64 [t, k]: 1, or 0 if the expert has no capacity left for the token."""
         return torch.ones_like(self.experts) if self.kept is None else self.kept.to(torch.int64)
 
     def experts_with_room(self) -> Tensor:
-        """int64 [t, k]: `experts`, and -1 in place of one that has no room for the token."""
+        """Returns int64 [t, k]: `experts`, with -1 in place of experts that have no capacity left for the token."""
         return self.experts if self.kept is None else torch.where(self.kept, self.experts, -1)
 
     def dense(self, num_experts: int) -> tuple[Tensor, Tensor]:
-        """The published form: weights [t, experts], zero where a token does not go, and a bool map [t, experts]."""
+        """Returns Megatron-LM's form: weights [t, experts], zero for experts that a token is not sent to, and a bool
+        map [t, experts]."""
         t = self.experts.shape[0]
         weights = self.weights.new_zeros(t, num_experts).scatter(1, self.experts, self.weights)
         taken = self.taken().bool()

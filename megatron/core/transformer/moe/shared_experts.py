@@ -1,4 +1,4 @@
-"""Experts that every token passes."""
+"""Shared experts, which process every token."""
 
 from typing import Any
 
@@ -13,10 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """All of a layer's shared experts as one MLP, split over the dense tensor parallel ranks.
-
-    With `gate` its output counts by sigmoid(x w), w being `gate_weight` [1, h] (as in Qwen2-MoE).
-    """
+    """All shared experts of a layer as one MLP, split over the dense tensor parallel ranks. With `gate` its output is
+    multiplied by sigmoid(x w), where w is `gate_weight` [1, h] (as in Qwen2-MoE)."""
 
     def __init__(
         self,
@@ -39,16 +37,17 @@ class SharedExpertMLP(MLP):
             self.gate_weight = new_parameter(config, shape, config.init_method, partial_gradient_axes=partial)
 
     def forward(self, hidden_states: Tensor, *unused: Any, **also_unused: Any) -> Tensor:  # type: ignore[override]
-        """[t, h] -> [t, h]; under sequence parallelism both are this rank's part of the tokens."""
+        """Returns the output [t, h] for hidden states [t, h]; under sequence parallelism both are this rank's
+        tokens."""
         return self.second_half(hidden_states, self.first_half(hidden_states))
 
     def first_half(self, hidden_states: Tensor) -> Tensor:
-        """Up to the activation."""
+        """Computes everything up to the activation."""
         product, bias = self.linear_fc1(hidden_states)
         return self.activate(product, bias)
 
     def second_half(self, hidden_states: Tensor, activated: Tensor) -> Tensor:
-        """The rest; `hidden_states` are those of the first half."""
+        """Computes the rest, from the result of `first_half` and its input `hidden_states`."""
         output, bias = self.linear_fc2(activated)
         if bias is not None:
             output = output + bias

@@ -1,12 +1,12 @@
-"""How tokens travel to their experts, and what experts made of them back.
+"""Token dispatchers: they send tokens to their experts (dispatch) and return the experts' results (combine).
 
-Experts lie on the ranks of an expert parallel group (`ep`), whole or, with expert tensor parallelism (`expt_tp`), by
-channels. Every rank has tokens of its own. Of those that go to an expert, all ranks that hold channels of it get a
-copy, and what they give back is summed.
+Experts are distributed over an expert parallel group (`ep`), whole or, with expert tensor parallelism (`expt_tp`), by
+channels. Every rank has its own tokens. All ranks that hold channels of an expert receive a copy of its tokens, and
+their results are summed.
 
 A dispatcher plans an exchange for each micro-batch: `start_dispatch` starts it, `finish_dispatch` returns the rows of
-this rank's experts; `start_combine` and `finish_combine` bring the results back, one sum for each token. Other work
-between a start and its finish hides the exchange, in forward and in backward.
+this rank's experts; `start_combine` and `finish_combine` return the results, one sum per token. Other work between a
+start and its finish hides the exchange, in forward and in backward.
 """
 
 from abc import ABC, abstractmethod
@@ -36,18 +36,18 @@ from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What the experts of a rank compute on: rows by expert, within an expert by source rank and then by token."""
+    """Input of a rank's experts: rows sorted by expert, within an expert by source rank and then by token."""
 
     rows: Tensor
     """[n, h]"""
     weights: Tensor
-    """[n]: what the router makes of each row, float32 at least."""
+    """[n]: the router's weight of each row, float32 at least."""
     groups: RowGroups
-    """How many of them each expert has."""
+    """Number of rows of each expert."""
 
 
 class DispatchCombine(ABC):
-    """The way of one micro-batch's tokens to the experts and back."""
+    """The dispatch and combine of one micro-batch."""
 
     def __init__(self, at: "TokenDispatcher", routing: Routing, turn: CooperativeTurn | None) -> None:
         self.at, self.routing, self.turn = at, routing, turn
@@ -55,23 +55,24 @@ class DispatchCombine(ABC):
 
     @abstractmethod
     def start_dispatch(self, hidden: Tensor) -> None:
-        """Start, with the tokens [t, h]."""
+        """Starts to send the tokens [t, h]."""
 
     @abstractmethod
     def finish_dispatch(self) -> ExpertRows:
-        """The rows for the experts of this rank."""
+        """Waits, and returns the rows of this rank's experts."""
 
     @abstractmethod
     def start_combine(self, results: Tensor) -> None:
-        """Start to return what the experts gave for each row, [n, h]."""
+        """Starts to return the experts' results, [n, h]."""
 
     @abstractmethod
     def finish_combine(self) -> Tensor:
-        """The sum of what each token's experts gave, [t, h]."""
+        """Waits, and returns the sum of the results of each token's experts, [t, h]."""
 
 
 class TokenDispatcher(ABC):
-    """Knows which experts are here and which ranks have the others. Raises UserError where they cannot be shared."""
+    """Base class of dispatchers: knows which ranks hold which experts. Raises UserError if the experts cannot be
+    divided among them."""
 
     def __init__(
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
@@ -88,41 +89,42 @@ class TokenDispatcher(ABC):
         self.ep_rank, self.etp_rank = group_rank(self.ep_group), group_rank(self.etp_group)
         self.backend = backend or choose_backend(config)
         self.tells_sizes = True
-        """The experts ask the host how many rows each has: a copy is on its way from the start. Where they do not, it
-        is made only if sizes of exchanges need it."""
+        """True if the experts read the number of their rows on the host; the copy is then started early. If False, it
+        is made only if the sizes of exchanges need it."""
 
     @abstractmethod
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
-        """The exchange of tokens that are routed so."""
+        """Returns the exchange for a routing."""
 
     def of_all_ranks(self, rows: Tensor) -> Tensor:
-        """[n, ...] of each rank that shares the experts -> [etp * ep * n, ...], by etp rank, then by ep rank."""
+        """Gathers rows [n, ...] of all ranks that share the experts: [etp * ep * n, ...], by etp rank, then by ep
+        rank."""
         return gather_rows(gather_rows(rows, self.ep_group), self.etp_group)
 
     def weights_of(self, routing: Routing, copies: Copies, choice: Tensor) -> Tensor:
-        """The router's weight of each copy, [n]."""
+        """Returns the router's weight of each copy, [n]."""
         flat = Copies(choice, copies.places.view(-1, 1))
         return self.backend.permute(routing.weights.reshape(-1, 1), flat)[:, 0]
 
 
 class MoEAlltoAllTokenDispatcher(TokenDispatcher):
-    """Sends each copy of a token to the ranks that hold its expert, and nothing else. How many rows go where is known
-    to the devices only: one small copy a layer brings it to the host."""
+    """Sends each copy of a token to the ranks that hold its expert. Row counts are known on the device only; one small
+    copy per layer brings them to the host."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         return _CopyDispatchCombine(self, routing, turn)
 
 
 class AlltoAllDispatchCombine(DispatchCombine):
-    """One whose rows go to the rank that they are for, and then to all that share its experts' channels. Results come
-    back the same way."""
+    """An exchange that sends rows to their expert parallel rank, and then to all ranks that hold channels of its
+    experts. Results return the same way."""
 
     copies: Copies
-    """The rows that leave, of this rank's tokens."""
+    """The copies of this rank's tokens that are sent."""
     to_experts: Route
     to_channels: Route
     order: Copies | None = None
-    """The rows that experts take, of those that came; None: as they came."""
+    """The order of received rows in which experts compute; None: as received."""
 
     def start_combine(self, results: Tensor) -> None:
         at = self.at
@@ -146,7 +148,7 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
     def __init__(self, at: MoEAlltoAllTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
         super().__init__(at, routing, turn)
         self.counts = run_once_under_recompute((at, "token counts"), self._all_counts)
-        """Of the rows from (etp rank, ep rank) to the experts of an ep rank."""
+        """Number of rows from (etp rank, ep rank) for each expert of an ep rank."""
         self.knows_sizes = at.tells_sizes or at.ep_size * at.etp_size > 1 or routing.kept is not None
         self._on_host: HostCopy | None = None
         if self.knows_sizes:
@@ -191,14 +193,14 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
         return ExpertRows(rows, weights, RowGroups(counts.sum((0, 1)), sizes))
 
     def _sizes(self) -> Tensor:
-        """`counts` on the host."""
+        """Returns `counts` on the host."""
         assert self._on_host is not None
         return self._on_host.wait()
 
 
 class MoEAllGatherTokenDispatcher(TokenDispatcher):
-    """Gathers all tokens of the ranks that share experts, of which each takes those for its own; results are summed
-    over the ranks. All ranks have equally many tokens."""
+    """Gathers all tokens of the ranks that share experts; each rank selects those of its own experts, and results are
+    summed over the ranks. All ranks have equally many tokens."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         return _AllGatherDispatchCombine(self, routing, turn)
@@ -241,7 +243,7 @@ class _AllGatherDispatchCombine(DispatchCombine):
         return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes()))
 
     def _sizes(self) -> list[int] | None:
-        """`counts` on the host; None where nobody asks there."""
+        """Returns `counts` on the host; None if they are not needed there."""
         return None if self._on_host is None else self._on_host.wait().tolist()
 
     def start_combine(self, results: Tensor) -> None:

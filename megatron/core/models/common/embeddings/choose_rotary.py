@@ -1,4 +1,4 @@
-"""Which rotary positions a model has."""
+"""Choice of a model's rotary positions."""
 
 from megatron.core.models.common.embeddings.latent_rotary_embedding import latent_rotary_embedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, rope_scaling_of
@@ -15,11 +15,10 @@ def choose_rotary_embeddings(
     llama3: bool,
     factor: float,
 ) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
-    """Those of the model, if it has any, and those of windowed layers, where they have other frequencies.
-
-    The keywords are a model's `rotary_percent`, `rotary_base`, `seq_len_interpolation_factor`, `rope_scaling` and
-    `rope_scaling_factor`. Of latent attention the config says all, whatever these are.
-    """
+    """Returns the rotary embedding of the model, or None, and that of windowed layers, or None if they have no
+    frequencies of their own. The keywords are a model's `rotary_percent`, `rotary_base`,
+    `seq_len_interpolation_factor`, `rope_scaling` and `rope_scaling_factor`; latent attention takes everything from the
+    config instead."""
     if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
         return latent_rotary_embedding(config), None
     if position_embedding_type != "rope":

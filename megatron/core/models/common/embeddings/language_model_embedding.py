@@ -1,4 +1,4 @@
-"""Embedding of tokens and, if they are learned, of positions."""
+"""Embedding of tokens and, if positions are learned, of positions."""
 
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PositionEmbedding(MegatronModule):
-    """A table of vectors, one a position."""
+    """A table with one vector per position."""
 
     backward_reads_weights = False
 
@@ -30,17 +30,14 @@ class PositionEmbedding(MegatronModule):
         self.weight = new_parameter(config, shape, config.embedding_init_method, **facts)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [...] -> [..., h]."""
+        """Returns the vectors [..., h] of positions int64 [...]."""
         return self.backend.embedding(positions, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """word(token) * embedding_multiplier + position(position), then dropout.
-
-    Under sequence parallelism with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own
-    keywords: `vocab_padding_multiple`, and `tied` and `positions_tied`: another pipeline stage has a copy of the words'
-    table, of the positions'.
-    """
+    """word(token) * embedding_multiplier + position(position), then dropout. Under sequence parallelism with
+    `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own keywords: `vocab_padding_multiple`;
+    `tied` and `positions_tied`: another pipeline stage has a copy of the word table, of the position table."""
 
     backward_reads_weights = False
 
@@ -88,8 +85,8 @@ class LanguageModelEmbedding(MegatronModule):
             )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutRngPosition | None = None) -> Tensor:
-        """int64 [b, s] and [b or 1, s] -> [s, b, h], or this rank's part of it, [s / ranks, b, h]. Nothing is dropped
-        without a `place`, which is that of the tokens that are given back."""
+        """Returns embeddings [s, b, h] for ids int64 [b, s] and positions [b or 1, s], or this rank's part, [s / ranks,
+        b, h]. `place` is the random position of the returned tokens; without it there is no dropout."""
         hidden = self.word_embeddings(input_ids) if self.scatters else self.word_embeddings(input_ids.t())
         multiplier = self.config.embedding_multiplier
         if multiplier != 1.0:

@@ -6,12 +6,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
 def latent_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
-    """Of the `qk_pos_emb_head_dim` channels of a head that know positions; with `rope_type` yarn for rows that are
-    `rotary_scaling_factor` times as long as `original_max_position_embeddings`.
-
-    Channels turn in pairs of neighbours. (In the published models a head is first put in another order, even channels
-    before odd ones, and halves are turned: of queries and of keys alike, so that their products are the same.)
-    """
+    """Returns the rotary embedding of the `qk_pos_emb_head_dim` rotary channels of a head; with `rope_type` yarn for
+    rows that are `rotary_scaling_factor` times as long as `original_max_position_embeddings`. Neighbouring pairs of
+    channels are rotated. (Published models first reorder a head, even channels before odd ones, and rotate halves. They
+    do so for queries and keys alike, so the products are the same.)"""
     scaling = None
     if config.rope_type == "yarn":
         factor = config.rotary_scaling_factor

@@ -1,4 +1,4 @@
-"""Queries that grow with their position, where nothing else tells positions (Llama 4's temperature)."""
+"""Scaling of queries by their position, in layers without rotary positions (Llama 4's temperature)."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def query_scale(config: Any, positions: Tensor) -> Tensor | None:
-    """Factor of queries in layers without rotary positions: int64 [b or 1, s] -> float32 [s, b or 1, 1, 1], by the
-    config's `nope_temperature_scale`; None: 1."""
+    """Returns the factor of queries in layers without rotary positions, by the config's `nope_temperature_scale`:
+    positions int64 [b or 1, s] -> float32 [s, b or 1, 1, 1]. None: 1."""
     scale = config.nope_temperature_scale
     if scale is None:
         return None

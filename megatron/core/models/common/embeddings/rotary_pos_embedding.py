@@ -1,4 +1,4 @@
-"""Rotary positions: from a model's settings and token positions to the angles' cosines and sines."""
+"""Rotary positions: cosines and sines of the angles, from a model's settings and token positions."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from megatron.core.tokens import Tokens, row_lengths
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles position * base^(-2i/r) for i < r/2, with r = kv_channels * rotary_percent channels of each head turned.
+    """Angles position * base^(-2i/r) for i < r/2, where r = kv_channels * rotary_percent channels of each head are
+    rotated. Angles are float32, as in the published models.
 
     `seq_len_interpolation_factor` divides the positions. `rope_scaling` stretches low frequencies by
-    `rope_scaling_factor`, as Llama 3.1; our own `scaling` says it for every known way. Angles are float32, as in the
-    models that were published with them.
+    `rope_scaling_factor`, as in Llama 3.1; our own keyword `scaling` describes any known kind of scaling.
     """
 
     def __init__(
@@ -47,16 +47,17 @@ class RotaryEmbedding(nn.Module):
         self._inverse_frequency = {"cpu": scaled_frequencies(self.turned, rotary_base, scaling)}
 
     def inverse_frequency(self, device: torch.device) -> Tensor:
-        """Radians a position, float32 [r / 2]; kept for each device that asked. Of short rows, where that depends on
-        how long a row is."""
+        """Returns radians per position, float32 [r / 2]; cached by device. If frequencies depend on the row length,
+        those of short rows."""
         key = str(device)
         if key not in self._inverse_frequency:
             self._inverse_frequency[key] = self._inverse_frequency["cpu"].to(device)
         return self._inverse_frequency[key]
 
     def forward(self, positions: Tensor, tokens: Tokens | None = None) -> Rotation:
-        """int64 [b or 1, s] -> the rotation of each token: cosines and sines, float32 [s, b or 1, 1, r / 2]. How long
-        rows and packed documents are `tokens` says; without it they reach from position 0 to the largest one given."""
+        """Returns the rotation of each token for positions int64 [b or 1, s]: cosines and sines, float32 [s, b or 1, 1,
+        r / 2]. `tokens` gives the lengths of rows and packed documents; without it they reach from position 0 to the
+        largest one given."""
         position = positions.t().to(torch.float32)[:, :, None, None]  # [s, b, 1, 1]
         if self.seq_len_interpolation_factor is not None:
             position = position * (1.0 / self.seq_len_interpolation_factor)
@@ -72,8 +73,8 @@ class RotaryEmbedding(nn.Module):
         return Rotation(angle.cos() * amplitude, angle.sin() * amplitude, self.rotary_interleaved)
 
     def check_cache(self, max_sequence_length: int) -> None:
-        """Raises UserError where rows that are written token by token may outgrow frequencies that depend on how long
-        a row is: keys in a cache keep those of the shorter row."""
+        """Raises UserError if generated rows can become longer than the frequencies allow: where these depend on the
+        row length, cached keys keep those of the shorter row."""
         scaling = self.scaling
         if scaling is not None and scaling.depends_on_length and max_sequence_length > scaling.original_length:
             raise UserError(
@@ -84,7 +85,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeScaling | None:
-    """What a TransformerConfig says about frequencies. `llama3` is a published way to say it for that kind alone."""
+    """Returns the rotary scaling of a TransformerConfig. `llama3` is Megatron-LM's argument for that kind alone."""
     kind = config.rope_scaling_type
     if llama3 and kind not in (None, "llama3"):
         raise UserError(f"rope_scaling asks for llama3, rope_scaling_type for {kind}; give one of them")
@@ -106,7 +107,7 @@ def rope_scaling_of(config: Any, factor: float, llama3: bool = False) -> RopeSca
 
 
 def _check_channels(scaling: RopeScaling, turned: int) -> None:
-    """Raises UserError for numbers that do not fit the channels of a head that are turned."""
+    """Raises UserError if a list of divisors does not fit the number of rotated channels."""
     for name, numbers in (("short", scaling.short_factor), ("long", scaling.long_factor)):
         if scaling.kind == "longrope" and len(numbers) != turned // 2:
             raise UserError(

@@ -1,1 +1,1 @@
-"""What models of text have in common."""
+"""Base class of language models."""

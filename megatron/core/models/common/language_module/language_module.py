@@ -1,4 +1,4 @@
-"""Base of the models of text: their groups, and one record of what the tokens of a call are."""
+"""Base class of language models: their process groups, and the record of a call's tokens."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LanguageModule(MegatronModule):
-    """A model of text, or the part of one that a pipeline stage holds."""
+    """A language model, or the part of one on a pipeline stage."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
         super().__init__(config)
