@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.core.ops.moe.grouped_linear import (
     GroupedProducts,
@@ -19,6 +20,9 @@ from megatron.core.ops.moe.grouped_linear import (
 )
 from megatron.core.utils.torch_private import grouped_mm
 
+_BULK_MULTIPLE = 8
+"""Elements of 16 bits in the 16 bytes that the rows of a bulk copy have to be multiples of."""
+
 
 def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
     """Computes `grouped_linear.grouped_product`. Types other than bfloat16 and odd widths use the reference."""
@@ -30,9 +34,22 @@ def grouped_product_cuda(rows: Tensor, weight: Tensor, groups: RowGroups, transp
 
 
 @triton.jit
-def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    total, left, right, ends, out_width, in_width,
-    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr,
+def _masked(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    product, left, right, first, end, o, i, out_width, in_width, ROWS: tl.constexpr
+):
+    """Returns product + left^T right over the rows from `first` to before `end`, at most ROWS of them."""
+    row = first + tl.arange(0, ROWS)
+    there = (row < end)[:, None]
+    row = row.to(tl.int64)[:, None]
+    dy = tl.load(left + row * out_width + o[None, :], mask=there & (o < out_width)[None, :], other=0.0)
+    x = tl.load(right + row * in_width + i[None, :], mask=there & (i < in_width)[None, :], other=0.0)
+    return tl.dot(tl.trans(dy), x, product)
+
+
+@triton.jit
+def _accumulate_kernel(  # type: ignore[no-untyped-def]
+    total, left, right, left_tiles, right_tiles, ends, out_width, in_width,
+    OUT: tl.constexpr, IN: tl.constexpr, ROWS: tl.constexpr, BAND: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(1).to(tl.int64)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
@@ -43,19 +60,23 @@ def _accumulate_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
         band = tl.program_id(0) // (BAND * tiles_in)
         height = tl.minimum(tiles_out - band * BAND, BAND)
         inside_band = tl.program_id(0) % (BAND * tiles_in)
-        o = (band * BAND + inside_band % height) * OUT + tl.arange(0, OUT)
-        i = (inside_band // height) * IN + tl.arange(0, IN)
-        product = tl.zeros((OUT, IN), tl.float32)
-        for first in range(start, end, ROWS):
-            row = first + tl.arange(0, ROWS)
-            there = (row < end)[:, None]
-            row = row.to(tl.int64)[:, None]
-            dy = tl.load(left + row * out_width + o[None, :], mask=there & (o < out_width)[None, :], other=0.0)
-            x = tl.load(right + row * in_width + i[None, :], mask=there & (i < in_width)[None, :], other=0.0)
-            product = tl.dot(tl.trans(dy), x, product)
+        first_out, first_in = (band * BAND + inside_band % height) * OUT, (inside_band // height) * IN
+        o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
         at = total + group * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
         inside = (o < out_width)[:, None] & (i < in_width)[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + product, mask=inside)
+        # Read before the products and not after them: the load is hidden behind those of their factors.
+        product = tl.load(at, mask=inside, other=0.0)
+        if BULK:  # the copy engine does not know where a group ends, so it moves whole tiles only
+            whole = (end - start) // ROWS * ROWS
+            for first in range(start, start + whole, ROWS):
+                dy, x = left_tiles.load([first, first_out]), right_tiles.load([first, first_in])
+                product = tl.dot(tl.trans(dy), x, product)
+            if start + whole < end:
+                product = _masked(product, left, right, start + whole, end, o, i, out_width, in_width, ROWS)
+        else:
+            for first in range(start, end, ROWS):
+                product = _masked(product, left, right, first, end, o, i, out_width, in_width, ROWS)
+        tl.store(at, product, mask=inside)
 
 
 def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
@@ -67,10 +88,23 @@ def accumulate_grouped_product_triton(total: Tensor, left: Tensor, right: Tensor
     number, out_width, in_width = total.shape
     out_tile, in_tile, rows = _tile(out_width, in_width)
     grid = (triton.cdiv(out_width, out_tile) * triton.cdiv(in_width, in_tile), number)
+    left, right = left.contiguous(), right.contiguous()
+    in_bulk = all(_copies_in_bulk(factor) for factor in (left, right))
+    tiles = [
+        TensorDescriptor.from_tensor(factor, [rows, width]) if in_bulk else None
+        for factor, width in ((left, out_tile), (right, in_tile))
+    ]
     _accumulate_kernel[grid](
-        total, left.contiguous(), right.contiguous(), groups.ends, out_width, in_width,
-        OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, num_warps=8, num_stages=3,
+        total, left, right, *tiles, groups.ends, out_width, in_width,
+        OUT=out_tile, IN=in_tile, ROWS=rows, BAND=8, BULK=in_bulk, num_warps=8, num_stages=3,
     )  # fmt: skip
+
+
+def _copies_in_bulk(rows: Tensor) -> bool:
+    """Returns whether the copy engine (bulk tensor copies, capability 9.0 and up) can move tiles of these rows."""
+    if not rows.shape[0] or rows.shape[1] % _BULK_MULTIPLE or rows.data_ptr() % 16:
+        return False
+    return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 def _tile(out_width: int, in_width: int) -> tuple[int, int, int]:
