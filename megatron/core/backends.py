@@ -39,6 +39,7 @@ from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpe
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.ops.rope import apply_rope
+from megatron.core.ops.split_heads import split_heads
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank
 
@@ -54,6 +55,7 @@ class Backend:
     layer_norm: Callable[..., Tensor] = layer_norm
     rms_norm: Callable[..., Tensor] = rms_norm
     apply_rope: Callable[..., Tensor] = apply_rope
+    split_heads: Callable[..., tuple[Tensor, ...]] = split_heads
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
     merge_block: Callable[..., None] = merge_block
@@ -111,6 +113,7 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
         from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
         from megatron.core.ops.rope_triton import apply_rope_triton
+        from megatron.core.ops.split_heads_triton import split_heads_triton
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
@@ -121,6 +124,7 @@ def triton_backend() -> Backend | None:
         layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),
         rms_norm=ByDevice(cpu=rms_norm, cuda=rms_norm_triton),
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
+        split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),
         bias_dropout_add=ByDevice(cpu=bias_dropout_add, cuda=bias_dropout_add_triton),
         merge_block=ByDevice(cpu=merge_block, cuda=merge_block_triton),

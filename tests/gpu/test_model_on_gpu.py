@@ -42,7 +42,9 @@ def test_triton_kernels_equal_their_definitions() -> None:
     triton_agreement.merged_blocks()
 
 
-@pytest.mark.parametrize("check", ["sums", "norms", "norms_of_views", "positions", "biases", "updates"])
+@pytest.mark.parametrize(
+    "check", ["sums", "norms", "norms_of_views", "positions", "parts_of_heads", "biases", "updates"]
+)
 def test_elementwise_kernels_equal_their_definitions(check: str) -> None:
     getattr(elementwise_kernels, check)()
 

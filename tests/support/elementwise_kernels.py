@@ -1,5 +1,5 @@
-"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: kernels that move bytes against their
-definitions in float64: norms, rotary positions, biases, sums and updates of weights."""
+"""Checks that compare kernels which move bytes with their definitions in float64: norms, rotary positions, heads,
+biases, sums and updates of weights. They run in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +17,8 @@ from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
+from megatron.core.ops.split_heads import split_heads
+from megatron.core.ops.split_heads_triton import split_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer.adam_triton import adam_triton
 from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
@@ -123,6 +125,21 @@ def positions() -> None:
             )
 
 
+def parts_of_heads() -> None:
+    """Gradients of queries, gates, keys and values that lie in memory as they like, and of one that nobody used."""
+    for sizes, groups, dtype in (((3, 0, 1, 1), 2, torch.bfloat16), ((2, 2, 1, 1), 1, torch.float64)):
+        found = []
+        for function in (split_heads, split_heads_triton):
+            leaf = values(5, 3, groups, sum(sizes), 10, dtype=dtype).requires_grad_()
+            query, gate, key, value = function(leaf, sizes)
+            assert query.data_ptr() == leaf.data_ptr() and gate.shape == (5, 3, groups, sizes[1], 10)
+            heads = values(3, 5, groups, 10, sizes[0], dtype=dtype).permute(1, 0, 2, 4, 3)
+            total = (query * heads).sum() + (gate * 2).sum() + (key * values(5, 3, groups, 1, 10, dtype=dtype)).sum()
+            (total + value.sum() if groups == 1 else total).backward()
+            found.append(leaf.grad)
+        assert found[0] is not None and torch.equal(*found), sizes
+
+
 def sums() -> None:
     for shape, dtype, total in (
         ((5, 7), torch.float32, torch.float32),
@@ -192,13 +209,3 @@ def updates() -> None:
             assert not copy.any()
         else:
             agree(copy, exact[0], 1.0, "the model's weights")
-
-
-if __name__ == "__main__":
-    sums()
-    norms()
-    norms_of_views()
-    positions()
-    biases()
-    updates()
-    print("agree")

@@ -31,7 +31,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annota
 
 
 def bias_add_triton(inputs: Tensor, bias: Tensor, residual: Tensor | None) -> Tensor:
-    """residual + inputs + bias ([t, h], [h]), summed in float32 and rounded once, for types of at most 32 bits."""
+    """Returns residual + inputs + bias ([t, h], [h]), summed in float32 and rounded once; not for float64."""
     return _BiasAdd.apply(inputs, bias, residual)
 
 

@@ -13,22 +13,25 @@ from megatron.core.ops.cross_entropy import SPENT, VocabularyPart, combine, cros
 
 _COLUMNS = 4096
 """Logits of one row that a program reads at once."""
+_STEPS = 4
+"""How many of these one lane of the statistics takes."""
 
 
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]
-    log_sum, chosen, logits, labels, columns, first, count, COLUMNS: tl.constexpr,
+    log_sum, chosen, logits, labels, columns, first, count, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    # Each lane keeps a maximum and a sum of its own, which it rescales once for the STEPS logits that it takes at once.
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, COLUMNS)
-    largest = tl.full((COLUMNS,), -float("inf"), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, count, COLUMNS):
-        inside = start + offsets < count
-        part = tl.load(logits + row * columns + start + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        new_largest = tl.maximum(largest, part)
+    offsets = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    largest = tl.full((LANES,), -float("inf"), tl.float32)
+    total = tl.zeros((LANES,), tl.float32)
+    for start in range(0, count, STEPS * LANES):
+        at = logits + row * columns + start + offsets
+        part = tl.load(at, mask=start + offsets < count, other=-float("inf")).to(tl.float32)
+        new_largest = tl.maximum(largest, tl.max(part, 0))
         safe = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - safe) + tl.exp(part - safe)
+        total = total * tl.exp(largest - safe) + tl.sum(tl.exp(part - safe[None, :]), 0)
         largest = new_largest
     row_largest = tl.max(largest, 0)
     safe_row_largest = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank may hold padding only
@@ -86,8 +89,9 @@ class _CrossEntropy(torch.autograd.Function):
         log_sum = torch.empty(rows, dtype=torch.float32, device=logits.device)
         chosen = torch.empty_like(log_sum)
         _statistics_kernel[(rows,)](
-            log_sum, chosen, logits, labels, columns, part.first, part.count, COLUMNS=_COLUMNS, num_warps=8
-        )
+            log_sum, chosen, logits, labels, columns, part.first, part.count,
+            STEPS=_STEPS, LANES=_COLUMNS // _STEPS, num_warps=4,
+        )  # fmt: skip
         loss, log_sum = combine(log_sum, chosen, None, labels, part, 0.0, group)
         ctx.save_for_backward(logits, labels, log_sum)
         ctx.part, ctx.overwrite, ctx.spent = part, overwrite, False

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm on a GPU, one pass over the rows in forward and one in backward.
+"""LayerNorm and RMSNorm on a GPU: one kernel in forward and one in backward.
 
-Forward keeps the input and one or two float32 numbers a row. In backward each program takes many rows, adds up their
-part of the weight's and the bias's gradient in registers, and writes it once; a second kernel sums these parts.
+Forward keeps the input and one or two float32 numbers for each row. In backward each program sums its rows' part of
+the gradients of weight and bias in registers and writes it once; a second kernel sums these parts.
 """
 
 from typing import Any
@@ -19,12 +19,10 @@ _WIDEST = 16384
 """Channels of a row that fit into one program's registers."""
 _PROGRAMS = 4
 """Programs of backward for each multiprocessor."""
-_TILE = 2048
-"""Elements that a program takes at once, where a row is no longer than that."""
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     output, means, inverses, inputs, weight, bias, rows, width, stride, epsilon,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -52,11 +50,11 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate an
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
     inputs_gradient, weight_parts, bias_parts, gradient, inputs, weight, means, inverses,
     rows, width, gradient_stride, stride,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -67,7 +65,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         if ZERO_CENTERED:
             factor += 1.0
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         there = (row < rows)[:, None] & inside[None, :]
         x = tl.load(inputs + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
@@ -96,7 +94,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm_triton(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False) -> Tensor:
-    """As `norm.rms_norm`, which computes float64 and rows of more than 16,384 channels."""
+    """Computes `norm.rms_norm` in one kernel. Float64 and rows of more than 16,384 channels use the reference."""
     if not _takes(inputs, weight):
         return rms_norm(inputs, weight, epsilon, zero_centered)
     return _Norm.apply(inputs, weight, None, epsilon, zero_centered, False)
@@ -105,7 +103,7 @@ def rms_norm_triton(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_
 def layer_norm_triton(
     inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
 ) -> Tensor:
-    """As `norm.layer_norm`, which computes float64 and rows of more than 16,384 channels."""
+    """Computes `norm.layer_norm` in one kernel. Float64 and rows of more than 16,384 channels use the reference."""
     if not _takes(inputs, weight):
         return layer_norm(inputs, weight, bias, epsilon, zero_centered)
     return _Norm.apply(inputs, weight, bias, epsilon, zero_centered, True)
@@ -139,7 +137,7 @@ class _Norm(torch.autograd.Function):
         ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
         if output.numel():
             tile = _tile(width)
-            _forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
+            _norm_forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
                 output, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
                 CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
                 ZERO_CENTERED=zero_centered, **tile,
@@ -154,13 +152,13 @@ class _Norm(torch.autograd.Function):
         width = inputs.shape[-1]
         x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
         inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-        tile = _tile(width)
+        tile = _backward_tile(width, x.element_size() + dy.element_size())
         programs = max(1, min(triton.cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
         sums = [
             torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
             for needed in (needs_weight, needs_bias)
         ]
-        _backward_kernel[(programs,)](
+        _norm_backward_kernel[(programs,)](
             inputs_gradient, *sums, dy, x, None if weight is None else weight.detach(), means, inverses,
             x.shape[0], width, dy.stride(0), x.stride(0),
             CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
@@ -171,12 +169,24 @@ class _Norm(torch.autograd.Function):
 
 
 def _as_rows(tensor: Tensor, width: int) -> Tensor:
-    """[..., width] as [rows, width] whose rows are contiguous; a view where the rows are evenly spaced."""
+    """Returns [..., width] as [rows, width] with contiguous rows; a view where the rows are evenly spaced."""
     rows = tensor.reshape(-1, width)
     return rows if rows.stride(1) == 1 or width == 1 else rows.contiguous()
 
 
 def _tile(width: int) -> dict[str, int]:
+    """Returns the rows and channels of a program; the fastest of those tried on an H200."""
     channels = triton.next_power_of_2(width)
-    rows = max(1, _TILE // channels)
-    return {"ROWS": rows, "WIDTH": channels, "num_warps": max(4, min(16, channels // 512))}
+    rows = 1 if channels >= 2048 else 4096 // channels
+    return {"ROWS": rows, "WIDTH": channels, "num_warps": max(4, min(16, channels // 1024))}
+
+
+def _backward_tile(width: int, element_bytes: int) -> dict[str, int]:
+    """Returns the rows and channels of a program of the backward, and how many stages its loop is pipelined in: three
+    where the rows of both tensors, `element_bytes` together, leave shared memory for several programs."""
+    channels = triton.next_power_of_2(width)
+    if channels <= 256:
+        return {"ROWS": 4096 // channels, "WIDTH": channels, "STAGES": 1, "num_warps": 8}
+    rows = max(1, 2048 // channels)
+    stages = 3 if rows * channels * element_bytes <= 32768 else 1
+    return {"ROWS": rows, "WIDTH": channels, "STAGES": stages, "num_warps": max(4, min(16, channels // 256))}

@@ -1,4 +1,4 @@
-"""Rotary positions on a GPU, one pass in forward and one in backward, over heads as they lie in packed projections."""
+"""Rotary positions on a GPU: one kernel in forward and one in backward, which read heads inside a packed projection."""
 
 import math
 from typing import Any
@@ -50,7 +50,7 @@ def _rope_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 
 
 def apply_rope_triton(heads: Tensor, rotation: Rotation) -> Tensor:
-    """As `rope.apply_rope`, which turns float64. The products are added in float32 and rounded once."""
+    """Computes `rope.apply_rope` in one kernel; sums in float32 and rounds once. Float64 uses the reference."""
     if heads.dtype is torch.float64:
         return apply_rope(heads, rotation)
     return _Rope.apply(heads, rotation)
@@ -71,7 +71,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, first: int, back: bool) -> Tensor:
-    """Turn `heads` by the angles, or back."""
+    """Returns `heads` turned by the angles, or turned back."""
     if heads.stride(-1) != 1:
         heads = heads.contiguous()
     cos, sin = (_last_contiguous(angles) for angles in (cos, sin))
@@ -98,5 +98,5 @@ def _last_contiguous(angles: Tensor) -> Tensor:
 
 
 def _stride(angles: Tensor) -> int:
-    """Between the rows of a batch: 0 where all have the same angles."""
+    """Returns the stride between the rows of a batch: 0 if all rows have the same angles."""
     return 0 if angles.shape[1] == 1 else angles.stride(1)

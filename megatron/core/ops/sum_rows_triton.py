@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 32
+_ROWS = 64
 """Rows that a program adds up at once."""
-_COLUMNS = 128
+_COLUMNS = 64
 """Columns of one program."""
+_PROGRAMS = 8
+"""Programs for each multiprocessor."""
 _MANY_ROWS = 1024
 """From this many rows on the sum is split over more programs than there are blocks of columns."""
 
@@ -33,8 +35,8 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate a
 
 
 def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of `rows` [n, width] over its first dimension, [width], accumulated in float32 and rounded once to
-    `dtype` (default: the rows' type). Float64 is left to torch."""
+    """Returns the sum of `rows` [n, width] over the first dimension, [width]. It is accumulated in float32 and rounded
+    once to `dtype` (default: the rows' type); torch computes float64."""
     dtype = dtype or rows.dtype
     if torch.float64 in (rows.dtype, dtype):
         return rows.sum(0, dtype=dtype)
@@ -42,7 +44,8 @@ def sum_rows_triton(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     count, width = rows.shape
     parts = 1
     if count >= _MANY_ROWS:
-        parts = max(1, min(4 * num_multiprocessors(rows.device) // triton.cdiv(width, _COLUMNS), count // (8 * _ROWS)))
+        programs = _PROGRAMS * num_multiprocessors(rows.device)
+        parts = max(1, min(programs // triton.cdiv(width, _COLUMNS), count // (8 * _ROWS)))
     if parts > 1:
         partial = torch.empty(parts, width, dtype=torch.float32, device=rows.device)
         _launch(partial, rows, parts)
@@ -62,5 +65,5 @@ def _launch(totals: Tensor, rows: Tensor, parts: int) -> None:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 2 for a CPU, where Triton's interpreter runs programs one after the other."""
+    """Returns the number of multiprocessors of a GPU, and 2 for a CPU, where Triton's interpreter runs the programs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

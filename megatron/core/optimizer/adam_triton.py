@@ -12,7 +12,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.optimizer.update_rules import StepInputs
 
-_BLOCK = 2048
+_BLOCK = 1024
 """Elements that a program updates."""
 
 

@@ -164,9 +164,9 @@ class SelfAttention(MegatronModule):
         has_gate = self.config.attention_output_gate
         sizes = [a // g, a // g if has_gate else 0, 1, 1]
         heads = as_heads(qkv, inputs.tokens, g).unflatten(-1, (sum(sizes), d))
-        query, gate, key, value = heads.split(sizes, -2)  # one copy in backward puts the gradients together
+        query, gates, key, value = self.backend.split_heads(heads, sizes)
         key, value = key.squeeze(-2), value.squeeze(-2)
-        gate = gate.flatten(2) if has_gate else None
+        gate = gates.flatten(2) if has_gate else None
         if clip is not None:
             query, key, value = (heads.clamp(-clip, clip) for heads in (query, key, value))
         if not self.norms_after_rope:

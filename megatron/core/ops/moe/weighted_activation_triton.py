@@ -20,8 +20,10 @@ from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_trit
 _KINDS = {F.silu: 0, gelu_tanh: 1, gelu_erf: 2, F.gelu: 2, quick_gelu: 3, squared_relu: 4, F.relu: 5}
 _BLOCK = 1024
 """Channels that one program computes."""
-_ROWS, _COLUMNS = 8, 256
+_ROWS, _COLUMNS = 16, 256
 """Rows and channels of one program of the backward that also sums a bias's gradient."""
+_PROGRAMS = 8
+"""Such programs for each multiprocessor."""
 _NANS = tl.constexpr(tl.PropagateNan.ALL)
 """Propagates NaN like torch.maximum, so that a NaN reaches the loss and is noticed."""
 
@@ -32,11 +34,10 @@ def _activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton 
     if KIND == 0:  # x sigmoid(x)
         s = tl.sigmoid(x)
         value, slope = x * s, s * (1.0 + x * (1.0 - s))
-    elif KIND == 1:  # tanh(u) = 2 sigmoid(2 u) - 1
-        u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        t = 2.0 * tl.sigmoid(2.0 * u) - 1.0
-        value = 0.5 * x * (1.0 + t)
-        slope = 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    elif KIND == 1:  # (1 + tanh(u)) / 2 = sigmoid(2 u) = s, u = sqrt(2 / pi) (x + 0.044715 x^3)
+        s = tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * x * x))
+        value = x * s
+        slope = s * (1.0 + (1.0 - s) * x * (1.5957691216057308 + 0.21406444881780076 * x * x))
     elif KIND == 2:
         phi = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         value, slope = x * phi, phi + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
@@ -55,7 +56,7 @@ def _activate(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton 
 def _differentiate(  # type: ignore[no-untyped-def]
     gate, up, clamp, up_offset, KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr
 ):
-    """The activation, and its derivatives with respect to gate and up (not gated: the product, and nothing)."""
+    """Returns the activation and its derivatives by gate and by up; without a gate the first is by the product."""
     value, slope = _activate(tl.minimum(gate, clamp, _NANS) if CLAMPED else gate, KIND)
     up_slope = value
     if GATED:
@@ -68,7 +69,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     output, product, bias, weights, ffn, clamp, up_offset,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,7 +93,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _activation_backward_kernel(  # type: ignore[no-untyped-def]
     product_gradient, weights_gradient, gradient, product, weights, ffn, clamp, up_offset,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +121,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _biased_backward_kernel(  # type: ignore[no-untyped-def]
+def _biased_activation_backward_kernel(  # type: ignore[no-untyped-def]
     product_gradient, bias_parts, gradient, product, bias, rows, ffn, rows_per_program, clamp, up_offset,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +188,7 @@ class _WeightedActivation(torch.autograd.Function):
         weights_gradient = None if weights is None else torch.empty_like(weights)
         ffn = gradient.shape[-1]
         if gradient.numel():
-            _backward_kernel[(gradient.numel() // ffn,)](
+            _activation_backward_kernel[(gradient.numel() // ffn,)](
                 product_gradient, weights_gradient, gradient.contiguous(), product, weights, ffn,
                 *_numbers(ctx.activation), **_facts(ctx.activation), WEIGHTED=weights is not None, BLOCK=_block(ffn),
             )  # fmt: skip
@@ -209,12 +210,12 @@ class _BiasedActivation(torch.autograd.Function):
         (product,), bias, ffn = ctx.saved_tensors, ctx.bias.detach(), gradient.shape[-1]
         product_gradient = torch.empty_like(product)
         rows, blocks = gradient.numel() // ffn, triton.cdiv(ffn, _COLUMNS)
-        parts = max(1, min(8 * num_multiprocessors(gradient.device) // blocks, triton.cdiv(rows, _ROWS)))
+        parts = max(1, min(_PROGRAMS * num_multiprocessors(gradient.device) // blocks, triton.cdiv(rows, _ROWS)))
         per_program = triton.cdiv(triton.cdiv(rows, parts), _ROWS) * _ROWS
         bias_parts = torch.empty(parts, product.shape[-1], dtype=torch.float32, device=gradient.device)
-        _biased_backward_kernel[(blocks, parts)](
+        _biased_activation_backward_kernel[(blocks, parts)](
             product_gradient, bias_parts, gradient.contiguous(), product, bias, rows, ffn, per_program,
-            *_numbers(ctx.activation), **_facts(ctx.activation), ROWS=_ROWS, COLUMNS=_COLUMNS,
+            *_numbers(ctx.activation), **_facts(ctx.activation), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8,
         )  # fmt: skip
         return product_gradient, sum_rows_triton(bias_parts, bias.dtype), None
 
@@ -224,7 +225,7 @@ def _activated(product: Tensor, bias: Tensor | None, weights: Tensor | None, act
     output = product.new_empty(*product.shape[:-1], ffn)
     if output.numel():
         block = _block(ffn)
-        _forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
+        _activation_forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
             output, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
             BIASED=bias is not None, WEIGHTED=weights is not None, BLOCK=block,
         )  # fmt: skip
