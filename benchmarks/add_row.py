@@ -1,0 +1,71 @@
+"""Compares a run of tools/bench.py with an anchor's log and appends the pair to a list of rows (see compare.sh)."""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_SPEED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \| throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")
+_LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
+_OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
+_MEMORY = re.compile(r"max allocated: ([0-9.]+)")
+
+
+def read_anchor(log: str) -> dict[str, Any]:
+    """What an anchor's log says: the median of its iterations or intervals but for the first, memory, last loss."""
+    speeds = [(float(ms), float(tflops)) for ms, tflops in _SPEED.findall(log)][1:]
+    if not speeds:
+        raise SystemExit("the anchor's log has no line of speed after its first")
+    losses, memory = _LOSS.findall(log), _MEMORY.findall(log)
+    return {
+        "milliseconds": statistics.median(ms for ms, _ in speeds),
+        "tflops": statistics.median(tflops for _, tflops in speeds),
+        "peak_memory_gb": round(float(memory[-1]) * 2**20 / 1e9, 2) if memory else None,
+        "loss": float(losses[-1]) if losses else None,
+    }
+
+
+def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: str = "") -> dict[str, Any]:
+    """One row of the results: `ratio` is the anchor's time over ours for the same batch."""
+    cell, _, layout = name.partition("/")
+    tokens = ours["tokens_per_second"] * ours["milliseconds"] / 1000
+    anchor = anchor | {"tokens_per_second": round(tokens / anchor["milliseconds"] * 1000, 1), "flags": anchor_flags}
+    return {
+        "cell": cell,
+        "gpus": ours["gpus"],
+        "layout": layout or "1",
+        "precision": "bf16",
+        "ratio": round(anchor["milliseconds"] / ours["milliseconds"], 3),
+        "ours": {name: ours[name] for name in _OURS},
+        "anchor": anchor,
+        "zipf": ours["zipf"],
+        "flags": ours["flags"],
+        "device": ours["device"],
+        "sm_clock_mhz": ours["sm_clock_mhz"],
+        "torch": ours["torch"],
+        "date": ours["date"],
+        "commit": ours["commit"],
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", help="cell, or cell/layout")
+    parser.add_argument("ours", type=Path, help="what tools/bench.py --json wrote")
+    parser.add_argument("anchor", type=Path, help="the anchor's log")
+    parser.add_argument("results", type=Path, help="a JSON list, made if it is not there")
+    parser.add_argument("--anchor-flags", default="", help="more flags of the anchor, to be recorded")
+    args = parser.parse_args(words)
+    ours = json.loads(args.ours.read_text())
+    found = row(args.name, ours, read_anchor(args.anchor.read_text()), args.anchor_flags)
+    rows = json.loads(args.results.read_text()) if args.results.exists() else []
+    args.results.write_text(json.dumps([*rows, found], indent=1) + "\n")
+    pair = (f"{side} {found[side]['tflops']} TFLOP/s ({found[side]['milliseconds']} ms)" for side in ("ours", "anchor"))
+    print(f"{args.name}: {', '.join(pair)}: ratio {found['ratio']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""tools/bench.py measures any run; its cells are valid command lines; benchmarks/ compares it with an anchor's log."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import add_row
+from megatron.training.arguments import configure
+from tools.bench import RandomDocuments, main, read_options
+from tools.bench_cells import CELLS
+
+TINY = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --global-batch-size 4 --vocab-size 50 --num-workers 0 --warmup 1 --steps 3"
+)
+LOG = """
+ iteration  5/ 20 | elapsed time per iteration (ms): 900.0 | throughput per GPU (TFLOP/s/GPU): 9.0 | lm loss: 1.1E+01 |
+ iteration 10/ 20 | elapsed time per iteration (ms): 50.0 | throughput per GPU (TFLOP/s/GPU): 162.0 | lm loss: 1.0E+01 |
+ iteration 15/ 20 | elapsed time per iteration (ms): 52.0 | throughput per GPU (TFLOP/s/GPU): 160.0 | lm loss: 9.5E+00 |
+[Rank 0] max allocated: 1000.00 | max reserved: 1200.00
+"""
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_are_valid_command_lines(cell: str) -> None:
+    options, flags = read_options([cell, "--steps", "30", "--micro-batch-size", "1", "--zipf", "0"])
+    config = configure(flags)
+    assert (options.cell, options.steps, options.zipf) == (cell, 30, 0.0)
+    assert config.training.train_iters == 35 and config.training.micro_batch_size == 1
+    assert config.transformer.params_dtype is torch.bfloat16 and config.transformer.hidden_dropout == 0.0
+
+
+def test_an_unknown_cell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["GPT5"])
+    assert "GPT5 is no cell: GPT125M, LLAMA1B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("exponent", "first", "last"), [(0.0, 0.25, 0.25), (1.0, 0.43, 0.14), (2.0, 0.62, 0.06)])
+def test_frequencies_of_tokens(exponent: float, first: float, last: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tokenizer:
+        vocab_size, eod = 4, 9
+
+    monkeypatch.setattr(RandomDocuments, "exponent", exponent)
+    documents = RandomDocuments(Tokenizer())
+    tokens = torch.cat([torch.from_numpy(documents[number]) for number in range(40)])
+    assert len(documents[3]) == documents.sequence_lengths[3] and (tokens == 9).sum() == 40
+    shares = torch.bincount(tokens[tokens != 9], minlength=4) / (tokens != 9).sum()
+    assert len(shares) == 4 and shares[0] == pytest.approx(first, abs=0.02)
+    assert shares[3] == pytest.approx(last, abs=0.02)
+
+
+def test_a_run_is_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours, results = tmp_path / "ours.json", tmp_path / "rows.json"
+    main([*TINY.split(), "--json", str(ours)])
+    assert "3 steps), " in capsys.readouterr().out
+    row = json.loads(ours.read_text())
+    assert row["fastest"] <= row["milliseconds"] <= row["slowest"] and row["steps"] == 3
+    assert row["tokens_per_second"] == pytest.approx(64 / row["milliseconds"] * 1000, rel=0.01)
+    assert 3.5 < row["loss"] < 4.5 and row["tflops"] >= 0.0 and row["mfu"] is None
+    (tmp_path / "anchor.log").write_text(LOG)
+    for _ in range(2):
+        add_row.main(["TINY/tp2", str(ours), str(tmp_path / "anchor.log"), str(results)])
+    rows = json.loads(results.read_text())
+    assert len(rows) == 2 and rows[0]["cell"] == "TINY" and rows[0]["layout"] == "tp2"
+    assert rows[0]["anchor"]["milliseconds"] == 51.0 and rows[0]["anchor"]["peak_memory_gb"] == 1.05
+    assert rows[0]["ratio"] == pytest.approx(51.0 / row["milliseconds"], abs=1e-3)

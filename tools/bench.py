@@ -1,0 +1,295 @@
+"""How fast training is:   python tools/bench.py LLAMA1B
+
+Trains a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, on random
+tokens: a few steps to warm up, then at least 20 that are timed, with optimizer, clipping and logging. Prints the median
+step, model FLOPs and tokens a second, memory and the last loss. Flags after the name of a model override the model's.
+`--kernels` traces one more step and prints its time by kind of kernel. On several GPUs:
+
+    torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
+"""
+
+import argparse
+import collections
+import datetime
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+
+import pretrain_gpt
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDataset
+from megatron.core.transformer.layer_costs import training_flops
+from megatron.training import training
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.training.hooks.hook import Hook
+from megatron.training.launch.errors import exit_with_problems
+from megatron.training.logging.flops import peak_tflops
+from megatron.training.providers import Context, Providers, SampleCounts
+from megatron.training.tokenizer.build import padded_vocab_size
+from tools.bench_cells import CELLS, COMMON
+
+_KINDS = {
+    "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel",
+    "attention": r"sdpa|flash|fmha|cudnn|_merge",
+    "communication": r"nccl",
+    "norms": r"_norm_|layer_norm",
+    "activations": r"_activation_",
+    "rotary positions, packed gradients": r"_rope|_join",
+    "loss": r"_statistics|_gradient_kernel",
+    "update and gradient norm": r"_adam|LpNorm|FusedAdam",
+    "dispatch of experts": r"_rows_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
+    "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
+}
+"""Kinds of kernels, by their names; the first that fits counts."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of the measurement, beside the flags of the run."""
+
+    cell: str | None
+    warmup: int
+    steps: int
+    zipf: float
+    kernels: bool
+    json: Path | None
+
+    @property
+    def iterations(self) -> int:
+        return self.warmup + self.steps + self.kernels
+
+
+class RandomDocuments(MockGPTLowLevelDataset):
+    """Documents of random tokens; token i is as frequent as (i + 1)^-`exponent`."""
+
+    exponent = 1.0
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        random, vocabulary = np.random.default_rng((self.seed, idx)), self.tokenizer.vocab_size
+        share = random.random(int(self.sequence_lengths[idx]) - 1)
+        # The inverse of the continuous distribution: density x^-exponent from 1 to vocabulary + 1.
+        if self.exponent == 1.0:
+            place = (vocabulary + 1.0) ** share
+        else:
+            power = 1.0 - self.exponent
+            place = (1.0 + share * ((vocabulary + 1.0) ** power - 1.0)) ** (1.0 / power)
+        return np.append(np.minimum(place.astype(np.int64) - 1, vocabulary - 1), self.tokenizer.eod)
+
+
+class RandomDataset(MockGPTDataset):
+    """Samples of `RandomDocuments`."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: Any) -> RandomDocuments:
+        return RandomDocuments(config.tokenizer)
+
+
+def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
+    """Random tokens for every split that is asked for."""
+    config = gpt_dataset_config(context.config, context.tokenizer)
+    sizes = [counts.train, counts.valid, counts.test]
+    return BlendedMegatronDatasetBuilder(RandomDataset, sizes, lambda: True, config).build()
+
+
+class Stopwatch(Hook):
+    """When each timed step ended, on the device; and what one more step's kernels took."""
+
+    def __init__(self, context: Context, options: Options) -> None:
+        self.context, self.options = context, options
+        self.on_gpu = context.environment.device.type == "cuda"
+        self.marks: list[Any] = []
+        self.clock: int | None = None
+        self.profiler: Any = None
+        self.finished = False
+
+    def before_step(self, iteration: int) -> None:
+        if self.options.kernels and iteration == self.options.warmup + self.options.steps:
+            torch.cuda.synchronize()
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+
+    def after_step(self, iteration: int) -> None:
+        if self.profiler is not None:
+            torch.cuda.synchronize()
+            self.profiler.stop()
+        elif iteration >= self.options.warmup:
+            mark: Any = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter()
+            if self.on_gpu:
+                mark.record()
+            self.marks.append(mark)
+        if self.on_gpu and iteration == self.options.warmup + self.options.steps // 2:
+            self.clock = _clock_rate()
+
+    def on_exit(self, iteration: int) -> None:
+        self.finished = iteration == self.options.iterations
+
+    def milliseconds(self) -> list[float]:
+        """Of each timed step."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            return [begin.elapsed_time(end) for begin, end in pairs]
+        return [(end - begin) * 1000 for begin, end in pairs]
+
+
+def _clock_rate() -> int | None:
+    try:
+        return torch.cuda.clock_rate()
+    except (ImportError, RuntimeError):  # needs pynvml
+        return None
+
+
+def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """What is asked of the measurement, and the flags of the run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps")
+    parser.add_argument(
+        "--zipf", type=float, default=1.0, metavar="S", help="token i is as frequent as i^-S; 0: all alike"
+    )
+    parser.add_argument("--kernels", action="store_true", help="print where one more step goes (on a GPU)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--flags", action="store_true", help="print the flags of the cell and stop")
+    parser.usage = f"%(prog)s [{' | '.join(CELLS)}] [options] [flags of pretrain_gpt.py]"
+    cell = words[0] if words and not words[0].startswith("-") else None
+    if cell is not None and cell not in CELLS:
+        parser.error(f"{cell} is no cell: {', '.join(CELLS)}")
+    args, flags = parser.parse_known_args(words[cell is not None :])
+    model = [*CELLS[cell].split(), "--bf16"] if cell is not None else []
+    if args.flags:
+        print(*model, *flags)
+        raise SystemExit(0)
+    if args.kernels and not torch.cuda.is_available():
+        parser.error("--kernels needs a GPU")
+    options = Options(cell, args.warmup, args.steps, args.zipf, args.kernels, args.json)
+    return options, [*COMMON.split(), *model, *flags, "--train-iters", str(options.iterations)]
+
+
+def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
+    """Trains; returns the results on the rank that logs, None elsewhere."""
+    watches: list[Stopwatch] = []
+    RandomDocuments.exponent = options.zipf
+
+    def build_hooks(context: Context) -> list[Hook]:
+        watches.append(Stopwatch(context, options))
+        return [*watches]
+
+    providers = Providers(
+        pretrain_gpt.build_model, build_datasets, pretrain_gpt.build_forward_step, build_hooks=build_hooks
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "metrics.jsonl"
+        try:
+            config = configure([*flags, "--metrics-path", str(metrics)])
+        except ConfigurationError as error:
+            exit_with_problems(error)
+        training.run_pretraining(config, providers, time.monotonic())
+        watch = watches[0]
+        if not watch.finished:
+            raise SystemExit("the run ended early: nothing was measured")
+        if not watch.context.environment.logs:
+            return None
+        losses = [json.loads(line).get("lm loss") for line in metrics.read_text().splitlines()]
+    return results(options, flags, watch, [loss for loss in losses if loss is not None][-1]), watch
+
+
+def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -> dict[str, Any]:
+    """The row of a run."""
+    config, device = watch.context.config, watch.context.environment.device
+    world = watch.context.environment.world_size
+    times = watch.milliseconds()
+    seconds, length = statistics.median(times) / 1000, config.data.seq_length
+    batch = config.training.global_batch_size
+    assert length is not None and batch is not None
+    vocabulary = padded_vocab_size(
+        watch.context.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
+    )
+    flops = training_flops(config.transformer, vocabulary, length, batch)
+    tflops, peak = flops / seconds / world / 1e12, peak_tflops(device, config.transformer.params_dtype)
+    return {
+        "cell": options.cell,
+        "gpus": world,
+        "device": torch.cuda.get_device_name(device) if watch.on_gpu else "CPU",
+        "milliseconds": round(seconds * 1000, 2),
+        "fastest": round(min(times), 2),
+        "slowest": round(max(times), 2),
+        "steps": len(times),
+        "tokens_per_second": round(batch * length / seconds, 1),
+        "tflops": round(tflops, 2),
+        "mfu": None if peak is None else round(tflops / peak, 4),
+        "peak_memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if watch.on_gpu else None,
+        "sm_clock_mhz": watch.clock,
+        "loss": loss,
+        "zipf": options.zipf,
+        "flags": " ".join(flags),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit(),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, if git knows it; $COMMIT names it where the code was copied without its history."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return done.stdout.strip() or None
+
+
+def print_kernels(profiler: Any) -> None:
+    """Milliseconds of the traced step by kind of kernel, and its longest kernels."""
+    kinds: collections.Counter[str] = collections.Counter()
+    names: collections.Counter[str] = collections.Counter()
+    for event in profiler.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            kind = next((kind for kind, names in _KINDS.items() if re.search(names, event.key)), "other")
+            kinds[kind] += event.self_device_time_total / 1000
+            names[f"{event.count:5d} x {event.key[:110]}"] += event.self_device_time_total / 1000
+    print(f"{sum(kinds.values()):10.2f} ms of kernels in one step")
+    for table in (kinds.most_common(), names.most_common(16)):
+        print(*(f"{ms:10.2f} ms  {name}" for name, ms in table), sep="\n")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    options, flags = read_options(sys.argv[1:] if words is None else words)
+    measured = measure(options, flags)
+    if measured is None:
+        return
+    row, watch = measured
+    mfu, memory = (row[name] if row[name] is not None else "?" for name in ("mfu", "peak_memory_gb"))
+    print(
+        f"{row['cell'] or 'model'}: {row['milliseconds']} ms a step ({row['fastest']} to {row['slowest']}, "
+        f"{row['steps']} steps), {row['tflops']} TFLOP/s, MFU {mfu}, {row['tokens_per_second']:.0f} tokens/s, "
+        f"{memory} GB, loss {row['loss']:.4f}"
+    )
+    if watch.profiler is not None:
+        print_kernels(watch.profiler)
+    if options.json is not None:
+        options.json.write_text(json.dumps(row, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
