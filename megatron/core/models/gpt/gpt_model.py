@@ -8,9 +8,8 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.models.common.embeddings.choose_rotary import choose_rotary_embeddings
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.query_scale import query_scale
+from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings, query_scale
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.predictions import (

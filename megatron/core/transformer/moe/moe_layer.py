@@ -15,15 +15,26 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.dispatchers import DISPATCHERS
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.flex_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import ExpertRows
+from megatron.core.transformer.moe.token_dispatcher import (
+    ExpertRows,
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    TokenDispatcher,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+DISPATCHERS: dict[str, type[TokenDispatcher]] = {
+    "allgather": MoEAllGatherTokenDispatcher,
+    "alltoall": MoEAlltoAllTokenDispatcher,
+    "flex": MoEFlexTokenDispatcher,
+}
+"""The token dispatchers by `moe_token_dispatcher_type`. All compute the same result."""
 _PARTS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 
 

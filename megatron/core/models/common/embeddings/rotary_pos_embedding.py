@@ -1,4 +1,4 @@
-"""Rotary positions: cosines and sines of the angles, from a model's settings and token positions."""
+"""Positions of tokens in attention: rotary embeddings, as a model's settings describe them, and scales of queries."""
 
 from typing import Any
 
@@ -8,8 +8,14 @@ from torch import Tensor, nn
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.ops.rope import Rotation
-from megatron.core.ops.rope_frequencies import RopeScaling, frequencies_of_length, scaled_frequencies
+from megatron.core.ops.rope_frequencies import (
+    RopeScaling,
+    frequencies_of_length,
+    scaled_frequencies,
+    yarn_concentration,
+)
 from megatron.core.tokens import Tokens, row_lengths
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 class RotaryEmbedding(nn.Module):
@@ -116,3 +122,69 @@ def _check_channels(scaling: RopeScaling, turned: int) -> None:
             )
     if scaling.kind == "dynamic" and turned <= 2:
         raise UserError(f"rope_scaling_type dynamic: {turned} channels of a head are turned; it takes 4 at least")
+
+
+def choose_rotary_embeddings(
+    config: TransformerConfig,
+    position_embedding_type: str,
+    *,
+    percent: float,
+    base: float,
+    interpolation: float | None,
+    llama3: bool,
+    factor: float,
+) -> tuple[RotaryEmbedding | None, RotaryEmbedding | None]:
+    """Returns the rotary embedding of the model, or None, and that of windowed layers, or None if they have no
+    frequencies of their own. The keywords are a model's `rotary_percent`, `rotary_base`,
+    `seq_len_interpolation_factor`, `rope_scaling` and `rope_scaling_factor`; latent attention takes everything from the
+    config instead."""
+    if isinstance(config, MLATransformerConfig) and config.multi_latent_attention:
+        return latent_rotary_embedding(config), None
+    if position_embedding_type != "rope":
+        return None, None
+    assert config.kv_channels is not None
+    scaling = rope_scaling_of(config, factor, llama3=llama3)
+    rotary = RotaryEmbedding(
+        config.kv_channels, percent, config.rotary_interleaved, interpolation, base, scaling=scaling
+    )
+    if config.rotary_base_local is None or config.window_size is None:
+        return rotary, None
+    local = RotaryEmbedding(
+        config.kv_channels, percent, config.rotary_interleaved, rotary_base=config.rotary_base_local
+    )
+    return rotary, local
+
+
+def latent_rotary_embedding(config: MLATransformerConfig) -> RotaryEmbedding:
+    """Returns the rotary embedding of the `qk_pos_emb_head_dim` rotary channels of a head; with `rope_type` yarn for
+    rows that are `rotary_scaling_factor` times as long as `original_max_position_embeddings`. Neighbouring pairs of
+    channels are rotated. (Published models first reorder a head, even channels before odd ones, and rotate halves. They
+    do so for queries and keys alike, so the products are the same.)"""
+    scaling = None
+    if config.rope_type == "yarn":
+        factor = config.rotary_scaling_factor
+        scaling = RopeScaling(
+            "yarn",
+            factor,
+            config.original_max_position_embeddings,
+            beta_fast=config.beta_fast,
+            beta_slow=config.beta_slow,
+            attention_factor=yarn_concentration(factor, config.mscale, config.mscale_all_dim),
+        )
+    return RotaryEmbedding(
+        config.qk_pos_emb_head_dim,
+        config.rotary_percent,
+        rotary_interleaved=True,
+        rotary_base=config.rotary_base,
+        scaling=scaling,
+    )
+
+
+def query_scale(config: Any, positions: Tensor) -> Tensor | None:
+    """Returns the factor of queries in layers without rotary positions, by the config's `nope_temperature_scale`:
+    positions int64 [b or 1, s] -> float32 [s, b or 1, 1, 1]. None: 1."""
+    scale = config.nope_temperature_scale
+    if scale is None:
+        return None
+    steps = torch.floor((positions.t().to(torch.float32) + 1.0) / config.nope_temperature_floor)
+    return (torch.log1p(steps) * scale + 1.0)[:, :, None, None]
