@@ -63,8 +63,8 @@ class StaticInferenceContext:
         return hidden[self._last, torch.arange(hidden.shape[1], device=hidden.device)][None]
 
     def _buffers_of(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the used part of a layer's buffers [max_sequence_length, b, g, d], which are allocated on the first
-        call."""
+        """Returns the key and value buffers [max_sequence_length, b, g, d] of a layer, for its b rows. They are
+        allocated on the first call."""
         if layer_number not in self._buffers:
             length, rows = self.max_sequence_length, self.max_batch_size
             self._buffers[layer_number] = (

@@ -100,3 +100,10 @@ def test_sizes_that_do_not_divide_are_named_with_those_that_do() -> None:
         tensor_parallel.ColumnParallelLinear(6, 10, **init)
     with pytest.raises(UserError, match=r"input_size.*: 3 does not divide by 4 tensor parallel ranks; 4 does"):
         tensor_parallel.RowParallelLinear(3, 8, bias=True, input_is_parallel=True, skip_bias_add=False, **init)
+
+
+def test_linear_by_its_published_name() -> None:
+    x = torch.arange(12.0).view(3, 4)
+    weight, bias = torch.ones(2, 4), torch.ones(2)
+    result = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False)
+    assert torch.equal(result, x @ weight.T + bias)

@@ -163,3 +163,23 @@ def flat_parts() -> tuple[list[float], bool]:
 
 def test_flat_parts(pool: Pool) -> None:
     assert pool.run(flat_parts, 2) == [([0, 1, 2, 3], True), ([4, 5, 6, 7], True)]
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        tp.copy_to_tensor_model_parallel_region,
+        tp.reduce_from_tensor_model_parallel_region,
+        tp.scatter_to_tensor_model_parallel_region,
+        tp.gather_from_tensor_model_parallel_region,
+        tp.all_gather_last_dim_from_tensor_parallel_region,
+        tp.scatter_to_sequence_parallel_region,
+        tp.gather_from_sequence_parallel_region,
+        tp.reduce_scatter_to_sequence_parallel_region,
+        lambda tensor: tp.all_to_all(None, tensor),
+    ],
+)
+def test_moves_are_the_identity(move) -> None:
+    x = torch.arange(12.0).view(3, 4).requires_grad_()
+    move(x).sum().backward()
+    assert torch.equal(move(x), x) and x.grad is not None and (x.grad == 1).all()

@@ -1,0 +1,52 @@
+"""Settings by layer: periods, lists, and layers of multi-token prediction."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.layer_patterns import has_experts, has_rope, is_chunked, is_windowed, layer_flags
+
+
+def config(**fields: Any) -> Any:
+    names = ("window_size", "window_attn_skip_freq", "attention_chunk_size", "attention_chunk_skip_freq")
+    none = dict.fromkeys((*names, "no_rope_freq", "num_moe_experts"))
+    return SimpleNamespace(**{**none, "moe_layer_freq": 1, "num_layers": 4, **fields})
+
+
+def layers(rule: Any, **fields: Any) -> list[int]:
+    """The layers, from 1, for which a rule holds; 5 and 6 predict further tokens."""
+    return [number for number in range(1, 7) if rule(config(**fields), number)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "size", "pattern"),
+    [
+        (is_windowed, {"window_size": (3, 0)}, "window_attn_skip_freq"),
+        (is_chunked, {"attention_chunk_size": 8}, "attention_chunk_skip_freq"),
+    ],
+)
+def test_windows_and_chunks(rule: Any, size: dict[str, Any], pattern: str) -> None:
+    assert layers(rule) == layers(rule, **{pattern: 2}) == []
+    assert layers(rule, **size) == [1, 2, 3, 4, 5, 6]
+    assert layers(rule, **size, **{pattern: 2}) == [1, 3]  # not every second; 5 and 6 are as 4
+    assert layers(rule, **size, **{pattern: [0, 0, 1, 1]}) == [3, 4, 5, 6]
+
+
+def test_rotary_positions() -> None:
+    assert layers(has_rope) == [1, 2, 3, 4, 5, 6]
+    assert layers(has_rope, no_rope_freq=4) == [1, 2, 3]
+    assert layers(has_rope, no_rope_freq=[1, 0, 1, 0]) == [2, 4, 5, 6]
+
+
+def test_experts() -> None:
+    assert layers(has_experts) == []
+    assert layers(has_experts, num_moe_experts=8) == [1, 2, 3, 4, 5, 6]
+    assert layers(has_experts, num_moe_experts=8, moe_layer_freq=3) == [1, 4, 5, 6]
+    assert layers(has_experts, num_moe_experts=8, moe_layer_freq=[0, 1, 1, 0]) == [2, 3]
+
+
+def test_a_list_has_an_entry_for_each_layer() -> None:
+    with pytest.raises(UserError, match="moe_layer_freq has 2 entries for 4 layers"):
+        layer_flags("moe_layer_freq", [0, 1], config())
