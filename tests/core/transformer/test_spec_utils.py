@@ -4,7 +4,6 @@ import pytest
 from torch import nn
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module, import_module
 
 
@@ -35,8 +34,3 @@ def test_import_module() -> None:
     assert import_module(("torch.nn", "Linear")) is nn.Linear is get_module(ModuleSpec(("torch.nn", "Linear")))
     with pytest.raises(UserError, match=r"\(torch.nn, Nothing\)"):
         import_module(("torch.nn", "Nothing"))
-
-
-def test_identities() -> None:
-    assert IdentityOp(1, a=2)(5, 6) == 5
-    assert IdentityFuncOp()(1, 2)(5) == 5

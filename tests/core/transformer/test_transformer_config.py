@@ -133,11 +133,6 @@ def test_a_config_can_be_extended_by_a_user() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_layers": 0}, "num_layers 0 must be at least 1"),
-        ({"hidden_size": 65}, "hidden_size 65 does not divide by num_attention_heads 4; 64 or 68 works"),
-        ({"num_query_groups": 3}, "num_query_groups 3 does not divide num_attention_heads 4; the nearest that does is"),
-        ({"hidden_dropout": 1.0}, "hidden_dropout 1.0 must be at least 0 and less than 1"),
-        ({"init_method_std": float("nan")}, "init_method_std nan must be at least 0"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 are set together; choose one"),
         ({"seed": 0}, "seed 0 must be larger than 0"),
         (
@@ -151,36 +146,6 @@ def test_a_config_can_be_extended_by_a_user() -> None:
         (
             {"tensor_model_parallel_size": 4, "ffn_hidden_size": 90},
             "tensor_model_parallel_size 4 does not divide ffn_hidden_size 90; 2 works",
-        ),
-        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size 2 spreads experts over ranks: it needs"),
-        ({"num_moe_experts": 6, "expert_model_parallel_size": 4}, "does not divide num_moe_experts 6; 3 or 6 does"),
-        (
-            {"num_moe_experts": 4, "moe_ffn_hidden_size": 6, "expert_tensor_parallel_size": 4},
-            "expert_tensor_parallel_size 4 does not divide moe_ffn_hidden_size 6; 3 or 6 does",
-        ),
-        ({"num_moe_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
-        ({"num_moe_experts": 4, "moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),
-        ({"residual_multiplier": 0.0}, "residual_multiplier 0.0 must be a number other than 0"),
-        ({"attn_logit_softcapping": -1.0}, "attn_logit_softcapping -1.0 must be larger than 0, or left out"),
-        ({"attention_chunk_size": 0}, "attention_chunk_size 0 must be at least 1"),
-        ({"qk_layernorm": True, "qk_l2_norm": True}, "qk_layernorm and qk_l2_norm are two norms of queries and keys"),
-        ({"qk_layernorm": True, "qk_norm_scope": "full"}, "qk_norm_scope full is an RMSNorm; it does not go with"),
-        ({"norm_affine": False, "layernorm_zero_centered_gamma": True}, "with norm_affine norms have no weights"),
-        (
-            {"norm_placement": "post", "apply_residual_connection_post_layernorm": True},
-            "apply_residual_connection_post_layernorm: with norm_placement post no norm stands before attention",
-        ),
-        ({"rope_scaling_type": "longrope"}, "rope_scaling_type longrope needs rope_scaling_short_factor and"),
-        (
-            {"rope_scaling_type": "longrope", "rope_scaling_short_factor": [1.0], "rope_scaling_long_factor": [1.0, 0]},
-            "rope_scaling_short_factor has 1 numbers, rope_scaling_long_factor 2",
-        ),
-        ({"rope_scaling_beta_fast": 1.0}, "rope_scaling_beta_fast 1.0 must be larger than rope_scaling_beta_slow 1.0"),
-        ({"nope_temperature_scale": 0.1}, "nope_temperature_scale 0.1 needs no_rope_freq"),
-        ({"recompute_granularity": "full"}, "recompute_granularity full needs recompute_method uniform or block"),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-            "recompute_modules moe: moe is a part of a layer of",
         ),
     ],
 )

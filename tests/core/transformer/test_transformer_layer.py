@@ -9,10 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
-from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.core.transformer.layer_inputs import LayerInputs
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,32 +93,8 @@ def test_what_a_spec_and_a_config_say_must_agree() -> None:
         build_module(get_gpt_layer_local_spec(), config=config(glu_linear_offset=1.0))
 
 
-def test_mlp_by_itself() -> None:
-    spec = get_gpt_layer_local_spec().submodules.mlp.submodules
-    mlp = MLP(config(), MLPSubmodules(spec.linear_fc1, linear_fc2=spec.linear_fc2), input_size=8, ffn_hidden_size=12)
-    assert mlp.linear_fc1.weight.shape == (12, 8) and mlp.linear_fc2.weight.shape == (16, 12)
-    output, bias = mlp(torch.ones(3, 8, dtype=torch.float64), per_token_scale=torch.tensor([1.0, 0.0, 2.0]))
-    assert bias is mlp.linear_fc2.bias and not output[1].any() and torch.allclose(output[2], output[0] * 2)
-
-
 def gpt(**settings) -> GPTModel:
     return GPTModel(config(**settings), get_gpt_layer_local_spec(), vocab_size=37, max_sequence_length=16)
-
-
-def test_float16_module() -> None:
-    half = config(fp64=False, bf16=True)
-    wrapped = Float16Module(half, gpt(fp64=False))
-    assert {parameter.dtype for parameter in wrapped.parameters()} == {torch.bfloat16}
-    assert all(hasattr(parameter, "info") for parameter in wrapped.parameters())
-    assert wrapped.state_dict().keys() == gpt().state_dict().keys()
-    ids = torch.arange(10).view(2, 5)
-    assert wrapped(ids).dtype is torch.float32 and wrapped(ids, fp32_output=False).dtype is torch.bfloat16
-    assert wrapped(ids, labels=ids).dtype is torch.float32
-    wrapped.load_state_dict(gpt(seed=3).state_dict())
-    assert torch.equal(
-        wrapped.module.decoder.layers[0].mlp.linear_fc1.weight.float().bfloat16(),
-        gpt(seed=3).decoder.layers[0].mlp.linear_fc1.weight.bfloat16(),
-    )
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -135,14 +108,3 @@ def test_float32_residual_stream(normalization: str) -> None:
     loss.sum().backward()
     assert seen == [torch.bfloat16, torch.float32] * 2
     assert all(parameter.grad.dtype is torch.bfloat16 for parameter in model.parameters())
-
-
-def test_kernels_in_use_are_told() -> None:
-    lines = describe_kernels(
-        gpt(attention_dropout=0.1, window_size=(3, 0), window_attn_skip_freq=2), torch.device("cpu")
-    )
-    assert lines == [
-        "backend local: plain torch but for keep_rows",
-        "attention of layers 1 to 2 on cpu: training: unfused, since SDPA (CPU flash): it cannot draw our dropout "
-        "masks (attention dropout 0.1); evaluation: SDPA (CPU flash)",
-    ]
