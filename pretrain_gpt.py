@@ -105,7 +105,7 @@ def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sam
         cu_seqlens=batch.cu_seqlens,
         max_seqlen=batch.max_seqlen,
         sample_length=sample_length,
-        random=data.place,
+        random=data.rng_position,
     )
 
 

@@ -78,7 +78,7 @@ def arguments_of_schedule(optimizer: MegatronOptimizer, data: StepData) -> dict[
     """Returns what a schedule of ours needs besides Megatron-LM's arguments. A function that a script has written into
     its TransformerConfig is used in place of the one given here."""
     return {
-        "rng_position_of": data.place_of,
+        "rng_position_of": data.rng_position_of,
         "grad_scale_func": optimizer.scale_loss,
         "finalize_model_grads_func": finalize_model_grads,
     }

@@ -1,4 +1,4 @@
-"""One micro-batch, as the forward step gets it."""
+"""A micro-batch of a GPT run."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,58 +14,58 @@ from megatron.core.tokens import SequencePart
 
 @dataclass(frozen=True)
 class Batch:
-    """b samples of s tokens; under context parallelism (`part`) what a rank holds of each.
+    """b samples of s tokens; with context parallelism (`part`), one rank's part of each sample.
 
-    `cu_seqlens` regards the rows as laid end to end, b * s tokens in all: rows are separated by it as documents are. It
-    has one entry for each document and one more, so its length differs from batch to batch.
+    `cu_seqlens` refers to the rows laid end to end, b * s tokens, and separates rows like documents. It has one entry
+    more than there are documents, so its length differs between batches.
     """
 
     tokens: Tensor
     """int64 [b, s]."""
     labels: Tensor
-    """int64 [b, s]: the token to predict at each place."""
+    """int64 [b, s]: the token to predict at each position."""
     loss_mask: Tensor
-    """float32 [b, s]: 0 where the loss does not count."""
+    """float32 [b, s]: 0 where the loss is masked out, otherwise 1."""
     position_ids: Tensor
     """int64 [b, s]."""
     attention_mask: Tensor | None = None
-    """bool [b, 1, s, s], True where attention is masked; None unless it was asked for."""
+    """bool [b, 1, s, s], True where attention is masked; None unless the config requests it."""
     cu_seqlens: Tensor | None = None
-    """int32 [documents + 1], from 0 to b * s of whole rows; None when documents attend to each other."""
+    """int32 [documents + 1], from 0 to b * s of the whole rows; None if tokens attend across documents."""
     max_seqlen: int | None = None
-    """Tokens of the longest document; given with `cu_seqlens`."""
+    """Length of the longest document; None if `cu_seqlens` is None."""
     sample_ids: Tensor | None = None
-    """int64 [b], always on the host: the samples' ids in the dataset; -1 for rows that only fill the batch up."""
+    """int64 [b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """A copy on another device; `sample_ids` stays on the host."""
+        """Returns a copy on another device. `sample_ids` stays on the host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def laid_end_to_end(self) -> "Batch":
-        """The rows as one of b * s tokens: how a batch with document boundaries goes through a model."""
+        """Returns the batch as one row of b * s tokens, the form that models take with document boundaries."""
         return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in _ROWS})
 
     def part(self, part: SequencePart | None) -> "Batch":
-        """What one context parallel rank holds of whole rows; None: everything. Of the attention mask it keeps the rows
-        of its queries; boundaries of documents stay those of whole rows, which are laid end to end before.
+        """Returns one context parallel rank's part of whole rows; for None, the batch itself.
 
-        Raises UserError where the rows do not divide.
+        The attention mask keeps the rows of the part's queries. `cu_seqlens` stays that of the whole rows, which must
+        be laid end to end first. Raises UserError if the rows do not divide.
         """
         if part is None:
             return self
         assert self.cu_seqlens is None or len(self.tokens) == 1, (
-            "rows of documents are cut when they are laid end to end"
+            "a batch with document boundaries is laid end to end before it is split"
         )
         rows: dict[str, Any] = {name: cut_rows(getattr(self, name), part, 1) for name in _ROWS}
         mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
         return dataclasses.replace(self, **rows, attention_mask=mask)
 
     def pin_memory(self) -> "Batch":
-        """A copy in page-locked memory, from which copies to a GPU need not be waited for."""
+        """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def __getitem__(self, name: str) -> Any:
-        """Fields by name, as user scripts read a batch: `batch["tokens"]`."""
+        """Returns a field by name, for user scripts: `batch["tokens"]`."""
         try:
             return getattr(self, name)
         except AttributeError:
@@ -81,7 +81,7 @@ class Batch:
 
 
 def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
-    """Stack the items of a GPT dataset."""
+    """Returns the batch of some items of a GPT dataset."""
     stacked: dict[str, Any] = {
         name: torch.stack([item[name] for item in items]) for name in _STACKED if name in items[0]
     }
@@ -101,7 +101,7 @@ _STACKED = (*_ROWS, "attention_mask")
 
 
 def _join_boundaries(rows: Sequence[Tensor]) -> Tensor:
-    """Boundaries within each row (from 0 to s, then s repeated) as boundaries of the rows laid end to end."""
+    """Returns boundaries of the rows laid end to end, from those of each row (from 0 to s, then s repeated)."""
     length = int(rows[0][-1])
     starts = [row[row < length] + number * length for number, row in enumerate(rows)]
     return torch.cat([*starts, torch.tensor([len(rows) * length], dtype=torch.int32)])

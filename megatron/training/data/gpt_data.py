@@ -1,4 +1,4 @@
-"""What the data flags of a GPT run mean: the config of its data sets, checked against the tokenizer."""
+"""Makes the config of a GPT run's data sets from its flags, and checks the data against the tokenizer."""
 
 import sys
 
@@ -11,7 +11,7 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
-    """The config of the run's data sets. Raises UserError for data that another tokenizer made."""
+    """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data."""
     data = config.data
     blend, per_split = blends(config)
     prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
@@ -40,7 +40,7 @@ def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatas
 
 
 def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
-    """The run's blend, or its blends for each split; neither for mock data."""
+    """Returns the blend of the run and the blends of its splits. One of them is None; for mock data both are."""
     data = config.data
     if data.mock_data:
         return None, None

@@ -1,7 +1,7 @@
-"""Iterators over a run's micro-batches, read ahead by worker processes.
+"""Iterators over micro-batches, which worker processes read ahead.
 
-The order comes from the sampler alone: workers are handed whole micro-batches in turn and their results are put back in
-order, so the number of workers does not show.
+The sampler alone decides the order. Workers read whole micro-batches in turn, and their results are put in order again,
+so the number of workers does not change the data.
 """
 
 import warnings
@@ -13,18 +13,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.core.exceptions import UserError
 from megatron.training.data.batch import collate_gpt
-from megatron.training.data.samplers import CyclicSampler, MegatronCyclicSampler, RankShare, SequentialSampler
+from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
 from megatron.training.launch.signals import shield_worker
 
 DataloaderType = Literal["single", "cyclic", "external"]
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read; the message names its id and the cause."""
+    """A sample cannot be read. The message names its id and the cause."""
 
 
 class MicroBatchIterator(Iterator[Any]):
-    """One pass over micro-batches. `close` ends the workers; so does the end of the pass, or of the program."""
+    """One pass over micro-batches. The workers end after `close`, at the end of the pass, and at the program's end."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._iterator: Iterator[Any] | None = iter(loader)
@@ -39,8 +39,8 @@ class MicroBatchIterator(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """End the workers. The iterator then has nothing more."""
-        # Torch does this itself when the last reference goes, but a traceback may hold one for long.
+        """Ends the workers and the iterator."""
+        # torch does this when the last reference is dropped, but a traceback may keep one for long.
         getattr(self._iterator, "_shutdown_workers", lambda: None)()
         self._iterator = None
 
@@ -68,37 +68,37 @@ def build_data_iterator(
     pin_memory: bool = False,
     multiprocessing_context: str | None = None,
 ) -> Iterator[Any]:
-    """This rank's micro-batches of a dataset from sample `consumed_samples` of the run on.
+    """Returns an iterator over this rank's micro-batches, which begins after `consumed_samples` samples of the run.
 
     Args:
-        dataset: items by id; what `external` passes through is an iterable of batches.
-        num_workers: processes that read ahead; 0: the calling process reads.
-        dataloader_type: `single`: in the dataset's order, once; `cyclic`: shuffled epochs without end; `external`: the
-            user's own loader.
+        dataset: items by id; for `external`, an iterable of batches.
+        num_workers: processes that read ahead; 0: this process reads.
+        dataloader_type: `single`: the dataset's order, once; `cyclic`: endless shuffled epochs; `external`: the user's
+            own loader.
         seed: of the cyclic order.
-        fill_to: for `single`: fill the last batch up to a multiple of so many samples (SequentialSampler).
-        megatron_cyclic_order, data_sharding: for `cyclic`: see MegatronCyclicSampler.
-        collate: makes a batch of a list of items.
-        pin_memory: batches in page-locked memory.
-        multiprocessing_context: how workers start (`fork`, `spawn`, `forkserver`); None: Python's default.
+        fill_to: for `single`: fill the last batch up to a multiple of this (SequentialSampler).
+        megatron_cyclic_order, data_sharding: for `cyclic`: use MegatronCyclicSampler.
+        collate: makes a batch from a list of items.
+        pin_memory: put batches into page-locked memory.
+        multiprocessing_context: start method of workers (`fork`, `spawn`, `forkserver`); None: Python's default.
 
-    Raises UserError when no sample is left; SampleError from the iterator when a sample cannot be read.
+    Raises UserError if no samples are left. The iterator raises SampleError if a sample cannot be read.
     """
     if dataloader_type == "external":
         if not isinstance(dataset, Iterable):
             raise UserError(f"--dataloader-type external: {type(dataset).__name__} is not an iterable of batches")
         return iter(dataset)
-    share = RankShare(micro_batch_size, data_parallel_rank, data_parallel_size)
+    shard = DataParallelShard(micro_batch_size, data_parallel_rank, data_parallel_size)
     sampler: Iterable[list[int | None]]
     if dataloader_type == "single":
-        sampler = SequentialSampler(len(dataset), consumed_samples, share, fill_to)
+        sampler = SequentialSampler(len(dataset), consumed_samples, shard, fill_to)
     elif dataloader_type == "cyclic" and megatron_cyclic_order:
-        sampler = MegatronCyclicSampler(len(dataset), consumed_samples, share, data_sharding)
+        sampler = MegatronCyclicSampler(len(dataset), consumed_samples, shard, data_sharding)
     elif dataloader_type == "cyclic":
-        sampler = CyclicSampler(len(dataset), consumed_samples, share, seed)
+        sampler = CyclicSampler(len(dataset), consumed_samples, shard, seed)
     else:
         raise UserError(f"--dataloader-type {dataloader_type}: expected single, cyclic or external")
-    with warnings.catch_warnings():  # the notes of a run say it in our words (`setup.notes`)
+    with warnings.catch_warnings():  # `setup.notes` prints a note with the flag's name
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: DataLoader[Any] = DataLoader(
             _NamingErrors(dataset),
@@ -108,14 +108,14 @@ def build_data_iterator(
             pin_memory=pin_memory,
             worker_init_fn=_start_worker if num_workers else None,
             multiprocessing_context=multiprocessing_context if num_workers else None,
-            # The loader draws a seed for its workers; from a generator of its own, lest it disturb the run's.
+            # The loader draws a seed for its workers. Its own generator keeps the global random state unchanged.
             generator=torch.Generator(),
         )
     return MicroBatchIterator(loader)
 
 
 class _NamingErrors(Dataset[Any]):
-    """The dataset, with every error saying at which sample it came."""
+    """The dataset, with the sample's id added to errors."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,8 +1,8 @@
-"""Which samples come in which order, and which of them this rank takes.
+"""The order of samples, and the samples that this rank reads.
 
 A sampler yields the ids of one micro-batch after another. The run's stream of samples does not depend on how it is laid
-out: place p of the stream is row j of data parallel rank r in micro-batch m, where p = (m * d + r) * b + j for d ranks
-and micro-batches of b. So any d and b that make up the same global batch take the same samples for it.
+out: position p of the stream is row j of data parallel rank r in micro-batch m, where p = (m * d + r) * b + j for d
+ranks and micro-batches of b. So any d and b that make up the same global batch take the same samples for it.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ import torch
 
 from megatron.core.exceptions import UserError
 
-_PLACES_AT_ONCE = 4096
+_POSITIONS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """The part of the stream that one data parallel rank reads."""
+class DataParallelShard:
+    """The part of the stream that one data parallel rank reads. Raises UserError for impossible sizes."""
 
     micro_batch_size: int
     rank: int = 0
@@ -33,134 +33,140 @@ class RankShare:
 
     @property
     def stride(self) -> int:
-        """Samples that all ranks read for one micro-batch each."""
+        """Number of samples in one micro-batch of each rank, over all ranks."""
         return self.micro_batch_size * self.num_ranks
 
     @property
     def offset(self) -> int:
-        """Samples of the stride that precede this rank's."""
+        """Number of samples of a stride that belong to lower ranks."""
         return self.micro_batch_size * self.rank
 
 
 class SequentialSampler:
-    """Every sample once, in the dataset's own order (which a dataset has shuffled already). Published as `single`.
+    """Every sample once, in the dataset's own order, which is already shuffled. Megatron-LM's `single`.
 
     Args:
         total_samples: length of the dataset.
-        consumed_samples: place in the stream to start from.
-        share: which part of it this rank reads.
-        fill_to: what becomes of samples at the end that do not fill a micro-batch of every rank. None: they are left
-            out. A number, such as the global batch size: the stream is filled up to a multiple of it with the id None,
-            for which datasets give an item without loss.
+        consumed_samples: position in the stream to start from.
+        shard: the part of the stream that this rank reads.
+        fill_to: None: samples at the end that do not fill a micro-batch of every rank are left out. A number, such as
+            the global batch size: the stream is filled up to a multiple of it with the id None, for which datasets
+            return an item without loss.
 
-    Raises UserError when nothing is left to read.
+    Raises UserError if all samples are consumed.
     """
 
-    def __init__(self, total_samples: int, consumed_samples: int, share: RankShare, fill_to: int | None = None) -> None:
+    def __init__(
+        self, total_samples: int, consumed_samples: int, shard: DataParallelShard, fill_to: int | None = None
+    ) -> None:
         if consumed_samples >= total_samples:
             raise UserError(
                 f"all {total_samples} samples of the dataset are consumed ({consumed_samples} so far); "
                 "build it with more samples (--train-iters, --train-samples), or use --dataloader-type cyclic"
             )
-        if fill_to is not None and fill_to % share.stride:
-            raise UserError(f"batches of {fill_to} samples cannot be made of {share.stride} at a time")
+        if fill_to is not None and fill_to % shard.stride:
+            raise UserError(f"batches of {fill_to} samples cannot be made of {shard.stride} at a time")
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
-        self.share = share
+        self.shard = shard
         self.fill_to = fill_to
 
     def __len__(self) -> int:
-        """Micro-batches left for this rank."""
+        """Number of micro-batches left for this rank."""
         left = self.total_samples - self.consumed_samples
         if self.fill_to is None:
-            return left // self.share.stride
-        return -(-left // self.fill_to) * self.fill_to // self.share.stride
+            return left // self.shard.stride
+        return -(-left // self.fill_to) * self.fill_to // self.shard.stride
 
     def __iter__(self) -> Iterator[list[int | None]]:
         for number in range(len(self)):
-            first = self.consumed_samples + number * self.share.stride + self.share.offset
-            places = range(first, first + self.share.micro_batch_size)
-            yield [place if place < self.total_samples else None for place in places]
+            first = self.consumed_samples + number * self.shard.stride + self.shard.offset
+            positions = range(first, first + self.shard.micro_batch_size)
+            yield [position if position < self.total_samples else None for position in positions]
 
 
 class CyclicSampler:
-    """Epoch after epoch without end, each a new permutation of the whole dataset. Published as `cyclic`.
+    """Endless epochs, each a new permutation of the whole dataset. For --dataloader-type cyclic.
 
-    The order is a function of (seed, epoch) alone; an epoch's last samples and the next one's first may share a batch.
-    The published order depends on the layout and is kept in `MegatronCyclicSampler`.
+    The order depends only on (seed, epoch). A batch may contain the last samples of an epoch and the first of the next.
+    Megatron-LM's own order depends on the layout; `MegatronCyclicSampler` has it.
     """
 
-    def __init__(self, total_samples: int, consumed_samples: int, share: RankShare, seed: int) -> None:
+    def __init__(self, total_samples: int, consumed_samples: int, shard: DataParallelShard, seed: int) -> None:
         if total_samples < 1:
             raise UserError("--dataloader-type cyclic: the dataset has no samples")
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
-        self.share = share
+        self.shard = shard
         self.seed = seed
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        share = self.share
-        at_once = max(1, _PLACES_AT_ONCE // share.micro_batch_size)
-        firsts = self.consumed_samples + share.offset + np.arange(at_once, dtype=np.uint64) * np.uint64(share.stride)
-        places = firsts[:, None] + np.arange(share.micro_batch_size, dtype=np.uint64)
+        shard = self.shard
+        at_once = max(1, _POSITIONS_AT_ONCE // shard.micro_batch_size)
+        firsts = self.consumed_samples + shard.offset + np.arange(at_once, dtype=np.uint64) * np.uint64(shard.stride)
+        positions = firsts[:, None] + np.arange(shard.micro_batch_size, dtype=np.uint64)
         while True:
-            yield from self.samples_at(places)
-            places += np.uint64(at_once * share.stride)
+            yield from self.samples_at(positions)
+            positions += np.uint64(at_once * shard.stride)
 
-    def samples_at(self, places: np.ndarray) -> list[Any]:
-        """The ids at these places (uint64, any shape) of the stream, as nested lists."""
+    def samples_at(self, positions: np.ndarray) -> list[Any]:
+        """Returns the ids at these positions of the stream (uint64, any shape) as nested lists."""
         total = np.uint64(self.total_samples)
-        return permuted(places % total, self.total_samples, _mixed(places // total) ^ np.uint64(self.seed)).tolist()
+        return permuted(
+            positions % total, self.total_samples, _mixed(positions // total) ^ np.uint64(self.seed)
+        ).tolist()
 
 
 class MegatronCyclicSampler:
-    """The published `cyclic` order: it depends on the number of ranks and the micro-batch size.
+    """Megatron-LM's `cyclic` order, which depends on the number of ranks and the micro-batch size.
 
-    Each epoch leaves out what does not fill a batch. With `data_sharding` each rank permutes a part of its own;
-    without, all read one permutation in turn.
+    Each epoch leaves out samples that do not fill a batch. With `data_sharding`, each rank permutes a part of its own.
+    Without it, all ranks read one permutation in turn.
     """
 
-    def __init__(self, total_samples: int, consumed_samples: int, share: RankShare, data_sharding: bool = True) -> None:
-        if total_samples < share.stride:
-            raise UserError(f"--dataloader-type cyclic: {total_samples} samples do not fill a batch of {share.stride}")
+    def __init__(
+        self, total_samples: int, consumed_samples: int, shard: DataParallelShard, data_sharding: bool = True
+    ) -> None:
+        if total_samples < shard.stride:
+            raise UserError(f"--dataloader-type cyclic: {total_samples} samples do not fill a batch of {shard.stride}")
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
-        self.share = share
+        self.shard = shard
         self.data_sharding = data_sharding
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        share = self.share
-        active = self.total_samples - self.total_samples % share.stride
+        shard = self.shard
+        active = self.total_samples - self.total_samples % shard.stride
         consumed = self.consumed_samples
         while True:
             epoch, within = divmod(consumed, active)
             order = self._order(epoch, within)
-            for first in range(0, len(order) - share.micro_batch_size + 1, share.micro_batch_size):
-                yield list(order[first : first + share.micro_batch_size])
+            for first in range(0, len(order) - shard.micro_batch_size + 1, shard.micro_batch_size):
+                yield list(order[first : first + shard.micro_batch_size])
             consumed = (epoch + 1) * active
 
     def _order(self, epoch: int, within: int) -> list[int]:
-        share = self.share
+        shard = self.shard
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
-            bucket = self.total_samples // share.stride * share.micro_batch_size
-            order = torch.randperm(bucket, generator=generator)[within // share.num_ranks :]
-            return (order + share.rank * bucket).tolist()
-        full = self.total_samples // share.micro_batch_size * share.micro_batch_size
-        return torch.randperm(full, generator=generator)[within:][share.rank :: share.num_ranks].tolist()
+            bucket = self.total_samples // shard.stride * shard.micro_batch_size
+            order = torch.randperm(bucket, generator=generator)[within // shard.num_ranks :]
+            return (order + shard.rank * bucket).tolist()
+        full = self.total_samples // shard.micro_batch_size * shard.micro_batch_size
+        return torch.randperm(full, generator=generator)[within:][shard.rank :: shard.num_ranks].tolist()
 
 
-def permuted(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Where each place (uint64, below `size`) goes under the permutation of range(size) that its key stands for.
+def permuted(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """Returns the images of positions (uint64, below `size`) under permutations of range(size), which the keys select.
 
-    A Feistel network of eight rounds over the least even number of bits that holds `size`; results beyond `size` go
-    through it again until they are within, which keeps it a permutation. No table: any place in constant time.
+    A Feistel network of eight rounds over the smallest even number of bits for `size`. Results beyond `size` go through
+    it again until they are below, which keeps it a permutation. Any position takes constant time, without a table.
     """
     half_bits = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
     half = np.uint64((1 << int(half_bits)) - 1)
-    keys = np.broadcast_to(keys, places.shape)
-    result = places.astype(np.uint64)
-    outside = np.ones(places.shape, bool)
+    keys = np.broadcast_to(keys, positions.shape)
+    result = positions.astype(np.uint64)
+    outside = np.ones(positions.shape, bool)
     while outside.any():
         left, right = result[outside] >> half_bits, result[outside] & half
         for round_number in range(8):

@@ -1,4 +1,4 @@
-"""The data of a run: an iterator over micro-batches for each split, from where the run stands."""
+"""The data of a run: an iterator over micro-batches for each split, which continues where the run stopped."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from megatron.training.state import TrainState
 
 @dataclass
 class Splits:
-    """Micro-batches of each split; None: there is no such data, or nothing is asked of it."""
+    """Micro-batches of each split. None: the split has no data or is not used."""
 
     train: StepData
     valid: StepData | None
     test: StepData | None
 
     def close(self) -> None:
-        """End the processes that read ahead."""
+        """Ends the processes that read ahead."""
         for split in (self.train, self.valid, self.test):
             if split is not None:
                 split.close()
@@ -38,14 +38,14 @@ class Splits:
 def build_splits(
     config: PretrainConfig, environment: Environment, state: TrainState, datasets: Sequence[Any]
 ) -> Splits:
-    """Iterators over the data sets of a run (train, valid, test), continuing where `state` stands.
+    """Makes iterators over the data sets of a run (train, valid, test), which continue at the counts of `state`.
 
-    Every rank reads its own data. A script's other ranks may have none (None in place of a data set) where one of their
-    tensor and pipeline parallel ranks has; what they are handed is then empty. Collective over such ranks. Raises
-    UserError, the same on all ranks, when there is no data to train on, or less than the run is to consume.
+    Each rank reads its own data. In a user's script, some tensor and pipeline parallel ranks may have None instead of a
+    data set, and then get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no
+    training data, or less than the run consumes.
     """
-    there = _on_any_rank([dataset is not None for dataset in datasets], environment)
-    if not there[0] and not config.evaluation.skip_train:
+    available = _on_any_rank([dataset is not None for dataset in datasets], environment)
+    if not available[0] and not config.evaluation.skip_train:
         raise UserError(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
         )
@@ -73,15 +73,15 @@ def build_splits(
     finished = state.iteration >= config.training.train_iters
     return Splits(
         train=step_data(config, environment, iter(()))
-        if not there[0] or finished
+        if not available[0] or finished
         else split(train, state.consumed_train_samples),
-        valid=split(valid, state.consumed_valid_samples) if there[1] and evaluates else None,
-        test=split(test, 0) if there[2] and evaluates else None,
+        valid=split(valid, state.consumed_valid_samples) if available[1] and evaluates else None,
+        test=split(test, 0) if available[2] and evaluates else None,
     )
 
 
 def step_data(config: PretrainConfig, environment: Environment, micro_batches: Iterator[Any] | None) -> StepData:
-    """Some micro-batches as those of this rank in the run."""
+    """Returns this rank's micro-batches as StepData."""
     return StepData(
         micro_batches,
         micro_batch_size=config.training.micro_batch_size,
@@ -92,7 +92,7 @@ def step_data(config: PretrainConfig, environment: Environment, micro_batches: I
 
 
 def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
-    """Each flag, or that of any other rank that computes on the same samples."""
+    """Elementwise "or" of the flags over the ranks that compute on the same samples."""
     found = torch.tensor(flags, dtype=torch.int32, device=environment.device)
     groups = environment.groups
     if groups.size("mp") > 1:
@@ -101,7 +101,8 @@ def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
 
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
-    """How the items of a data set become a batch: ours a `Batch`, a user's whatever torch makes of them."""
+    """Returns the function that makes a batch from items: a `Batch` for this package's data sets, torch's default for
+    others."""
     if isinstance(dataset, MegatronDataset | BlendedDataset):
         return collate_gpt
     return lambda items: default_collate(list(items))

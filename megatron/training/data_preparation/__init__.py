@@ -1,6 +1,6 @@
-"""From .jsonl to .bin and .idx: many processes, one result whatever their number.
+"""Turns .jsonl files into .bin and .idx files with several processes. The result does not depend on their number.
 
-A line belongs to the block of the input in which its first byte lies (`blocks`). Workers take blocks, turn their lines
-to texts (`records`), texts to ids, and append those to files of their own (`shards`, `worker`); all that they send is
-counts. The parent puts the blocks together in the input's order (`stitching`) and says what was made (`manifest`).
+A line belongs to the block of the input that contains its first byte (`blocks`). Workers take blocks, read the texts of
+their lines (`records`), encode them and append the ids to shards, files of their own (`shards`, `worker`). They send
+only counts. The parent process merges the shards in the order of the input (`merging`) and writes a `manifest`.
 """

@@ -1,4 +1,4 @@
-"""Documents that are encoded together, so that a short one costs no more than its share."""
+"""Batches of documents that are encoded together, which makes short documents cheap."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from megatron.training.data_preparation.shards import StreamName, StreamWriter, 
 
 
 class DocumentBatch:
-    """Documents that wait to be encoded together: those of one part of the input."""
+    """Documents of one part of the input that will be encoded together."""
 
     def __init__(self, part: int, job: Job, writers: dict[StreamName, StreamWriter]) -> None:
         self._job = job
@@ -18,25 +18,26 @@ class DocumentBatch:
         self.bytes = 0
 
     def add(self, line: int, texts: list[list[str]], size: int) -> None:
+        """Adds the document of a line: its texts by key, and the bytes of the line."""
         self._lines.append(line)
         self._documents.append(texts)
         self.bytes += size
 
     def flush(self) -> list[LineFault]:
-        """Encode and write what waits; returns the lines that the tokenizer would not take."""
+        """Encodes and writes the documents. Returns the lines that the tokenizer cannot encode."""
         if not self._documents:
             return []
         faults: list[LineFault] = []
         try:
             self._write()
         except UserError:
-            faults = self._take_out_what_fails()
+            faults = self._remove_unencodable()
             self._write()
         self._lines, self._documents, self.bytes = [], [], 0
         return faults
 
     def _write(self) -> None:
-        """Encode all keys, then write: an error leaves the files as they are."""
+        """Encodes all keys before writing, so that an error does not change the files."""
         tokenizer = self._job.tokenizer
         framed = []
         for key in range(len(self._writers)):
@@ -49,7 +50,7 @@ class DocumentBatch:
         for writer, (documents, special) in zip(self._writers, framed, strict=True):
             writer.append(documents, special)
 
-    def _take_out_what_fails(self) -> list[LineFault]:
+    def _remove_unencodable(self) -> list[LineFault]:
         faults = []
         kept = []
         for line, document in zip(self._lines, self._documents, strict=True):

@@ -1,4 +1,4 @@
-"""How the input is divided: blocks of bytes, and the lines that start in them."""
+"""Divides the input into blocks of bytes, and reads the lines that begin in a block."""
 
 import glob
 import gzip
@@ -14,7 +14,7 @@ from megatron.core.exceptions import UserError
 
 _LARGEST_BLOCK = 16 << 20
 _SMALLEST_BLOCK = 4 << 10
-_BLOCKS_A_WORKER = 8
+_BLOCKS_PER_WORKER = 8
 _USUAL_COMPRESSION = 4
 _GZIP = b"\x1f\x8b"
 _OTHER_ARCHIVES = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
@@ -24,7 +24,7 @@ _DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the input, at its place in the order of files."""
+    """An input file, and its index in the order of files."""
 
     index: int
     path: str
@@ -34,10 +34,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a worker takes at a time: blocks first, first + step, ... of a file, `blocks` of them or up to its end.
+    """The work that a worker takes at a time: blocks first, first + step, ... of a file (`blocks` of them; None: all).
 
-    A plain file's units are single blocks. A compressed file can only be read from its start, so a unit of it is every
-    step-th block; each worker inflates the file for itself, and none sends text to another.
+    The units of a plain file are single blocks. A compressed file can be read only from its beginning, so a unit is
+    every step-th block, and each worker decompresses the file itself.
     """
 
     file: InputFile
@@ -48,7 +48,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All units, in the order in which they are handed out."""
+    """All units, in the order in which workers take them."""
 
     files: tuple[InputFile, ...]
     units: tuple[Unit, ...]
@@ -56,24 +56,24 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the input as it lies on disk."""
+        """Bytes of all input files on disk."""
         return sum(file.size for file in self.files)
 
     def blocks_of(self, file: InputFile) -> int | None:
-        """Number of a file's blocks; None if that is known only when it has been inflated."""
+        """Number of a file's blocks; None for a compressed file, whose length is not known."""
         return None if file.compressed else -(-file.size // self.block_bytes)
 
 
 def find_inputs(patterns: Sequence[str]) -> tuple[InputFile, ...]:
-    """The files that --input names, patterns filled in by name. UserError for what cannot be read."""
-    paths = [path for pattern in patterns for path in _filled_in(pattern)]
+    """Returns the files of --input, with patterns expanded. Raises UserError if one cannot be read."""
+    paths = [path for pattern in patterns for path in _expanded(pattern)]
     return tuple(_look_at(index, path) for index, path in enumerate(paths))
 
 
 def plan_blocks(files: tuple[InputFile, ...], workers: int) -> Plan:
-    """Blocks small enough that all workers have some, and large enough that their number does not matter."""
+    """Plans blocks that are small enough for all workers to get some, and large enough to have little overhead."""
     inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)
-    block_bytes = min(max(inflated // (workers * _BLOCKS_A_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    block_bytes = min(max(inflated // (workers * _BLOCKS_PER_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
     plan = Plan(files, (), block_bytes)
     shares = max(1, -(-workers // max(1, sum(file.compressed for file in files))))
     units: list[Unit] = []
@@ -87,9 +87,9 @@ def plan_blocks(files: tuple[InputFile, ...], workers: int) -> Plan:
 
 
 class LineReader:
-    """Lines of a file, found by the byte at which they start; offsets (of the inflated file) only grow.
+    """Reads lines of a file by the position of their first byte in the decompressed file. Reads forward only.
 
-    A context manager. UserError, naming the file, when a compressed file is damaged.
+    A context manager. Raises UserError, naming the file, if a compressed file is damaged.
     """
 
     def __init__(self, file: InputFile, longest: int) -> None:
@@ -111,16 +111,16 @@ class LineReader:
 
     @property
     def position(self) -> int:
-        """Offset of the line that comes next; at the end, the length of the file."""
+        """Position of the next line; at the end, the length of the file."""
         return self._position
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, as they lie on disk."""
+        """Bytes read so far from disk."""
         return self._raw.tell()
 
     def seek_line(self, offset: int) -> None:
-        """Go to the first line that starts at `offset` or later."""
+        """Moves to the first line that begins at `offset` or later."""
         if self._position >= offset:
             return
         try:
@@ -134,7 +134,7 @@ class LineReader:
             raise self._damaged(error) from None
 
     def lines_before(self, end: int) -> Iterator[bytes | None]:
-        """Lines that start before `end`, with their line ends; None for one that is longer than the longest."""
+        """Yields the lines that begin before `end`, with their newlines; None for a line that is too long."""
         while self._position < end:
             try:
                 line = self._stream.readline(self._longest + 1)
@@ -151,19 +151,19 @@ class LineReader:
 
     def _skip(self, count: int) -> None:
         while count > 0:
-            piece = self._stream.read(min(count, _BUFFER))
-            if not piece:
+            chunk = self._stream.read(min(count, _BUFFER))
+            if not chunk:
                 self.ended = True
                 return
-            count -= len(piece)
-            self._position += len(piece)
+            count -= len(chunk)
+            self._position += len(chunk)
 
     def _skip_rest_of_line(self) -> None:
         while not self.ended:
-            piece = self._stream.readline(_BUFFER)
-            self._position += len(piece)
-            self.ended = not piece
-            if piece.endswith(b"\n"):
+            chunk = self._stream.readline(_BUFFER)
+            self._position += len(chunk)
+            self.ended = not chunk
+            if chunk.endswith(b"\n"):
                 return
 
     def _damaged(self, error: Exception) -> UserError:
@@ -171,7 +171,7 @@ class LineReader:
         return UserError(f"{path}: damaged after {position} bytes of text: {error}; gzip -t says more")
 
 
-def _filled_in(pattern: str) -> list[str]:
+def _expanded(pattern: str) -> list[str]:
     if os.path.exists(pattern):
         return [pattern]
     found = sorted(glob.glob(pattern))

@@ -1,4 +1,4 @@
-"""Before a run reads a data set: were these ids made by this tokenizer, and does the model know them all?"""
+"""Checks that a run's tokenizer made the ids of a data set, and that the model's vocabulary contains all of them."""
 
 import os
 from collections.abc import Callable
@@ -13,22 +13,22 @@ from megatron.training.data_preparation.manifest import Manifest, get_manifest_p
 from megatron.training.tokenizer.base import Tokenizer
 
 _HASHED_BYTES = 256 << 20
-"""Files up to this size are compared by content, which takes part of a second; larger ones by size."""
+"""Files up to this size are compared by SHA-256, which takes less than a second; larger ones by size only."""
 
 _SCANNED_IDS = 1 << 22
 
 
 def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]) -> Manifest | None:
-    """Make sure that no id of a data set is beyond `vocab_size`, and that `tokenizer` is the one that made them.
+    """Checks that all ids of a data set are below `vocab_size`, and that `tokenizer` made them.
 
-    By the manifest if there is one, else, with a warning, by looking at every id. One process of a run need do it.
-    Returns the manifest. Raises UserError, naming the file and what to do.
+    Uses the manifest if there is one. Otherwise warns and reads all ids. One process of a run is enough. Returns the
+    manifest. Raises UserError that names the file and the remedy.
     """
     manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn)
     if manifest is None:
         warn(
-            f"{get_manifest_path(path_prefix)}: no manifest, so nothing says which tokenizer made these ids; "
-            f"looking at every one of them (tools/preprocess_data.py writes manifests)"
+            f"{get_manifest_path(path_prefix)}: no manifest, so the tokenizer of these ids is unknown; "
+            f"checking all ids (tools/preprocess_data.py writes manifests)"
         )
         check_token_ids(path_prefix, vocab_size)
     return manifest
@@ -37,7 +37,8 @@ def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Ca
 def check_manifest(
     path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
 ) -> Manifest | None:
-    """Compare a data set's manifest with its files, the run's tokenizer and vocabulary; None if it has no manifest."""
+    """Compares a data set's manifest with its files and with the run's tokenizer and vocabulary. Returns None if it has
+    no manifest. Raises UserError."""
     manifest = read_manifest(path_prefix)
     if manifest is None:
         return None
@@ -68,14 +69,15 @@ def _check_file(path: Path, size: int, sha256: str, manifest: str) -> None:
     try:
         found = path.stat().st_size
     except FileNotFoundError:
-        raise UserError(f"{path}: missing, but {manifest} speaks of it") from None
+        raise UserError(f"{path}: missing, but {manifest} lists it") from None
     if found != size or (size <= _HASHED_BYTES and sha256_of_file(path) != sha256):
         what = f"{found} bytes, not {size}" if found != size else "its content is another"
-        raise UserError(f"{path}: not the file that {manifest} speaks of: {what}; prepare the data again")
+        raise UserError(f"{path}: not the file that {manifest} lists: {what}; prepare the data again")
 
 
 def check_token_ids(path_prefix: str, vocab_size: int) -> None:
-    """Look at every id of a data set. UserError, naming document and offset, for the first outside [0, vocab_size)."""
+    """Reads all ids of a data set. Raises UserError, naming document and offset, for the first outside [0,
+    vocab_size)."""
     header = read_header(get_idx_path(path_prefix))
     path = get_bin_path(path_prefix)
     try:
@@ -86,17 +88,17 @@ def check_token_ids(path_prefix: str, vocab_size: int) -> None:
         return
     ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")
     for start in range(0, ids.size, _SCANNED_IDS):
-        piece = ids[start : start + _SCANNED_IDS]
-        if int(piece.max()) >= vocab_size or int(piece.min()) < 0:
-            wrong = start + int(np.argmax((piece < 0) | (piece >= vocab_size)))
+        chunk = ids[start : start + _SCANNED_IDS]
+        if int(chunk.max()) >= vocab_size or int(chunk.min()) < 0:
+            wrong = start + int(np.argmax((chunk < 0) | (chunk >= vocab_size)))
             raise UserError(
-                f"{path}: id {ids[wrong]} at {_describe_place(path_prefix, wrong)}, but the model knows ids 0 to "
+                f"{path}: id {ids[wrong]} at {_describe_position(path_prefix, wrong)}, but the model knows ids 0 to "
                 f"{vocab_size - 1}; use the tokenizer that made the data, or prepare the data again"
             )
 
 
-def _describe_place(path_prefix: str, token: int) -> str:
-    """The document that holds a token, and where in it."""
+def _describe_position(path_prefix: str, token: int) -> str:
+    """The document that contains a token, and the token's offset in it."""
     header = read_header(get_idx_path(path_prefix))
     path = get_idx_path(path_prefix)
     arrays = []

@@ -1,4 +1,4 @@
-"""What tools/preprocess_data.py is told, besides the tokenizer's flags."""
+"""The flags of tools/preprocess_data.py, except for the tokenizer's."""
 
 import os
 from collections.abc import Iterator
@@ -20,50 +20,52 @@ class PreparationConfig:
     """Input and output."""
 
     input: list[str] | None = None
-    """Files of JSON objects, one a line (.jsonl, or .jsonl.gz); patterns such as 'part-*.jsonl' are filled in, in order
-    of names. Required."""
+    """Files with one JSON object per line (.jsonl or .jsonl.gz). Patterns such as 'part-*.jsonl' are expanded in
+    alphabetical order. Required."""
 
     output_prefix: str | None = None
-    """Where the data set goes: PREFIX_KEY_document.bin, .idx and .manifest.json for each key. Required."""
+    """Prefix of the output: PREFIX_KEY_document.bin, .idx and .manifest.json for each key. Required."""
 
     json_keys: list[str] = flag(default_factory=lambda: ["text"])
-    """Keys to take text from, a data set each. A value is a text, or a list of texts: the document's sequences."""
+    """Keys of the JSON objects that contain text; each key makes one data set. A value is a text, or a list of texts,
+    which become the sequences of the document."""
 
     append_eod: bool = False
-    """End every document that has tokens with the end-of-document token."""
+    """Append the end-of-document token to every document that has tokens."""
 
     workers: int = flag(default_factory=available_cores)
-    """Processes. The result is the same for any number."""
+    """Number of processes. It does not change the result."""
 
     on_error: Literal["stop", "skip"] = "stop"
-    """At a line that is not what it must be: stop, naming it; or skip it and count it."""
+    """What to do with a bad line: stop with an error that names it, or skip it and count it."""
 
     max_line_bytes: int = 256 << 20
-    """Bytes of the longest line that is taken; memory grows with the longest line, and with nothing else."""
+    """Length of the longest line that is accepted, in bytes. Memory grows with the longest line only."""
 
     partitions: int = 1
-    """Order of documents: line i is in part i modulo this number, and parts follow each other."""
+    """Order of documents: line i belongs to part i modulo this number, and the parts are written one after the
+    other."""
 
     keep_sequential_samples: bool = False
-    """With --partitions: parts are contiguous, so that the order is the input's."""
+    """With --partitions: make the parts contiguous, so that documents keep the order of the input."""
 
     log_interval: int = 1000
-    """Documents between two lines of progress, at least; in a file there is one every ten seconds at most."""
+    """Fewest documents between two progress lines. In a file, progress lines are at least ten seconds apart."""
 
     split_sentences: bool = not_yet(False)
     """Make each sentence a sequence of its document."""
 
     keep_newlines: bool = flag(False, no_effect=_SENTENCES)
-    """With --split-sentences: keep line ends."""
+    """With --split-sentences: keep newlines."""
 
     lang: str = flag("english", no_effect=_SENTENCES)
     """With --split-sentences: language of the text."""
 
     dataset_impl: str | None = flag(None, no_effect="there is one format, .bin and .idx")
-    """Of older releases: format of the output."""
+    """Older releases: format of the output."""
 
-    chunk_size: int | None = flag(None, no_effect="workers take blocks of the input")
-    """Of older releases: lines handed to a worker at a time."""
+    chunk_size: int | None = flag(None, no_effect="workers process blocks of the input")
+    """Older releases: lines that a worker gets at a time."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""

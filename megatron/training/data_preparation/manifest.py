@@ -1,4 +1,4 @@
-"""The manifest beside a data set: what it was made of and with, and what its files must be."""
+"""The manifest of a data set: its inputs, its tokenizer, and the digests of its files."""
 
 import json
 import os
@@ -25,12 +25,13 @@ class TokenizerRecord:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "TokenizerRecord":
+        """The record of a tokenizer."""
         return cls(tokenizer.type_name, tokenizer.digest, tokenizer.vocab_size, tokenizer.eod)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the data set."""
+    """Size and SHA-256 of a file of the data set."""
 
     bytes: int
     sha256: str
@@ -38,7 +39,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All fields of a manifest, as they stand in its JSON."""
+    """The fields of a manifest's JSON."""
 
     tokenizer: TokenizerRecord
     key: str
@@ -49,29 +50,30 @@ class Manifest:
     sequences: int
     tokens: int
     documents_with_special_literals: int
-    """Documents whose text spells out a special token."""
+    """Documents whose text contains the spelling of a special token."""
     special_literals_matched: bool
-    """Whether those spellings became the special tokens; otherwise they are text like any other."""
+    """Whether these spellings became special tokens; otherwise they are ordinary text."""
     lines: int
     blank_lines: int
     dropped_lines: Mapping[str, int]
-    """Lines left out (--on-error skip), by what was wrong with them."""
+    """Number of lines that were left out (--on-error skip), by kind of fault."""
     inputs: tuple[Mapping[str, Any], ...]
     """Name and bytes of each input file."""
     files: Mapping[str, FileRecord]
-    """By suffix: bin and idx."""
+    """Records of the files, by suffix: bin and idx."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the manifest in one step."""
         write_atomically(path, json.dumps({"version": VERSION} | asdict(self), indent=2, ensure_ascii=False) + "\n")
 
 
 def get_manifest_path(path_prefix: str) -> str:
-    """The manifest of a prefix."""
+    """Returns the path of a prefix's manifest."""
     return path_prefix + ".manifest.json"
 
 
 def read_manifest(path_prefix: str) -> Manifest | None:
-    """A prefix's manifest; None if it has none. UserError for one that cannot be read."""
+    """Reads the manifest of a prefix; None if it has none. Raises UserError if it is invalid."""
     path = Path(get_manifest_path(path_prefix))
     try:
         content = json.loads(path.read_text("utf-8"))

@@ -1,4 +1,4 @@
-"""What the parent tells workers, and what they tell it."""
+"""Messages between the parent process and the workers."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from megatron.training.tokenizer.base import Tokenizer
 
 @dataclass(frozen=True)
 class Job:
-    """What all workers are told."""
+    """The settings of all workers."""
 
     tokenizer: Tokenizer
     keys: tuple[str, ...]
@@ -29,12 +29,13 @@ class Job:
 
     @property
     def streams(self) -> list[StreamName]:
+        """The streams that each worker writes: one per key and part."""
         return [StreamName(key, part) for key in range(len(self.keys)) for part in range(self.partitions)]
 
 
 @dataclass(frozen=True)
 class LineFault:
-    """A bad line: its place among the lines of its block, from 0."""
+    """A bad line: its number within its block (from 0), the kind of fault and a description."""
 
     line: int
     fault: Fault
@@ -43,7 +44,7 @@ class LineFault:
 
 @dataclass
 class BlockReport:
-    """What became of one block."""
+    """The result of one block."""
 
     worker: int
     file: int
@@ -52,14 +53,14 @@ class BlockReport:
     blank_lines: int = 0
     dropped: Counter[Fault] = field(default_factory=Counter)
     faults: list[LineFault] = field(default_factory=list)
-    """The first of the dropped lines; or the line at which the worker stopped."""
+    """The first dropped lines, or the line at which the worker stopped."""
     stopped: bool = False
     streams: dict[StreamName, StreamCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FileEnd:
-    """A compressed file has this many blocks."""
+    """The number of blocks of a compressed file, which is known at its end."""
 
     file: int
     blocks: int
@@ -67,11 +68,11 @@ class FileEnd:
 
 @dataclass(frozen=True)
 class Failure:
-    """The worker cannot go on, whatever the line."""
+    """An error that ends a worker, independent of the line."""
 
     message: str
     expected: bool
-    """It is the user's to mend."""
+    """Whether the user can correct it. Otherwise `message` is a traceback."""
 
 
 Message = BlockReport | FileEnd | Failure
@@ -79,16 +80,16 @@ Message = BlockReport | FileEnd | Failure
 
 @dataclass(frozen=True)
 class Shared:
-    """Numbers that processes share."""
+    """Numbers that all processes share."""
 
     next_unit: Any
-    """Synchronized int: index of the unit that is handed out next."""
+    """Synchronized int: index of the next unit."""
     stop_from: Any
-    """Plain int: blocks from this place on (`place_of_block`) are no longer wanted."""
+    """Int: blocks from this number on (`block_number`) are no longer needed."""
     progress: Any
-    """Plain ints: bytes read, documents, tokens of each worker."""
+    """Ints: bytes read, documents and tokens of each worker."""
 
 
-def place_of_block(file: int, block: int) -> int:
-    """Blocks in the order of the input."""
+def block_number(file: int, block: int) -> int:
+    """Returns a number that orders the blocks of all files as in the input."""
     return file << 40 | block

@@ -1,4 +1,4 @@
-"""Prepare a data set: plan, start workers, put their blocks together, publish."""
+"""Prepares data sets: plans the blocks, starts workers, merges their shards, and publishes the files."""
 
 import contextlib
 import glob
@@ -23,9 +23,9 @@ from megatron.core.utils.files import sha256_of_file, sync_directory
 from megatron.training.data_preparation.blocks import find_inputs, plan_blocks
 from megatron.training.data_preparation.config import PreparationConfig
 from megatron.training.data_preparation.manifest import FileRecord, Manifest, TokenizerRecord, get_manifest_path
-from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, place_of_block
+from megatron.training.data_preparation.merging import ShardMerger
+from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, block_number
 from megatron.training.data_preparation.progress import Counts, ProgressDisplay
-from megatron.training.data_preparation.stitching import Stitcher
 from megatron.training.data_preparation.worker import ENDING_SIGNALS, run_worker
 from megatron.training.tokenizer.base import Tokenizer
 
@@ -35,7 +35,7 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What was made."""
+    """The prepared data sets: prefixes, manifests, examples of dropped lines, and the time in seconds."""
 
     prefixes: tuple[str, ...]
     manifests: tuple[Manifest, ...]
@@ -46,9 +46,9 @@ class PreparedData:
 def prepare(
     config: PreparationConfig, tokenizer: Tokenizer, console: Console, warn: Callable[[str], None]
 ) -> PreparedData:
-    """Make the data set of each key. Nothing is under its final name before all of it is whole.
+    """Prepares the data set of each key. Files get their final names once all of them are complete.
 
-    Raises UserError with file:line for a bad line (unless they are skipped), and for files that cannot be read or
+    Raises UserError with file:line for a bad line (unless bad lines are skipped), and for files that cannot be read or
     written.
     """
     began = time.monotonic()
@@ -57,7 +57,7 @@ def prepare(
     prefixes = tuple(f"{config.output_prefix}_{key}_{_LEVEL}" for key in config.json_keys)
     for path in map(get_bin_path, prefixes):
         if os.path.exists(path):
-            warn(f"{path}: exists, and will be replaced")
+            warn(f"{path}: exists and will be replaced")
     with _working_folder(config.output_prefix, warn) as folder:
         job = Job(
             tokenizer=tokenizer,
@@ -70,29 +70,29 @@ def prepare(
             folder=folder,
             plan=plan,
         )
-        tokenizer.encode_texts([""])  # what is compiled or loaded on first use is so once, before workers are forked
-        stitcher = Stitcher(job)
-        _run(job, max(1, min(config.workers, len(plan.units))), stitcher, config.log_interval, console)
-        if stitcher.fault is not None:
-            raise UserError(f"{stitcher.fault} (--on-error skip leaves such lines out and counts them)")
-        stitcher.finish()
-        if stitcher.output(0).counts.documents == 0:
-            raise UserError(f"--input {' '.join(config.input)}: no document in it")
-        manifests = tuple(_manifest(job, stitcher, key) for key in range(len(job.keys)))
+        tokenizer.encode_texts([""])  # compiles and loads what the first use needs, before workers are forked
+        merger = ShardMerger(job)
+        _run(job, max(1, min(config.workers, len(plan.units))), merger, config.log_interval, console)
+        if merger.fault is not None:
+            raise UserError(f"{merger.fault} (--on-error skip leaves such lines out and counts them)")
+        merger.finish()
+        if merger.output(0).counts.documents == 0:
+            raise UserError(f"--input {' '.join(config.input)}: contains no documents")
+        manifests = tuple(_manifest(job, merger, key) for key in range(len(job.keys)))
         for key, (final, manifest) in enumerate(zip(prefixes, manifests, strict=True)):
-            output = stitcher.output(key)
+            output = merger.output(key)
             _publish(output.bin_path, output.idx_path, manifest, final)
-    return PreparedData(prefixes, manifests, tuple(stitcher.counts.examples), time.monotonic() - began)
+    return PreparedData(prefixes, manifests, tuple(merger.counts.examples), time.monotonic() - began)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _run(job: Job, workers: int, stitcher: Stitcher, log_interval: int, console: Console) -> None:
-    """Start workers and take their messages until all is there, or one cannot go on."""
+def _run(job: Job, workers: int, merger: ShardMerger, log_interval: int, console: Console) -> None:
+    """Starts workers and takes their messages until all blocks are finished or a worker fails."""
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     shared = Shared(
-        context.Value("q", 0), context.RawValue("q", place_of_block(1 << 20, 0)), context.RawArray("q", 3 * workers)
+        context.Value("q", 0), context.RawValue("q", block_number(1 << 20, 0)), context.RawArray("q", 3 * workers)
     )
     processes: dict[Connection, Any] = {}
     try:
@@ -104,17 +104,17 @@ def _run(job: Job, workers: int, stitcher: Stitcher, log_interval: int, console:
                 theirs.close()
                 processes[ours] = process
         with ProgressDisplay(console, job.plan.total_bytes, log_interval) as display:
-            _take_messages(processes, shared, stitcher, display)
+            _take_messages(processes, shared, merger, display)
     finally:
         for process in processes.values():
             process.kill()
             process.join()
-    assert stitcher.done or stitcher.fault is not None, "workers ended before the input did"
+    assert merger.done or merger.fault is not None, "workers ended before the input did"
 
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals to end wait until processes are forked: Python drops an exception that a handler raises during a fork."""
+    """Delays SIGINT and SIGTERM during forks, since Python drops exceptions that a handler raises during a fork."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         yield
@@ -123,10 +123,10 @@ def _signals_held() -> Iterator[None]:
 
 
 def _take_messages(
-    processes: dict[Connection, Any], shared: Shared, stitcher: Stitcher, display: ProgressDisplay
+    processes: dict[Connection, Any], shared: Shared, merger: ShardMerger, display: ProgressDisplay
 ) -> None:
     working = dict(processes)
-    while working and stitcher.fault is None:
+    while working and merger.fault is None:
         for connection in wait(list(working), timeout=_POLL_SECONDS):
             assert isinstance(connection, Connection)
             try:
@@ -142,13 +142,13 @@ def _take_messages(
                     if message.expected
                     else RuntimeError(f"a worker failed:\n{message.message}")
                 )
-            stitcher.take(message)
+            merger.take(message)
         display.update(Counts.of_workers(shared.progress))
 
 
 def _check_ending(exit_code: int) -> None:
     if exit_code < 0:
-        hint = "; if that was for lack of memory, use fewer --workers" if exit_code == -9 else ""
+        hint = "; if memory was short, use fewer --workers" if exit_code == -9 else ""
         raise UserError(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
     assert exit_code == 0, f"a worker ended with code {exit_code}"
 
@@ -158,7 +158,7 @@ def _check_ending(exit_code: int) -> None:
 
 @contextlib.contextmanager
 def _working_folder(prefix: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """A folder beside the output, so that files can be renamed from it; gone at the end, whatever happens."""
+    """Makes a temporary folder beside the output, so that files can be renamed, and removes it at the end."""
     parent, name = os.path.split(prefix)
     start = f".{name}.preparing."
     try:
@@ -168,17 +168,20 @@ def _working_folder(prefix: str, warn: Callable[[str], None]) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--output-prefix {prefix}: {error.filename}: {error.strerror}") from None
     if left:
-        warn(f"{folder.parent}: {', '.join(left)}: of a run that goes on or was killed; remove what a killed one left")
+        warn(
+            f"{folder.parent}: {', '.join(left)}: a killed run has left this, or another run uses it; remove it in the "
+            "first case"
+        )
     try:
         yield folder
-    except OSError as error:  # such as a disk that is full
+    except OSError as error:  # such as a full disk
         raise UserError(f"--output-prefix {prefix}: {error.filename or folder.parent}: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _manifest(job: Job, stitcher: Stitcher, key: int) -> Manifest:
-    output = stitcher.output(key)
+def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:
+    output = merger.output(key)
     return Manifest(
         tokenizer=TokenizerRecord.of(job.tokenizer),
         key=job.keys[key],
@@ -190,9 +193,9 @@ def _manifest(job: Job, stitcher: Stitcher, key: int) -> Manifest:
         tokens=output.counts.tokens,
         documents_with_special_literals=output.counts.special_documents,
         special_literals_matched=job.tokenizer.matches_special_literals,
-        lines=stitcher.counts.lines,
-        blank_lines=stitcher.counts.blank_lines,
-        dropped_lines=dict(stitcher.counts.dropped),
+        lines=merger.counts.lines,
+        blank_lines=merger.counts.blank_lines,
+        dropped_lines=dict(merger.counts.dropped),
         inputs=tuple({"name": Path(file.path).name, "bytes": file.size} for file in job.plan.files),
         files={
             "bin": FileRecord(output.bin_path.stat().st_size, output.bin_sha256),
@@ -202,7 +205,7 @@ def _manifest(job: Job, stitcher: Stitcher, key: int) -> Manifest:
 
 
 def _publish(bin_path: Path, idx_path: Path, manifest: Manifest, prefix: str) -> None:
-    """Give the files their names. An old index goes first: a .bin is never found beside the index of another."""
+    """Renames the files. An old index is removed first, so that a .bin file is never beside another file's index."""
     final_bin, final_idx, final_manifest = (
         Path(path) for path in (get_bin_path(prefix), get_idx_path(prefix), get_manifest_path(prefix))
     )

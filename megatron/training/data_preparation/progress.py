@@ -1,4 +1,4 @@
-"""How far a preparation is: a live line on a terminal, plain lines in a file."""
+"""Shows the progress: a progress bar on a terminal, plain lines in a file."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True)
 class Counts:
-    """What workers have done so far."""
+    """Bytes read, documents and tokens so far."""
 
     bytes: int
     documents: int
@@ -20,7 +20,7 @@ class Counts:
 
     @classmethod
     def of_workers(cls, numbers: Sequence[int]) -> "Counts":
-        """From the shared numbers: bytes, documents, tokens of each worker in turn."""
+        """Adds up the shared numbers: bytes, documents and tokens of each worker in turn."""
         return cls(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
 
 
@@ -48,6 +48,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def update(self, counts: Counts) -> None:
+        """Shows new counts, or prints a line if one is due."""
         now = time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=counts.bytes, description=self._describe(counts, now))

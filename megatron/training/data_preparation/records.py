@@ -1,4 +1,4 @@
-"""A line of the input: the texts it holds, or what is wrong with it."""
+"""Parses a line of the input into its texts."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ Fault = Literal["too long", "not UTF-8", "not JSON", "missing key", "wrong type"
 
 
 class BadLine(Exception):
-    """A line that is not what it must be."""
+    """A line that cannot be used. `fault` is the kind of fault, `message` describes it."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -19,7 +19,7 @@ class BadLine(Exception):
 
 
 def texts_of_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """For each key the texts that the line's object has there. Raises BadLine."""
+    """Returns, for each key, the texts in the line's JSON object. Raises BadLine."""
     record = _parse(line)
     if not isinstance(record, dict):
         raise BadLine("wrong type", f"{_kind(record)}, not an object with the key {keys[0]!r}")
@@ -40,7 +40,7 @@ def _parse(line: bytes) -> Any:
                 return record
         except StopIteration:
             pass
-        return json.loads(text)  # what surrounds the object, or what is wrong, is looked at more slowly
+        return json.loads(text)  # slower, but accepts blanks around the object and describes errors
     except UnicodeDecodeError as error:
         raise BadLine("not UTF-8", f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
     except json.JSONDecodeError as error:
@@ -63,12 +63,12 @@ def _checked_texts(record: dict[str, Any], key: str, may_hold_escapes: bool) -> 
         if not isinstance(text, str):
             _refuse(key, f"a list whose element {number} is {_kind(text)}, not a text")
         if may_hold_escapes and _holds_half_a_pair(text):
-            _refuse(key, "half of a surrogate pair, which is no character")
+            _refuse(key, "half of a surrogate pair, which is not a character")
     return texts
 
 
 def _refuse(key: str, what: str) -> NoReturn:
-    raise BadLine("wrong type", f"key {key!r} holds {what}")
+    raise BadLine("wrong type", f"key {key!r} contains {what}")
 
 
 def _holds_half_a_pair(text: str) -> bool:

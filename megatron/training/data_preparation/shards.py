@@ -1,4 +1,4 @@
-"""What a worker writes: documents framed as sequences with their EOD, appended to files of its own."""
+"""Shards: the files to which a worker appends encoded documents."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from numpy.typing import DTypeLike
 from megatron.training.tokenizer.byte_level import EncodedTexts
 
 LENGTHS = np.dtype("<i4")
-"""Tokens of a sequence, and sequences of a document, as shards hold them."""
+"""Type of sequence lengths and document lengths in shards."""
 
 
 class StreamName(NamedTuple):
-    """One of a worker's streams: the key's place in --json-keys, and the line's place modulo --partitions."""
+    """A stream of a worker: the index of the key in --json-keys, and the line number modulo --partitions."""
 
     key: int
     part: int
@@ -24,13 +24,13 @@ class StreamName(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamCounts:
-    """What a stream holds, or one block's share of it."""
+    """The contents of a stream, or of one block's part of it."""
 
     documents: int = 0
     sequences: int = 0
     tokens: int = 0
     special_documents: int = 0
-    """Documents whose text spells out a special token."""
+    """Documents whose text contains the spelling of a special token."""
 
     def __add__(self, other: "StreamCounts") -> "StreamCounts":
         return StreamCounts(*(mine + yours for mine, yours in zip(self, other, strict=True)))
@@ -58,7 +58,7 @@ class ShardPaths:
 
 @dataclass(frozen=True)
 class FramedDocuments:
-    """Documents as they are stored: ids back to back, tokens of each sequence, sequences of each document."""
+    """Encoded documents: all ids end to end, the tokens of each sequence, and the sequences of each document."""
 
     ids: np.ndarray
     sequence_lengths: np.ndarray
@@ -66,9 +66,9 @@ class FramedDocuments:
 
 
 def frame_documents(encoded: EncodedTexts, texts_of_document: np.ndarray, eod: int | None) -> FramedDocuments:
-    """Drop texts without tokens; end the last sequence of each document that has any with `eod`, if it is given.
+    """Returns the documents without empty texts. Appends `eod`, if given, to the last sequence of each document.
 
-    `texts_of_document` is the number of texts of each document; a document may have none, and stays a document.
+    `texts_of_document` is the number of texts of each document. Documents without tokens are kept and get no `eod`.
     """
     kept = encoded.lengths > 0
     document_of_text = np.repeat(np.arange(texts_of_document.size), texts_of_document)[kept]
@@ -83,7 +83,7 @@ def frame_documents(encoded: EncodedTexts, texts_of_document: np.ndarray, eod: i
 
 
 class StreamWriter:
-    """Appends documents to a stream's files, and counts those of the current block. A context manager."""
+    """Appends documents to the files of a stream, and counts those of the current block. A context manager."""
 
     def __init__(self, paths: ShardPaths, dtype: DTypeLike) -> None:
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -96,7 +96,7 @@ class StreamWriter:
 
     @property
     def counts(self) -> StreamCounts:
-        """All that was appended."""
+        """Everything appended so far."""
         return self._counts
 
     def __enter__(self) -> "StreamWriter":
@@ -109,6 +109,7 @@ class StreamWriter:
             file.close()
 
     def append(self, framed: FramedDocuments, special_documents: int) -> None:
+        """Appends documents, of which `special_documents` contain the spelling of a special token."""
         tokens, sequence_lengths, document_lengths = self._files
         tokens.write(framed.ids.astype(self._dtype, copy=False).data)
         sequence_lengths.write(framed.sequence_lengths.astype(LENGTHS).data)
@@ -118,7 +119,7 @@ class StreamWriter:
         )
 
     def end_block(self) -> StreamCounts:
-        """Hand what was appended to the operating system, and tell how much it was since the last block."""
+        """Flushes the files, and returns the counts since the last call."""
         for file in self._files:
             file.flush()
         since = self._counts - self._before_block

@@ -1,4 +1,4 @@
-"""A worker process: takes blocks of the input, writes ids to its own files, and sends nothing but counts."""
+"""A worker process: encodes blocks of the input into its own shards, and sends only counts."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from megatron.training.data_preparation.messages import (
     Job,
     LineFault,
     Shared,
-    place_of_block,
+    block_number,
 )
 from megatron.training.data_preparation.records import BadLine, texts_of_line
 from megatron.training.data_preparation.shards import ShardPaths, StreamName, StreamWriter
@@ -28,8 +28,8 @@ _EXAMPLES = 3
 
 
 def run_worker(number: int, job: Job, shared: Shared, connection: Connection) -> None:
-    """The process's main function."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    """Runs a worker process. Errors are sent to the parent as `Failure`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -41,15 +41,13 @@ def run_worker(number: int, job: Job, shared: Shared, connection: Connection) ->
             }
             _Worker(number, job, shared, connection, writers).work()
     except BrokenPipeError:
-        pass  # the parent is gone, and with it all that this was for
+        pass  # the parent has ended
     except UserError as error:
         connection.send(Failure(str(error), expected=True))
     except OSError as error:
         connection.send(Failure(f"{error.filename or job.folder.parent}: {error.strerror}", expected=True))
     except MemoryError:
-        connection.send(
-            Failure("out of memory; fewer --workers, or a smaller --max-line-bytes, need less", expected=True)
-        )
+        connection.send(Failure("out of memory; use fewer --workers or a smaller --max-line-bytes", expected=True))
     except Exception:
         connection.send(Failure(traceback.format_exc(), expected=False))
     finally:
@@ -88,12 +86,12 @@ class _Worker:
             yield units[index]
 
     def _is_wanted(self, unit: Unit, block: int) -> bool:
-        return place_of_block(unit.file.index, block) < self._shared.stop_from.value
+        return block_number(unit.file.index, block) < self._shared.stop_from.value
 
     def _want_no_more(self, report: BlockReport) -> None:
-        """What lies before the bad line may hold another, which is then the first; what lies behind is not wanted."""
+        """Stops the work on blocks after a bad line. Earlier blocks may contain another bad line, so they continue."""
         with self._shared.next_unit.get_lock():
-            place = place_of_block(report.file, report.block)
+            place = block_number(report.file, report.block)
             self._shared.stop_from.value = min(self._shared.stop_from.value, place)
 
     def _do_unit(self, unit: Unit, reader: LineReader) -> None:
@@ -143,7 +141,7 @@ class _Worker:
         return report
 
     def _drop(self, report: BlockReport, fault: LineFault) -> bool:
-        """Note a bad line; True when that ends the work."""
+        """Records a bad line. Returns whether the work stops."""
         report.dropped[fault.fault] += 1
         report.faults.append(fault)
         report.stopped = self._job.on_error == "stop"
@@ -154,7 +152,7 @@ class _Worker:
             self._drop(report, fault)
 
     def _tell_progress(self, unit: Unit, reader: LineReader, read_before: int) -> int:
-        """Add to what the parent shows. A compressed file is read by several; each counts its part."""
+        """Updates the progress that the parent shows. Several workers read a compressed file; each counts its part."""
         read = reader.bytes_read
         base = 3 * self._number
         progress = self._shared.progress

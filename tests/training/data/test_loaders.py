@@ -140,7 +140,7 @@ class Patient:
 
 
 def test_workers_end_with_the_iterator_and_not_with_a_signal():
-    others = set(multiprocessing.active_children())  # of tests that share a pool of processes
+    others = set(multiprocessing.active_children())  # of tests that shard a pool of processes
     iterator = build_data_iterator(Patient(), micro_batch_size=1, num_workers=2, collate=torch.stack)
     workers = {next(iterator).item() for _ in range(8)}
     assert workers == {process.pid for process in set(multiprocessing.active_children()) - others}

@@ -9,8 +9,8 @@ import torch
 from megatron.core.exceptions import UserError
 from megatron.training.data.samplers import (
     CyclicSampler,
+    DataParallelShard,
     MegatronCyclicSampler,
-    RankShare,
     SequentialSampler,
     permuted,
 )
@@ -20,7 +20,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2)]
 
 def stream(make, micro_batch_size, num_ranks, count):
     """The samples of all ranks in the order of the run: micro-batch by micro-batch, rank by rank."""
-    ranks = [iter(make(RankShare(micro_batch_size, rank, num_ranks))) for rank in range(num_ranks)]
+    ranks = [iter(make(DataParallelShard(micro_batch_size, rank, num_ranks))) for rank in range(num_ranks)]
     found = []
     while len(found) < count:
         for rank in ranks:
@@ -30,14 +30,14 @@ def stream(make, micro_batch_size, num_ranks, count):
 
 @pytest.mark.parametrize(("micro_batch_size", "num_ranks"), LAYOUTS)
 def test_single_is_the_same_for_every_layout(micro_batch_size, num_ranks):
-    found = stream(lambda share: SequentialSampler(1000, 96, share), micro_batch_size, num_ranks, 480)
+    found = stream(lambda shard: SequentialSampler(1000, 96, shard), micro_batch_size, num_ranks, 480)
     assert found == list(range(96, 576))
 
 
 @pytest.mark.parametrize(("micro_batch_size", "num_ranks"), LAYOUTS)
 def test_cyclic_is_the_same_for_every_layout_and_across_epochs(micro_batch_size, num_ranks):
     def make(start):
-        return lambda share: CyclicSampler(101, start, share, seed=7)
+        return lambda shard: CyclicSampler(101, start, shard, seed=7)
 
     expected = stream(make(0), 1, 1, 480)
     assert stream(make(0), micro_batch_size, num_ranks, 480) == expected
@@ -45,27 +45,27 @@ def test_cyclic_is_the_same_for_every_layout_and_across_epochs(micro_batch_size,
 
 
 def test_cyclic_takes_every_sample_once_an_epoch_in_ever_new_order():
-    sampler = CyclicSampler(101, 0, RankShare(1), seed=7)
+    sampler = CyclicSampler(101, 0, DataParallelShard(1), seed=7)
     epochs = [sampler.samples_at(np.arange(101 * k, 101 * (k + 1), dtype=np.uint64)) for k in range(4)]
     assert all(sorted(epoch) == list(range(101)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    other = CyclicSampler(101, 0, RankShare(1), seed=8).samples_at(np.arange(101, dtype=np.uint64))
+    other = CyclicSampler(101, 0, DataParallelShard(1), seed=8).samples_at(np.arange(101, dtype=np.uint64))
     assert other != epochs[0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 1000, 4097])
 def test_permuted_is_a_permutation(size):
-    places = np.arange(size, dtype=np.uint64)
+    positions = np.arange(size, dtype=np.uint64)
     for key in (0, 1, 2**64 - 1):
-        assert sorted(permuted(places, size, np.uint64(key)).tolist()) == list(range(size))
+        assert sorted(permuted(positions, size, np.uint64(key)).tolist()) == list(range(size))
 
 
 def test_permutations_look_random():
     """Each place of 8 is hit equally often by each element: chi-square over 4000 keys, 49 degrees of freedom."""
-    places = np.tile(np.arange(8, dtype=np.uint64), 4000)
-    goals = permuted(places, 8, np.repeat(np.arange(4000, dtype=np.uint64), 8))
+    positions = np.tile(np.arange(8, dtype=np.uint64), 4000)
+    goals = permuted(positions, 8, np.repeat(np.arange(4000, dtype=np.uint64), 8))
     counts = np.zeros((8, 8))
-    np.add.at(counts, (places.astype(int), goals.astype(int)), 1)
+    np.add.at(counts, (positions.astype(int), goals.astype(int)), 1)
     assert ((counts - 500) ** 2 / 500).sum() < 100
     big = permuted(np.arange(100_000, dtype=np.uint64), 100_000, np.uint64(3)).astype(float)
     assert abs(np.corrcoef(big[:-1], big[1:])[0, 1]) < 0.02
@@ -74,7 +74,7 @@ def test_permutations_look_random():
 
 def test_what_does_not_fill_a_batch_is_left_out_or_filled_up():
     def read(fill_to):
-        samplers = [SequentialSampler(21, 4, RankShare(2, rank, 2), fill_to) for rank in range(2)]
+        samplers = [SequentialSampler(21, 4, DataParallelShard(2, rank, 2), fill_to) for rank in range(2)]
         assert len(samplers[0]) == len(samplers[1]) == len(list(samplers[0]))
         return [list(sampler) for sampler in samplers]
 
@@ -82,21 +82,21 @@ def test_what_does_not_fill_a_batch_is_left_out_or_filled_up():
     filled = read(8)
     assert all(len(batches) == 6 for batches in filled)
     assert [batches[4] for batches in filled] == [[20, None], [None, None]]
-    places = [place for batches in filled for batch in batches for place in batch]
-    assert sorted(place for place in places if place is not None) == list(range(4, 21))
+    positions = [position for batches in filled for batch in batches for position in batch]
+    assert sorted(position for position in positions if position is not None) == list(range(4, 21))
     with pytest.raises(UserError, match="batches of 6"):
-        SequentialSampler(21, 4, RankShare(2, 0, 2), 6)
+        SequentialSampler(21, 4, DataParallelShard(2, 0, 2), 6)
 
 
 def test_nothing_left_is_said():
     with pytest.raises(UserError, match=r"all 21 samples .* consumed \(21 so far\)"):
-        SequentialSampler(21, 21, RankShare(2))
+        SequentialSampler(21, 21, DataParallelShard(2))
     with pytest.raises(UserError, match="no samples"):
-        CyclicSampler(0, 0, RankShare(2), 1)
+        CyclicSampler(0, 0, DataParallelShard(2), 1)
     with pytest.raises(UserError, match="--micro-batch-size 0"):
-        RankShare(0)
+        DataParallelShard(0)
     with pytest.raises(UserError, match="rank 2 of 2"):
-        RankShare(1, 2, 2)
+        DataParallelShard(1, 2, 2)
 
 
 @pytest.mark.parametrize("data_sharding", [True, False])
@@ -114,7 +114,7 @@ def test_megatron_lm_cyclic_order(data_sharding):
         else:
             order = torch.randperm(total // micro_batch * micro_batch, generator=generator)
             expected = order[within:][rank::ranks].tolist()
-        sampler = MegatronCyclicSampler(total, consumed, RankShare(micro_batch, rank, ranks), data_sharding)
+        sampler = MegatronCyclicSampler(total, consumed, DataParallelShard(micro_batch, rank, ranks), data_sharding)
         batches = list(itertools.islice(sampler, len(expected) // micro_batch))
         assert [sample for batch in batches for sample in batch] == expected[
             : len(expected) // micro_batch * micro_batch
@@ -122,4 +122,4 @@ def test_megatron_lm_cyclic_order(data_sharding):
         next_epoch = list(itertools.islice(sampler, 40))
         assert len(next_epoch) == 40
     with pytest.raises(UserError, match="do not fill a batch"):
-        MegatronCyclicSampler(7, 0, RankShare(2, 0, 4))
+        MegatronCyclicSampler(7, 0, DataParallelShard(2, 0, 4))

@@ -26,9 +26,13 @@ def test_one_chunk_draws_from_it_directly():
     data.begin(5)
     assert [next(iterator).number for _ in range(2)] == [0, 1]
     assert iterator.sample_ids == [[0, 1], [2, 3]]
-    assert (iterator.place.seed, iterator.place.iteration, iterator.place.first_sample) == (7, 5, (1 * 3 + 1) * 2)
+    assert (iterator.rng_position.seed, iterator.rng_position.iteration, iterator.rng_position.first_sample) == (
+        7,
+        5,
+        (1 * 3 + 1) * 2,
+    )
     data.begin(6)
-    assert next(iterator).number == 2 and iterator.sample_ids == [[4, 5]] and iterator.place.first_sample == 2
+    assert next(iterator).number == 2 and iterator.sample_ids == [[4, 5]] and iterator.rng_position.first_sample == 2
 
 
 def test_every_chunk_draws_every_micro_batch_once_at_its_own_pace():
@@ -43,7 +47,7 @@ def test_every_chunk_draws_every_micro_batch_once_at_its_own_pace():
             batch = next(chunks[chunk])
             seen[chunk].append(batch.number)
             number = len(seen[chunk]) - 1
-            assert chunks[chunk].place == data.place_of(number) and chunks[chunk].iteration == iteration
+            assert chunks[chunk].rng_position == data.rng_position_of(number) and chunks[chunk].iteration == iteration
             assert chunks[chunk].sample_ids[-1] == [2 * batch.number, 2 * batch.number + 1]
             assert len(data._kept) == abs(first.drawn - second.drawn)
         assert seen == [[4 * iteration + number for number in range(4)]] * 2
@@ -77,5 +81,5 @@ def test_a_rank_without_data_hands_on_none():
     data = StepData(None, micro_batch_size=1)
     assert data.iterators(1) == [None] and data.iterators(2) == [None, None]
     data.begin(3)
-    assert data.place_of(2).first_sample == 2
+    assert data.rng_position_of(2).first_sample == 2
     data.close()

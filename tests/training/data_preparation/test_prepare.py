@@ -159,7 +159,7 @@ BAD = {
     1501: (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
     1502: (b'{"text": "x"', "not JSON: Expecting"),
     1503: (b'{"txt": "x"}', "no key 'text'; keys present: 'txt'"),
-    1504: (b'{"text": 5}', "key 'text' holds the number 5, not a text or a list of texts"),
+    1504: (b'{"text": 5}', "key 'text' contains the number 5, not a text or a list of texts"),
     1505: (b'{"text": "' + b"y" * 3000 + b'"}', "longer than --max-line-bytes 2000"),
 }
 
@@ -215,7 +215,7 @@ def test_skipping_counts(tmp_path, workers):
 
 def test_no_document_is_an_error(tmp_path):
     (tmp_path / "in.jsonl").write_text("\n\n")
-    with pytest.raises(UserError, match="no document in it"):
+    with pytest.raises(UserError, match="contains no documents"):
         run(tmp_path, [tmp_path / "in.jsonl"])
     assert nothing_under(tmp_path)
 
@@ -227,7 +227,7 @@ def test_a_failure_leaves_earlier_output_alone(tmp_path):
     with pytest.raises(UserError):
         run(tmp_path, [path], warnings=warnings)
     assert output(tmp_path) == golden("gpt2_eod_text") and read_manifest(str(tmp_path / "out_text_document"))
-    assert warnings == [f"{tmp_path}/out_text_document.bin: exists, and will be replaced"]
+    assert warnings == [f"{tmp_path}/out_text_document.bin: exists and will be replaced"]
 
 
 @pytest.mark.parametrize("broken", [".bin", ".idx", ".manifest.json"])

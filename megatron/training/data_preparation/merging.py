@@ -1,4 +1,4 @@
-"""Workers' blocks put together in the order of the input, while workers go on."""
+"""Merges the workers' shards in the order of the input, while the workers continue."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,36 +11,36 @@ from megatron.core.datasets.index_format import write_index
 from megatron.training.data_preparation.messages import BlockReport, FileEnd, Job, LineFault
 from megatron.training.data_preparation.shards import LENGTHS, ShardPaths, StreamCounts, StreamName
 
-_PIECE = 4 << 20
+_CHUNK_BYTES = 4 << 20
 _NONE = StreamCounts()
 
 
 @dataclass
 class _Block:
-    """A block that is done: its report, and where in the worker's streams its share begins."""
+    """A finished block: its report, and the positions in the worker's streams where its documents begin."""
 
     report: BlockReport
     starts: dict[StreamName, StreamCounts]
     first_line: int = 0
-    """Lines of the whole input that come before."""
+    """Number of lines of the whole input before this block."""
 
 
 @dataclass
 class OutputCounts:
-    """What the outputs hold, and what the input had that they do not."""
+    """Counts of lines of the input."""
 
     lines: int = 0
     blank_lines: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
-    """The first dropped lines, as file:line: what is wrong."""
+    """The first dropped lines, as "file:line: description"."""
 
 
-class Stitcher:
-    """Takes reports in any order, and copies what they tell of in the input's order to one output a key.
+class ShardMerger:
+    """Takes reports in any order, and copies the reported blocks in the order of the input, to one output per key.
 
-    Memory does not grow with the data: with one partition a block is forgotten once it is copied. With several, parts
-    follow each other, so that copying waits until all is there.
+    Memory does not grow with the data. With one partition, blocks are copied as soon as possible. With several, the
+    parts follow each other in the output, so copying waits until all blocks are finished.
     """
 
     def __init__(self, job: Job) -> None:
@@ -54,16 +54,16 @@ class Stitcher:
         self._outputs = [_Output(job, key) for key in range(len(job.keys))]
         self.counts = OutputCounts()
         self.fault: str | None = None
-        """The first bad line of the input, once all before it is known: file:line: what is wrong."""
-        self._go_on()  # past files that are empty
+        """The first bad line of the input, as "file:line: description", once all blocks before it are known."""
+        self._go_on()  # skips empty files
 
     @property
     def done(self) -> bool:
-        """Every block of every file is there."""
+        """Whether all blocks of all files are reported."""
         return self._next[0] >= len(self._job.plan.files)
 
     def take(self, message: BlockReport | FileEnd) -> None:
-        """Note a worker's message, and go on as far as the blocks at hand reach."""
+        """Takes a worker's message, and copies the blocks that are next in order."""
         if isinstance(message, FileEnd):
             self._blocks_of_file[message.file] = message.blocks
         else:
@@ -78,7 +78,7 @@ class Stitcher:
             pass
 
     def finish(self) -> None:
-        """Copy what had to wait, and write the indices."""
+        """Copies the remaining blocks and writes the indices."""
         assert self.done and self.fault is None
         if self._job.partitions > 1:
             for part in range(self._job.partitions):
@@ -88,6 +88,7 @@ class Stitcher:
             output.finish()
 
     def output(self, key: int) -> "_Output":
+        """The output of the key with this index."""
         return self._outputs[key]
 
     def _advance(self) -> bool:
@@ -130,7 +131,7 @@ class Stitcher:
 
 
 class _Output:
-    """One key's data set, in files of the working folder."""
+    """The data set of one key, in the working folder."""
 
     def __init__(self, job: Job, key: int) -> None:
         self._itemsize = np.dtype(job.dtype).itemsize
@@ -151,15 +152,15 @@ class _Output:
         return self._sha256.hexdigest()
 
     def append(self, paths: ShardPaths, start: StreamCounts, share: StreamCounts) -> None:
-        """Copy a block's share of a stream, which begins after `start`."""
-        for piece in _pieces(paths.tokens, start.tokens * self._itemsize, share.tokens * self._itemsize):
-            self._sha256.update(piece)
-            self._bin.write(piece)
-        for piece in _pieces(paths.sequence_lengths, *_bytes_of(start.sequences, share.sequences)):
-            self._lengths.write(piece)
+        """Copies a block's part of a stream, which begins after `start`."""
+        for chunk in _chunks(paths.tokens, start.tokens * self._itemsize, share.tokens * self._itemsize):
+            self._sha256.update(chunk)
+            self._bin.write(chunk)
+        for chunk in _chunks(paths.sequence_lengths, *_bytes_of(start.sequences, share.sequences)):
+            self._lengths.write(chunk)
         end = self.counts.sequences
-        for piece in _pieces(paths.document_lengths, *_bytes_of(start.documents, share.documents)):
-            ends = end + np.cumsum(np.frombuffer(piece, LENGTHS), dtype="<i8")
+        for chunk in _chunks(paths.document_lengths, *_bytes_of(start.documents, share.documents)):
+            ends = end + np.cumsum(np.frombuffer(chunk, LENGTHS), dtype="<i8")
             self._documents.write(ends.data)
             end = int(ends[-1])
         self.counts += share
@@ -179,17 +180,17 @@ def _bytes_of(start: int, count: int) -> tuple[int, int]:
     return start * LENGTHS.itemsize, count * LENGTHS.itemsize
 
 
-def _pieces(path: Path, start: int, count: int) -> Iterator[bytes]:
-    """Bytes start .. start + count of a file."""
+def _chunks(path: Path, start: int, count: int) -> Iterator[bytes]:
+    """Yields the bytes start .. start + count of a file, in chunks."""
     if count == 0:
         return
     with open(path, "rb") as file:
         file.seek(start)
         while count > 0:
-            piece = file.read(min(count, _PIECE))
-            assert piece, f"{path} is shorter than its worker said"
-            count -= len(piece)
-            yield piece
+            chunk = file.read(min(count, _CHUNK_BYTES))
+            assert chunk, f"{path} is shorter than its worker said"
+            count -= len(chunk)
+            yield chunk
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:
