@@ -1,8 +1,8 @@
-"""Let a trained model continue prompts.
+"""Continues prompts with a trained model.
 
 python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --max-new-tokens 100 --temperature 0.8
 
-The model and its tokenizer are those that the checkpoint says it was trained with. docs/quickstart.md says more.
+Model and tokenizer are those of the run, as the checkpoint describes them. See docs/quickstart.md.
 """
 
 import sys
@@ -23,60 +23,60 @@ from pretrain_gpt import build_model
 
 USAGE = "python tools/generate.py --load DIR --prompt TEXT ... [flags]"
 ABOUT = (
-    "Let a trained model continue prompts. Without --top-k, --top-p and --temperature it always writes the likeliest "
-    "token. What is written to a prompt depends on the model, the flags, and the prompt's place among the prompts."
+    "Continues prompts with a trained model. Without --top-k, --top-p and --temperature, it always takes the most "
+    "likely token. The continuation of a prompt depends on the model, the flags, and the index of the prompt."
 )
 
 
 @dataclass(kw_only=True, frozen=True)
 class GenerationConfig:
-    """What tools/generate.py is told."""
+    """Flags of the tool."""
 
     load: str | None = None
-    """Folder of checkpoints, as a run's --save. Required."""
+    """Folder of checkpoints, as in a run's --save. Required."""
 
     ckpt_step: int | None = None
-    """Iteration of the checkpoint; the newest whole one when not given."""
+    """Iteration of the checkpoint. Default: the newest whole checkpoint."""
 
     prompt: list[str] | None = flag(None, gathers=True)
-    """Texts to continue; may be given several times."""
+    """Text to continue. May be given several times."""
 
     prompts_file: str | None = None
-    """File of texts to continue, one a line; continued after those of --prompt."""
+    """File with one text to continue on each line, after those of --prompt."""
 
     max_new_tokens: int = 100
-    """Tokens to write to each prompt, at most: it ends where the model ends the document."""
+    """Largest number of tokens to add to a prompt. A continuation ends earlier where the model ends the document."""
 
     top_k: int = 0
-    """Draw from the k likeliest tokens; 0: from all; 1: take the likeliest."""
+    """Sample from the k most likely tokens. 0: from all; 1: always take the most likely token."""
 
     top_p: float = 0.0
-    """Draw from the likeliest tokens that together reach this probability; 0: from all."""
+    """Sample from the most likely tokens that reach this probability together. 0: from all."""
 
     temperature: float | None = None
-    """Divide logits by this before drawing: below 1 for what is likely, above 1 for what is not. 1 when not given and
-    tokens are drawn."""
+    """Divide logits by this before sampling. Values below 1 favour likely tokens, values above 1 unlikely ones. Default
+    if tokens are sampled: 1."""
 
     seed: int = 1234
-    """Seed of the draws."""
+    """Seed of the samples."""
 
     batch_size: int = 16
-    """Prompts that are continued at once. It does not change what is written."""
+    """Number of prompts that are continued at once. It does not change the continuations."""
 
     vocab_file: str | None = None
-    """Vocabulary, where it is no longer where the run found it."""
+    """Vocabulary file, if it has moved since the run."""
 
     merge_file: str | None = None
-    """Merges, where they are no longer where the run found them."""
+    """File of merges, if it has moved since the run."""
 
     tokenizer_model: str | None = None
-    """Tokenizer, where it is no longer where the run found it."""
+    """Tokenizer, if it has moved since the run."""
 
     echo: bool = flag(True, off="--no-echo")
-    """Print the prompt before what follows it."""
+    """Print the prompt before its continuation."""
 
     def sampling(self) -> SamplingParams:
-        """How tokens are chosen. Raises UserError for impossible values."""
+        """Returns how tokens are chosen. Raises UserError for impossible values."""
         if self.temperature is None and not self.top_k and not self.top_p:
             return GREEDY
         temperature = 1.0 if self.temperature is None else self.temperature
@@ -84,7 +84,7 @@ class GenerationConfig:
 
 
 def problems_of(config: GenerationConfig) -> Iterator[str]:
-    """What is missing or impossible."""
+    """Yields a problem for each flag that is missing or impossible."""
     if config.load is None:
         yield "{load:name} is required"
     if not config.prompt and config.prompts_file is None:
@@ -95,7 +95,7 @@ def problems_of(config: GenerationConfig) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     sections = [Section("generation", GenerationConfig, lambda config: list(problems_of(config)))]
     try:
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, sections, USAGE, ABOUT)
@@ -109,14 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write(config: GenerationConfig) -> None:
-    """Load the model, continue the prompts batch by batch, and print each as soon as its batch is done."""
+    """Loads the model, continues the prompts batch by batch, and prints each batch when it is done."""
     sampling, texts = config.sampling(), read_prompts(config)
     trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), say=note)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
     reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
     if reached > trained.max_sequence_length:
-        note(f"up to {reached} tokens a row: the model was trained for {trained.max_sequence_length}")
+        note(f"sequences may reach {reached} tokens, but the model was trained for {trained.max_sequence_length}")
     for first in range(0, len(prompts), config.batch_size):
         batch = slice(first, first + config.batch_size)
         written = generate(
@@ -133,7 +133,7 @@ def write(config: GenerationConfig) -> None:
 
 
 def read_prompts(config: GenerationConfig) -> list[str]:
-    """All texts to continue, in order."""
+    """Returns all texts to continue, in order. Raises UserError if the file cannot be read."""
     texts = list(config.prompt or [])
     if config.prompts_file is not None:
         try:
@@ -144,7 +144,10 @@ def read_prompts(config: GenerationConfig) -> list[str]:
 
 
 def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
-    """Ids of a prompt; an empty one is the end of a document, after which a new one begins."""
+    """Returns the token ids of a prompt; for an empty one the end-of-document token, after which a document begins.
+
+    Raises UserError if the tokenizer refuses the text, or if the model has too few positions.
+    """
     try:
         ids = trained.tokenizer.tokenize(text) or [trained.tokenizer.eod]
     except UserError as error:
@@ -152,21 +155,23 @@ def encode(trained: TrainedModel, text: str, max_new_tokens: int) -> list[int]:
     longest = trained.max_sequence_length
     if trained.config.model.position_embedding_type == "learned_absolute" and len(ids) + max_new_tokens > longest:
         raise UserError(
-            f"--max-new-tokens {max_new_tokens}: a prompt has {len(ids)} tokens, the model {longest} positions; "
-            f"{max(0, longest - len(ids))} new tokens work"
+            f"--max-new-tokens {max_new_tokens}: a prompt has {len(ids)} tokens and the model has {longest} positions; "
+            f"--max-new-tokens {max(0, longest - len(ids))} works"
         )
     return ids
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of `ids` as it follows that of the prompt: by themselves they may lose the blank between the two, as
-    those of SentencePiece and of NullTokenizer do."""
+    """Returns the text of `ids` after the prompt's text.
+
+    Decoding `ids` alone may lose the blank between the two, for example with SentencePiece and NullTokenizer.
+    """
     before, whole = tokenizer.detokenize(prompt), tokenizer.detokenize([*prompt, *ids])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(ids)
 
 
 def moved_tokenizer(config: GenerationConfig) -> list[str]:
-    """The tokenizer's new place, as words of a command line."""
+    """Returns the flags of the tokenizer's new location."""
     places = {
         "--vocab-file": config.vocab_file,
         "--merge-file": config.merge_file,
@@ -176,7 +181,7 @@ def moved_tokenizer(config: GenerationConfig) -> list[str]:
 
 
 def note(sentence: str) -> None:
-    """Tell the user something that is no result."""
+    """Prints a message that is not a result, to stderr."""
     print(sentence, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,8 @@
-"""How fast the operations of a layer of experts are:   python tools/measure_experts.py --tokens 16384 --experts 64
+"""Measures the operations of an expert layer:   python tools/measure_experts.py --tokens 16384 --experts 64
 
-Times, forward and backward, each operation of this library on a GPU beside its definition in plain torch, with routing
-at random or skewed, and what share of the ceiling it reaches: of a large matrix product's rate, or of a device copy's.
-On a CPU it times the definitions alone.
+Times each operation of this library on a GPU, forward and backward, beside its definition in plain torch, with uniform
+or skewed routing. The last column is the share of the hardware's limit: the rate of a large matrix product, or of a
+device copy. On a CPU it times only the definitions.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from megatron.core.utils.torch_private import sleep_on_gpu
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer."""
+    """Sizes of an expert layer. Expert i is chosen with a probability proportional to i^-skew."""
 
     tokens: int
     hidden: int
@@ -38,12 +38,13 @@ class Sizes:
 
     @property
     def rows(self) -> int:
+        """Copies of tokens that the experts compute."""
         return self.tokens * self.topk
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something to be timed."""
+    """An operation to time, with its number of floating-point operations and of bytes moved."""
 
     name: str
     run: Callable[[], object]
@@ -52,7 +53,7 @@ class Operation:
 
 
 class MainGrad:
-    """Where weight gradients are accumulated, as a training run has it."""
+    """Accumulates weight gradients as a training run does."""
 
     defers_weight_grad = False
 
@@ -60,11 +61,12 @@ class MainGrad:
         self.total = total
 
     def add_grouped_product(self, dy: Tensor, x: Tensor, accumulate: Callable[..., None]) -> None:
+        """Adds dy^T x of each group to the total."""
         accumulate(self.total, dy, x)
 
 
 def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torch.dtype) -> list[Operation]:
-    """The steps of one layer on one rank, forward and backward apart."""
+    """Returns the operations of one layer on one rank, with separate entries for forward and backward."""
     torch.manual_seed(0)
     popularity = torch.arange(1, sizes.experts + 1, device=device).pow(-sizes.skew).expand(sizes.tokens, -1)
     numbers = popularity.multinomial(sizes.topk)
@@ -105,14 +107,14 @@ def operations(sizes: Sizes, backend: Backend, device: torch.device, dtype: torc
 
 
 def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median of the time that a call takes."""
+    """Returns the median time of a call, in seconds."""
     for _ in range(3):
         run()
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            sleep_on_gpu(1_000_000)  # so that the host's launches are ahead of the device
+            sleep_on_gpu(1_000_000)  # keeps the launches of the host ahead of the device
             start.record()
             run()
             end.record()
@@ -126,20 +128,23 @@ def seconds(run: Callable[[], object], repeats: int, device: torch.device) -> fl
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, size: int) -> tuple[float, float]:
-    """Operations a second of a large product, and bytes a second (read and written) of a copy."""
+    """Returns the FLOP/s of a large product, and the bytes per second (read and written) of a copy."""
     a = torch.randn(size, size, device=device, dtype=dtype)
     rate = 2.0 * size**3 / seconds(lambda: a @ a, 10, device)
     b = torch.empty_like(a)
     return rate, 2.0 * a.numel() * a.element_size() / seconds(lambda: b.copy_(a), 10, device)
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 16384), ("hidden", 2048), ("ffn", 1024), ("experts", 64), ("topk", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help="of the layer")
-    parser.add_argument("--skew", type=float, default=0.0, help="expert i is as popular as i^-skew; 0: all alike")
-    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="calls that are timed")
-    args = parser.parse_args(words)
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{name} of the layer")
+    parser.add_argument(
+        "--skew", type=float, default=0.0, help="expert i is chosen in proportion to i^-skew; 0: uniform"
+    )
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="number of timed calls")
+    args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = Sizes(args.tokens, args.hidden, args.ffn, args.experts, args.topk, args.skew)
@@ -147,13 +152,14 @@ def main(words: Sequence[str] | None = None) -> None:
     print(f"{sizes}, {dtype} on {device.type}: product {rate / 1e12:.3g} TFLOP/s, copy {copy / 1e12:.3g} TB/s")
     kernels = triton_backend() if device.type == "cuda" else None
     ours = operations(sizes, kernels or LOCAL, device, dtype)
-    print(f"{'operation':32} {'plain (ms)':>12} {'ours (ms)':>12} {'of ceiling':>12}")
+    print(f"{'operation':32} {'plain (ms)':>12} {'ours (ms)':>12} {'of limit':>12}")
     for plain, fast in zip(operations(sizes, LOCAL, device, dtype), ours, strict=True):
         times = [seconds(operation.run, args.repeats, device) for operation in (plain, fast)]
         best = fast.flops / rate + fast.nbytes / copy
         share = f"{best / times[1]:12.0%}" if best else ""
         print(f"{fast.name:32} {times[0] * 1e3:12.3f} {times[1] * 1e3:12.3f} {share}".rstrip())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -114,13 +114,14 @@ class Bench:
         ]
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"tokens": 32768, "hidden": 2048, "ffn": 8192, "channels": 64, "vocab": 32000, "weights": 2**28}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     parser.add_argument("--repeats", type=int, default=20, metavar="N", help="calls that are timed")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     _, copy = ceilings(device, dtype, 16384 if device.type == "cuda" else 256)
@@ -135,7 +136,8 @@ def main(words: Sequence[str] | None = None) -> None:
         time = seconds(operation.run, args.repeats, device)
         share = operation.nbytes / copy / time
         print(f"{operation.name:32} {plain[operation.name] * 1e3:12.3f} {time * 1e3:12.3f} {share:12.0%}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,9 +1,9 @@
-"""What a layout keeps and sends, measured:   torchrun --nproc_per_node 4 tools/measure_layout.py FLAGS OF A RUN
+"""Measures memory and traffic of a layout:   torchrun --nproc_per_node 4 tools/measure_layout.py FLAGS OF A RUN
 
-Sets the run up as pretrain_gpt.py would, trains two steps and prints of the second: bytes that ranks keep from step to
-step (weights, gradients, optimizer), bytes that the forward pass of one micro-batch keeps for backward, and every
-communication of the fullest rank by group, operation and type, with its calls, the bytes of its tensors and the bytes
-that the rank sends where the algorithm is a ring. Data is made up unless it is given.
+Sets the run up as pretrain_gpt.py does, trains two steps and prints for the second: bytes that ranks hold between steps
+(weights, gradients, optimizer), bytes that the forward pass of one micro-batch stores for backward, and the
+communication of the rank that sends most, by group, operation and type, with the number of calls, the bytes of the
+tensors and the bytes that the rank sends with a ring algorithm. Data is random unless it is given.
 """
 
 import gc
@@ -37,7 +37,7 @@ from megatron.training.setup.set_up import set_up
 from megatron.training.trainer import Trainer
 
 PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
-MADE_UP = [
+RANDOM_DATA = [
     "--mock-data",
     "--tokenizer-type",
     "NullTokenizer",
@@ -49,12 +49,20 @@ MADE_UP = [
     "1e-4",
 ]
 _GROUPS = ("tp", "cp", "pp", "dp", "dp_cp", "embd", "intra_dp_cp", "inter_dist_opt", "mp", "tp_cp", "tp_dp_cp")
-"""Names by which a set of ranks is called; the first that fits."""
+"""Names of groups. A set of ranks gets the first name that fits."""
 
 
-def main(words: Sequence[str], launch_environment: LaunchEnvironment | None = None) -> None:
+def main(argv: Sequence[str] | None = None, launch_environment: LaunchEnvironment | None = None) -> int:
+    """Runs the tool on this rank and returns its exit code. `launch_environment` replaces that of the process."""
     try:
-        words = [*MADE_UP, "--num-workers", "0", "--log-interval", "1000", *words]
+        words = [
+            *RANDOM_DATA,
+            "--num-workers",
+            "0",
+            "--log-interval",
+            "1000",
+            *(sys.argv[1:] if argv is None else argv),
+        ]
         config = configure(words, launch_environment=launch_environment)
         with SignalWatch([]) as signals, process_environment(config) as environment:
             trainer = set_up(config, PROVIDERS, environment, signals, time.monotonic())
@@ -74,16 +82,17 @@ def main(words: Sequence[str], launch_environment: LaunchEnvironment | None = No
                 print(*lines(everyone), sep="\n", flush=True)
     except UserError as error:
         exit_with_problems(error)
+    return 0
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within, notes the memory of every result; `nbytes` is what of it is still in use."""
+    """Context that records the storages of all results of operations. `nbytes` is the size of those still in use."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._older: dict[int, StorageWeakRef] = {}
-        """Memory that was there before: weights, data. The references keep the addresses from being used again."""
+        """Storages from before the context: weights, data. The references keep their addresses from being reused."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in tree_leaves((args, kwargs)):
@@ -98,13 +107,14 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the recorded storages that are still in use."""
         gc.collect()
-        time.sleep(0.1)  # for threads that have just sent something
+        time.sleep(0.1)  # threads that have just sent something may hold a storage
         return sum(nbytes for reference, nbytes in self._made.values() if not reference.expired())
 
 
 def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
-    """The forward step, which notes what its first call of a training step leaves in memory."""
+    """Wraps a forward step. Its first call of a training step appends the bytes that it leaves in memory to `kept`."""
 
     def forward_step(data: Any, model: nn.Module) -> Any:
         if kept:
@@ -118,7 +128,7 @@ def _measured(step: ForwardStep, kept: list[int]) -> ForwardStep:
 
 
 def memory_of(trainer: Trainer, kept: Sequence[int]) -> dict[str, int]:
-    """Bytes of this rank's buffers between steps, and of a micro-batch's activations."""
+    """Returns the bytes of this rank's buffers between steps, and of the activations of a micro-batch."""
     units = [unit for chunk in trainer.model for unit in chunk.units]
     weights = sum(unit.weight_shard.nbytes if unit.shards_weights else unit.param_buffer.nbytes for unit in units)
     storages = {unit.grad_buffer.untyped_storage().data_ptr(): unit.grad_buffer.untyped_storage() for unit in units}
@@ -132,7 +142,7 @@ def memory_of(trainer: Trainer, kept: Sequence[int]) -> dict[str, int]:
 
 
 def rows_of(traffic: Sequence[Traffic], groups: ProcessGroupCollection) -> list[list[Any]]:
-    """Group, operation, type; calls, bytes, bytes sent."""
+    """Returns rows of group, operation, type, number of calls, bytes, and bytes sent."""
     calls: Counter[tuple[str, str, str]] = Counter()
     nbytes, sent = Counter(calls), Counter(calls)
     for entry in traffic:
@@ -151,18 +161,18 @@ def _name(entry: Traffic, groups: ProcessGroupCollection) -> str:
 
 
 def lines(everyone: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """For people."""
-    yield f"{'bytes a rank':14} {'least':>14} {'most':>14}"
+    """Yields the lines of the report; `everyone` has the numbers of each rank."""
+    yield f"{'bytes per rank':14} {'least':>14} {'most':>14}"
     for name in ("weights", "gradients", "optimizer", "activations"):
         values = [rank["memory"][name] for rank in everyone]
-        note = "  (of one micro-batch's forward pass)" if name == "activations" else ""
+        note = "  (forward pass of one micro-batch)" if name == "activations" else ""
         yield f"{name:14} {min(values):14,} {max(values):14,}{note}"
     sent = [sum(row[-1] for row in rank["traffic"]) for rank in everyone]
     fullest = max(range(len(sent)), key=lambda rank: sent[rank])
-    yield f"traffic of a step on rank {fullest}, which sends most: {sent[fullest]:,} bytes"
+    yield f"traffic of a step on rank {fullest}, which sends the most: {sent[fullest]:,} bytes"
     for group, operation, dtype, calls, nbytes, out in everyone[fullest]["traffic"]:
         yield f"  {group:8} {operation:15} {dtype:9} {calls:5} calls {nbytes:14,} bytes {out:14,} sent"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Draw training and validation loss and the learning rate of a run.
+"""Plots training loss, validation loss and learning rate of a run.
 
 python tools/plot_metrics.py runs/quickstart/metrics.jsonl --output loss.png
 """
@@ -15,14 +15,14 @@ from megatron.training.logging.plot import plot_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--output", type=Path, help="picture to write; default: loss.png beside the metrics")
-    parser.add_argument("--loss", default="lm loss", help="which loss to draw (default: %(default)s)")
-    parser.add_argument("--title", help="default: name of the folder")
+    parser.add_argument("--output", type=Path, help="image file to write (default: loss.png beside the metrics)")
+    parser.add_argument("--loss", default="lm loss", help="name of the loss to plot (default: %(default)s)")
+    parser.add_argument("--title", help="title of the plot (default: name of the folder)")
     args = parser.parse_args(argv)
     try:
         picture = plot_metrics(

@@ -1,9 +1,9 @@
 """From real text to a trained GPT in one command: make quickstart, or python tools/quickstart.py [--corpus FILE.jsonl]
 
-Takes text that every machine has (the sources of Python's standard library) or yours, trains a byte-level BPE
-tokenizer, preprocesses, trains a small GPT with two data parallel processes (one a GPU, if there are GPUs), stops it
-half-way, resumes it from its checkpoint, and writes to runs/quickstart/: metrics.jsonl, loss.png, checkpoints/,
-sample.txt and summary.json. On two cores it takes about five minutes.
+Takes the sources of Python's standard library, which every machine has, or your own text. Trains a byte-level BPE
+tokenizer, preprocesses the text, trains a small GPT with two data parallel processes (one per GPU, if there are GPUs),
+stops it half-way, resumes it from its checkpoint, and writes metrics.jsonl, loss.png, checkpoints/, sample.txt and
+summary.json to runs/quickstart/. On two cores this takes about five minutes.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,7 @@ LONGEST_FILE = 400_000
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes of the run: chosen so that two cores finish in about five minutes."""
+    """Sizes of the run, chosen so that two cores finish in about five minutes."""
 
     vocab_size: int = 2048
     num_layers: int = 4
@@ -52,26 +52,29 @@ class Recipe:
     learning_rate: float = 4e-3
     tokenizer_bytes: int = 8_000_000
     bytes_per_token: float = 3.1
-    """A little more than what the tokenizer reaches, so that the text lasts for the whole run."""
+    """Slightly more than the tokenizer reaches, so that there is enough text for the whole run."""
 
     @property
     def training_bytes(self) -> int:
-        """Text for about one pass: the table of pairs is fitted on the same tokens as the model."""
+        """Bytes of text for about one epoch. The bigram table is fitted on the same tokens as the model."""
         return int(self.tokens * self.bytes_per_token)
 
     @property
     def iterations(self) -> int:
+        """Training steps."""
         return max(4, self.tokens // (self.global_batch_size * self.seq_length))
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, help="a .jsonl file with a key `text` (default: sources of Python)")
     parser.add_argument(
-        "--corpus", type=Path, help="your own text: a .jsonl file with a key `text` (default: Python's)"
+        "--output", type=Path, default=Path("runs/quickstart"), help="folder to write to; it is deleted first"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where everything is written")
-    parser.add_argument("--tokens", type=int, default=int(os.environ.get("QUICKSTART_TOKENS", Recipe.tokens)))
-    arguments = parser.parse_args()
+    tokens = int(os.environ.get("QUICKSTART_TOKENS", Recipe.tokens))
+    parser.add_argument("--tokens", type=int, default=tokens, help="tokens to train on (default: %(default)s)")
+    arguments = parser.parse_args(argv)
     try:
         run_quickstart(arguments.corpus, arguments.output, Recipe(tokens=arguments.tokens))
     except UserError as error:
@@ -84,6 +87,7 @@ def main() -> int:
 
 
 def run_quickstart(corpus: Path | None, output: Path, recipe: Recipe) -> None:
+    """Runs all steps. `corpus` is a .jsonl file; None: the sources of Python."""
     started = time.monotonic()
     shutil.rmtree(output, ignore_errors=True)
     data = output / "data"
@@ -130,11 +134,12 @@ def run_quickstart(corpus: Path | None, output: Path, recipe: Recipe) -> None:
 
 
 def say(step: str) -> None:
+    """Prints the title of a step."""
     print(f"\n== {step}", flush=True)
 
 
 def tool(name: str, *words: object, capture: bool = False) -> str:
-    """Run one of our tools; its output is shown, or returned with `capture`."""
+    """Runs a tool of this folder. Its output is shown, or returned with `capture`."""
     command = [sys.executable, str(ROOT / "tools" / name), *map(str, words)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE if capture else None)
     return done.stdout or ""
@@ -145,7 +150,7 @@ def tool(name: str, *words: object, capture: bool = False) -> str:
 
 
 def python_sources() -> Iterator[str]:
-    """The .py files of the standard library of the Python that runs this, in a fixed order, sizes kept modest."""
+    """Yields the .py files of Python's standard library, in a fixed order, without very long ones."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
         if "site-packages" in path.parts or "dist-packages" in path.parts or path.stat().st_size > LONGEST_FILE:
@@ -159,7 +164,7 @@ def python_sources() -> Iterator[str]:
 
 
 def read_jsonl(path: Path) -> Iterator[str]:
-    """The `text` of every line of a .jsonl file. Raises UserError naming file and line."""
+    """Yields the `text` of each line of a .jsonl file. Raises UserError naming file and line."""
     if not path.is_file():
         raise UserError(f"--corpus {path}: no such file; give a .jsonl file with a key `text` in every line")
     with open(path, encoding="utf-8") as lines:
@@ -171,16 +176,16 @@ def read_jsonl(path: Path) -> Iterator[str]:
 
 
 def split_corpus(documents: Iterator[str], folder: Path, training_bytes: int) -> int:
-    """Write train.jsonl, of about so many bytes of text, and held_out.jsonl; returns the bytes of held-out text.
+    """Writes train.jsonl, with about `training_bytes` of text, and held_out.jsonl. Returns the bytes of held-out text.
 
-    Documents are taken in the order of a hash of their text, so both are a fair sample of the whole.
+    Documents are ordered by a hash of their text, so both files are fair samples of the corpus.
     """
     texts = sorted((text.encode() for text in documents), key=lambda raw: hashlib.sha256(raw).digest())
     held_out: list[bytes] = []
     while texts and sum(map(len, held_out)) + len(texts[-1]) <= min(HELD_OUT_BYTES, training_bytes // 4):
         held_out.append(texts.pop())
     if not held_out or not texts:
-        raise UserError("the corpus is too small to keep some of it out of training; give one of 50 documents or more")
+        raise UserError("the corpus is too small to hold some of it out; give one with 50 documents or more")
     taken = itertools.accumulate(map(len, texts), initial=0)
     train = [raw for raw, before in zip(texts, taken, strict=False) if before < training_bytes]
     for name, part in (("train", train), ("held_out", held_out)):
@@ -194,7 +199,7 @@ def split_corpus(documents: Iterator[str], folder: Path, training_bytes: int) ->
 
 
 def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) -> None:
-    """One launch of pretrain_gpt.py: it resumes by itself where a checkpoint exists."""
+    """Launches pretrain_gpt.py once. It resumes from a checkpoint if there is one."""
     gpus = torch.cuda.device_count()
     processes = 2 if gpus == 0 else max(count for count in (1, 2) if count <= gpus)
     flags: list[object] = [
@@ -232,15 +237,16 @@ def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) 
 
 
 def all_tokens(prefix: Path) -> np.ndarray:
-    """Every token of a preprocessed data set, documents end to end (each ends in the end-of-document token)."""
+    """Returns all tokens of a preprocessed data set. Each document ends in the end-of-document token."""
     dataset = IndexedDataset(str(prefix))
     return np.concatenate([np.asarray(dataset[index]) for index in range(len(dataset))]).astype(np.int64)
 
 
 def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
-    """Bits that the trained model needs for all tokens but the first, each seen with what precedes it in its window.
+    """Returns the bits that the trained model needs for all tokens but the first.
 
-    Windows overlap by half, and only the half with at least that much context counts (of the first window, all).
+    Windows overlap by half. The second half of each window counts, so that each token has at least half a window of
+    context; of the first window, all tokens count.
     """
     trained = load_trained_model(build_model, checkpoints)
     length = trained.max_sequence_length
@@ -248,7 +254,7 @@ def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
     ids = torch.from_numpy(tokens).to(trained.device)
     windows = list(ids.unfold(0, length + 1, stride)) if len(ids) > length else []
     batches = [torch.stack(windows[first : first + 16]) for first in range(0, len(windows), 16)]
-    batches.append(ids[None, len(windows) * stride :])  # what is left is a shorter window
+    batches.append(ids[None, len(windows) * stride :])  # the rest is a shorter window
     total = 0.0
     with torch.inference_mode():
         for number, rows in enumerate(batches):
@@ -259,9 +265,10 @@ def model_bits(checkpoints: Path, tokens: np.ndarray) -> float:
 
 
 def bigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Bits that a table of token pairs, fitted on the training tokens, needs for the same held-out tokens.
+    """Returns the bits that a bigram model, fitted on the training tokens, needs for the same held-out tokens.
 
-    Interpolated Witten-Bell: a pair's share falls back on the second token's, by how many kinds follow the first.
+    Witten-Bell smoothing: the bigram frequency is interpolated with the unigram frequency; the weight of the unigram is
+    the number of different tokens that follow the first token.
     """
     size = int(max(train.max(), held_out.max())) + 1
     unigram = np.bincount(train, minlength=size).astype(np.float64)

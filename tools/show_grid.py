@@ -1,9 +1,9 @@
-"""Show which groups a world of ranks is cut into, without starting any: sizes, numbers, communicators a rank.
+"""Shows the process groups of a layout without starting any process: their sizes, their number, and communicators.
 
 python tools/show_grid.py --world-size 16384 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16
 python tools/show_grid.py --world-size 64 --tensor-model-parallel-size 4 --rank 13
 
-A set of ranks that several groups share has one communicator, and the whole world the one that every run has.
+Groups with the same ranks share one communicator. The group of all ranks uses the one that every run has.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Groups = dict[str, list[tuple[int, ...]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
         grid = RankGrid(
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         groups = all_groups(grid, args.hierarchical_context_parallel_sizes)
         if args.rank is not None and not 0 <= args.rank < grid.world_size:
-            raise UserError(f"--rank {args.rank}: ranks are 0 to {grid.world_size - 1}")
+            raise UserError(f"--rank {args.rank}: the ranks are 0 to {grid.world_size - 1}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the run")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks of the run")
     for name in (
         "--tensor-model-parallel-size",
         "--context-parallel-size",
@@ -65,16 +65,18 @@ def _parser() -> argparse.ArgumentParser:
         "--expert-model-parallel-size",
         "--num-distributed-optimizer-instances",
     ):
-        parser.add_argument(name, type=int, default=1, metavar="N", help="as of pretrain_gpt.py")
-    parser.add_argument("--expert-tensor-parallel-size", type=int, metavar="N", help="as of pretrain_gpt.py")
-    parser.add_argument("--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="N", help="likewise")
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="likewise")
-    parser.add_argument("--rank", type=int, metavar="R", help="list the groups of this rank, with their members")
+        parser.add_argument(name, type=int, default=1, metavar="N", help="as in pretrain_gpt.py")
+    parser.add_argument("--expert-tensor-parallel-size", type=int, metavar="N", help="as in pretrain_gpt.py")
+    parser.add_argument(
+        "--hierarchical-context-parallel-sizes", type=int, nargs="+", metavar="N", help="as in pretrain_gpt.py"
+    )
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true", help="as in pretrain_gpt.py")
+    parser.add_argument("--rank", type=int, metavar="R", help="list the groups of this rank and their members")
     return parser
 
 
 def all_groups(grid: RankGrid, hierarchical_sizes: Sequence[int] | None = None) -> Groups:
-    """All groups of a grid by name, those of pipelines' ends and of hierarchical context parallelism included."""
+    """Returns all groups of a grid by name, including those of embeddings and of hierarchical context parallelism."""
     groups = {name: grid.named_groups(name) for name in GROUP_AXES}
     groups["embd"] = [tuple(first_and_last(pipeline)) for pipeline in groups["pp"]]
     groups["pos_embd"] = [tuple(first_only(pipeline)) for pipeline in groups["pp"]]
@@ -86,31 +88,32 @@ def all_groups(grid: RankGrid, hierarchical_sizes: Sequence[int] | None = None) 
 
 
 def communicators(grid: RankGrid, groups: Groups) -> set[tuple[int, ...]]:
-    """The sets of ranks that need a communicator of their own: more than one rank, and not all."""
+    """Returns the sets of ranks that need a communicator: more than one rank, but not all ranks."""
     return {ranks for same in groups.values() for ranks in same if 1 < len(ranks) < grid.world_size}
 
 
 def communicators_of_ranks(grid: RankGrid, groups: Groups) -> Counter[int]:
-    """How many communicators each rank is a member of, beside the world's."""
+    """Returns the number of communicators of each rank, without that of the group of all ranks."""
     return Counter(itertools.chain.from_iterable(communicators(grid, groups)))
 
 
 def group_lines(grid: RankGrid, groups: Groups) -> Iterator[str]:
-    """A line for each kind of group."""
+    """Yields a line for each kind of group."""
     yield f"{grid.world_size:,} ranks, order {grid.order}: " + ", ".join(
         f"{name} {grid.axis_size(name)}" for name in ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
     )
-    yield f"  {'group':<16} {'groups':>8} {'ranks each':>11}   the first"
+    yield f"  {'group':<16} {'groups':>8} {'ranks each':>11}   first group"
     for name, same in groups.items():
         yield f"  {name:<16} {len(same):>8,} {len(same[0]):>11,}   {ranks_text(same[0])}"
     made = communicators(grid, groups)
     counts = sorted(set(communicators_of_ranks(grid, groups).values()) or {0})
     each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    yield f"{sum(map(len, groups.values())):,} groups, {len(made):,} communicators, {each} a rank beside the world's"
+    total = sum(map(len, groups.values()))
+    yield f"{total:,} groups, {len(made):,} communicators, {each} per rank besides that of all ranks"
 
 
 def rank_lines(grid: RankGrid, groups: Groups, rank: int) -> Iterator[str]:
-    """A line for each group of a rank."""
+    """Yields a line for each group of a rank."""
     yield f"rank {rank}: " + ", ".join(f"{name} {place}" for name, place in grid.coordinates(rank).items())
     for name, same in groups.items():
         for ranks in same:

@@ -1,11 +1,11 @@
-r"""Show a pipeline schedule: who computes what when, how long ranks wait, what they hold. Nothing is run.
+r"""Shows a pipeline schedule: what each rank computes when, how long it waits, and what it stores. Trains nothing.
 
 python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8
 python tools/show_pipeline.py --pipeline-model-parallel-size 4 --num-microbatches 8 --pipeline-schedule zb-v \
     --output zb-v.svg
 
-The picture is drawn from the lists of actions that training executes. Times are in any unit, for all chunks of one
-rank together; with several chunks on a rank each takes an equal part.
+The picture is drawn from the action lists that training executes. Times are in any unit and for all chunks of one rank
+together; each of several chunks takes an equal part.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.stages import Pipeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     args = _parser().parse_args(argv)
     try:
         schedule = schedule_of(args)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
-    """The schedule that the flags ask for. Raises UserError for what does not fit together."""
+    """Returns the schedule of the flags. Raises UserError for flags that do not go together."""
     size, chunks, name = (
         args.pipeline_model_parallel_size,
         args.num_virtual_stages_per_pipeline_rank,
@@ -65,7 +65,7 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
     for flag in ("pipeline_model_parallel_size", "num_microbatches", "num_virtual_stages_per_pipeline_rank"):
         value = getattr(args, flag)
         if value is not None and value < 1:
-            raise UserError(f"--{flag.replace('_', '-')} {value}: at least 1")
+            raise UserError(f"--{flag.replace('_', '-')} {value} must be at least 1")
     if name == "zb-v" and chunks not in (None, 2):
         raise UserError(
             f"--num-virtual-stages-per-pipeline-rank {chunks}: zb-v has 2 chunks a rank; leave the flag out"
@@ -96,32 +96,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks")
-    parser.add_argument("--num-microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="number of ranks")
     parser.add_argument(
-        "--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="model chunks a rank (interleaved)"
+        "--num-microbatches", type=int, required=True, metavar="M", help="number of micro-batches of a step"
+    )
+    parser.add_argument(
+        "--num-virtual-stages-per-pipeline-rank", type=int, metavar="V", help="model chunks per rank (interleaved)"
     )
     parser.add_argument("--pipeline-schedule", choices=SCHEDULES, help="default: interleaved with chunks, else 1f1b")
     parser.add_argument(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         type=int,
         metavar="N",
-        help="micro-batches that a chunk runs in a row (interleaved); default: as many as ranks",
+        help="consecutive micro-batches of a chunk (interleaved); default: the number of ranks",
     )
     parser.add_argument(
         "--overlap-moe-expert-parallel-comm",
         action="store_true",
-        help="a forward and the backward of another micro-batch take turns; drawn are whole pairs, as long as both",
+        help="pair the forward of one micro-batch with the backward of another; a pair is drawn as one",
     )
-    parser.add_argument("--forward-only", action="store_true", help="as in evaluation")
-    parser.add_argument("--forward-time", type=float, default=1.0, metavar="T")
-    parser.add_argument("--input-gradient-time", type=float, default=1.0, metavar="T")
-    parser.add_argument("--weight-gradient-time", type=float, default=1.0, metavar="T")
-    parser.add_argument("--message-time", type=float, default=0.0, metavar="T", help="from one rank to the next")
+    parser.add_argument("--forward-only", action="store_true", help="draw forward passes only, as in evaluation")
+    parser.add_argument("--forward-time", type=float, default=1.0, metavar="T", help="time of a forward pass")
+    parser.add_argument("--input-gradient-time", type=float, default=1.0, metavar="T", help="time of dX")
+    parser.add_argument("--weight-gradient-time", type=float, default=1.0, metavar="T", help="time of dW")
     parser.add_argument(
-        "--actions", action="store_true", help="print each rank's list of actions in place of a picture"
+        "--message-time", type=float, default=0.0, metavar="T", help="time of a message between neighbouring ranks"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="write the picture there")
+    parser.add_argument("--actions", action="store_true", help="print each rank's action list instead of a picture")
+    parser.add_argument("--output", type=Path, metavar="FILE.svg", help="write the picture to this file")
     return parser
 
 

@@ -1,10 +1,10 @@
-"""Show what the time of a step went into: computation, communication that nothing hides, waiting.
+"""Shows how the time of a step is spent: computation, communication that is not hidden, and idle time.
 
 python tools/show_timeline.py runs/tensorboard/rank_00000.steps_10_12.trace.json
 python tools/show_timeline.py trace.json.gz --kernels 20
 
-Reads traces that training writes with --profile --use-pytorch-profiler, of GPUs and of CPUs; several traces, such as
-one a rank, are shown one after the other. Times are milliseconds a step.
+Reads traces that training writes with --profile --use-pytorch-profiler, on GPUs or CPUs. Several traces, such as one
+per rank, are shown one after the other. Times are in milliseconds per step.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from megatron.training.logging.timeline import StepTimes, TimeShare, read_step_t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("traces", type=Path, nargs="+", metavar="TRACE.json", help="Chrome traces, .json or .json.gz")
-    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N kernels that take longest")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also show the N kernels that take longest")
     args = parser.parse_args(argv)
     try:
         for trace in args.traces:
@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(times: StepTimes, kernels: int = 0) -> Iterator[str]:
-    """The tables, a line each."""
+    """Yields the lines of the tables. `kernels` is the number of kernels to list."""
     of_rank = "" if times.rank is None else f" of rank {times.rank}"
     yield (
         f"{times.device}{of_rank}, mean of {times.steps} steps"
         if times.steps
-        else (f"{times.device}{of_rank}; no steps are marked, so this is all of it")
+        else (f"{times.device}{of_rank}; no steps are marked, so this is the whole trace")
     )
     parts = {
         "step": times.step,
@@ -61,7 +61,7 @@ def report(times: StepTimes, kernels: int = 0) -> Iterator[str]:
             size = f"{part.megabytes:>12.2f}" if part.megabytes else ""
             yield f"  {part.name:<18}{part.ranks:<12}{part.calls:>8g}{part.busy:>12.3f}{part.exposed:>12.3f}{size}"
     if kernels > 0:
-        yield f"computing, the {min(kernels, len(times.kernels))} that take longest of {len(times.kernels)}"
+        yield f"the {min(kernels, len(times.kernels))} longest of {len(times.kernels)} kernels"
         yield f"  {'ms':>10}{'calls':>8}  name"
         yield from map(_kernel_line, times.kernels[:kernels])
 

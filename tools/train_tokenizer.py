@@ -1,9 +1,9 @@
-"""Train a byte-level BPE tokenizer on the text of .jsonl files.
+"""Trains a byte-level BPE tokenizer on the text of .jsonl files.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 32768 --output-dir my_tokenizer
 
-writes vocab.json and merges.txt (for --tokenizer-type GPT2BPETokenizer) and, for HuggingFaceTokenizer and other
-programs, tokenizer.json and tokenizer_config.json. The same input gives the same files.
+This writes vocab.json and merges.txt for --tokenizer-type GPT2BPETokenizer, and tokenizer.json and
+tokenizer_config.json for HuggingFaceTokenizer and other programs. The same input gives the same files.
 """
 
 import json
@@ -25,7 +25,7 @@ from megatron.training.tokenizer.third_party import load_tokenizers
 
 USAGE = "python tools/train_tokenizer.py --input FILE ... --vocab-size N --output-dir DIR [flags]"
 ABOUT = (
-    "Train a byte-level BPE tokenizer (GPT-2's kind) on the text of .jsonl files. The same input gives the same files."
+    "Trains a byte-level BPE tokenizer, as GPT-2 has, on the text of .jsonl files. The same input gives the same files."
 )
 SMALLEST_VOCAB = 257  # the bytes and the end of text
 LONGEST_LINE = 256 << 20
@@ -36,40 +36,40 @@ class TrainingConfig:
     """Flags of the tool."""
 
     input: list[str] | None = None
-    """Files of JSON objects, one a line (.jsonl, or .jsonl.gz). Required."""
+    """Files with one JSON object on each line (.jsonl or .jsonl.gz). Required."""
 
     output_dir: str | None = None
     """Folder for the tokenizer's files. Required."""
 
     vocab_size: int = 32768
-    """Tokens of the vocabulary: the end of text, the 256 bytes, and merges."""
+    """Size of the vocabulary: the end-of-text token, 256 bytes, and the merges."""
 
     json_keys: list[str] = field(default_factory=lambda: ["text"])
-    """Keys whose texts are learnt from."""
+    """Keys of the JSON objects that hold text."""
 
     max_bytes: int | None = None
-    """Learn from about this much of the input, taken evenly over it; from all when not given."""
+    """Train on about this many bytes, sampled evenly from the input. Default: on all of it."""
 
     min_frequency: int = 2
-    """Times that a pair must occur to be merged."""
+    """Smallest number of occurrences of a pair that is merged."""
 
 
 def problems_of(config: TrainingConfig) -> Iterator[str]:
-    """What is wrong with the values."""
+    """Yields a problem for each flag that is missing or impossible."""
     if not config.input:
-        yield "{input:name}: missing; name one or more .jsonl or .jsonl.gz files"
+        yield "{input:name} is required; name one or more .jsonl or .jsonl.gz files"
     if not config.output_dir:
-        yield "{output_dir:name}: missing; name a folder for the tokenizer's files"
+        yield "{output_dir:name} is required; name a folder for the tokenizer's files"
     if config.vocab_size < SMALLEST_VOCAB:
-        yield f"{{vocab_size}}: must be at least {SMALLEST_VOCAB}, for the bytes and the end of text"
+        yield f"{{vocab_size}} must be at least {SMALLEST_VOCAB}, for the bytes and the end of text"
     if config.max_bytes is not None and config.max_bytes < 1:
-        yield "{max_bytes}: must be at least 1"
+        yield "{max_bytes} must be at least 1"
     if config.min_frequency < 1:
-        yield "{min_frequency}: must be at least 1"
+        yield "{min_frequency} must be at least 1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     try:
         section = Section("flags", TrainingConfig, problems_of)
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
@@ -83,20 +83,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     size = len(state["model"]["vocab"])
     if size < config.vocab_size:
-        print(f"warning: the text gave {size} tokens, fewer than --vocab-size {config.vocab_size}", file=sys.stderr)
+        print(
+            f"warning: the text gives only {size} tokens, fewer than --vocab-size {config.vocab_size}", file=sys.stderr
+        )
     print(f"{config.output_dir}: {size:,} tokens")
     return 0
 
 
 def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterator[str]:
-    """Texts of the files, evenly thinned to `max_bytes`. UserError, with file:line, for a line that has none."""
+    """Yields the texts of the files, sampled evenly down to `max_bytes`.
+
+    Raises UserError naming file and line for a line without text and for a line that is too long.
+    """
     total = sum(file.size for file in files)
     read_before = taken = 0
     for file in files:
         with LineReader(file, LONGEST_LINE) as reader:
             for number, line in enumerate(reader.lines_before(sys.maxsize), 1):
                 if line is None:
-                    raise UserError(f"{file.path}:{number}: longer than {LONGEST_LINE} bytes")
+                    raise UserError(f"{file.path}:{number}: the line is longer than {LONGEST_LINE} bytes")
                 read = reader.bytes_read if file.compressed else reader.position
                 share = (read_before + read) / max(total, 1)
                 if not line.strip() or (config.max_bytes is not None and taken > share * config.max_bytes):
@@ -110,7 +115,7 @@ def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterat
 
 
 def train(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
-    """Learn merges; returns what a tokenizer.json holds."""
+    """Trains the merges. Returns the content of tokenizer.json."""
     tokenizers = load_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -127,7 +132,7 @@ def train(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, state: dict[str, Any]) -> None:
-    """Write all four files."""
+    """Writes the four files. Raises UserError if one cannot be written."""
     model = state["model"]
     merges = [" ".join(pair) for pair in model["merges"]]
     special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}

@@ -1,15 +1,15 @@
-"""Does a layout compute what one process does?   python tools/verify_layout.py -- FLAGS OF A RUN
+"""Checks that a layout computes what one process computes:   python tools/verify_layout.py -- FLAGS OF A RUN
 
     WORLD_SIZE=64 python tools/verify_layout.py -- --tensor-model-parallel-size 8 --sequence-parallel \
         --pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu ...
 
-Makes the run small (the same kinds of layers, every dimension of the layout with two ranks or so, float64, made-up
-data), trains it for a few steps under its layout and in one process, and compares initial weights, what every layer
-gives for every token, gradients, norms and weights. If anything differs, says what was first: which layer or
-parameter, and on which rank. Exit code 0: equal; 1: different; 2: it could not be run.
+Shrinks the run (same kinds of layers, about two ranks for each dimension of the layout, float64, random data), trains
+it for a few steps in its layout and in one process, and compares initial weights, the outputs of all layers for all
+tokens, gradients, norms and weights. If anything differs, prints the first difference: layer or parameter, and rank.
+Exit code 0: equal; 1: different; 2: the run failed.
 
-WORLD_SIZE says how many ranks the run has; without it, two replicas of the model. Data, checkpoint and logging flags
-are left aside. On GPUs where there are enough, else on the CPU.
+WORLD_SIZE is the number of ranks of the run; without it, the run has two replicas of the model. Flags of data,
+checkpoints and logging are ignored. Runs on GPUs if there are enough, otherwise on the CPU.
 """
 
 import argparse
@@ -43,7 +43,11 @@ from megatron.training.providers import Providers
 PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["--as-rank"]:
+        return as_rank(Path(words[1]))
     own, flags = _split(words)
     options = _read(own)
     try:
@@ -66,7 +70,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own words, and the run's, which come after `--`."""
+    """Returns the words of this tool and those of the run, which follow `--`."""
     if "--" not in words:
         return list(words), []
     at = list(words).index("--")
@@ -77,14 +81,19 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="verify_layout.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", type=int, default=8, help="how many processes the layout may have (8)")
-    parser.add_argument("--steps", type=int, default=3, help="training steps (3)")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="error over the largest value (1e-9)")
+    parser.add_argument("--processes", type=int, default=8, help="largest number of processes to start (default: 8)")
+    parser.add_argument("--steps", type=int, default=3, help="number of training steps (default: 3)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-9,
+        help="largest accepted error, relative to the largest value (default: 1e-9)",
+    )
     return parser.parse_args(words)
 
 
 def config_of(flags: Sequence[str]) -> PretrainConfig:
-    """The run that the user means. Raises ConfigurationError with everything that is wrong with it."""
+    """Returns the config of the run. Raises ConfigurationError with all mistakes."""
     launch_environment, words = LaunchEnvironment.of_this_process(), flags_that_matter(flags)
     world_size = launch_environment.world_size
     if not launch_environment.world_size_is_given:
@@ -99,13 +108,16 @@ def config_of(flags: Sequence[str]) -> PretrainConfig:
 
 
 def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
-    """What each rank of a run sees. Raises UserError with the end of a rank's output where one fails."""
+    """Runs the words on `world_size` processes. Returns the trace of each rank.
+
+    Raises UserError with the last output of a rank that fails.
+    """
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"words": list(words), "steps": steps}))
-    # Where the ranks meet is kept here, as torchrun does, at a port that is free and stays ours.
+    # This process holds the rendezvous store, as torchrun does, so that its free port stays reserved.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = {**os.environ, **meeting, "WORLD_SIZE": str(world_size)}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {**os.environ, **rendezvous, "WORLD_SIZE": str(world_size)}
     if torch.cuda.device_count() < world_size:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--as-rank", str(folder)]
@@ -135,8 +147,8 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], folder: Path) -> None:
                 del waiting[rank]
 
 
-def as_rank(folder: Path) -> None:
-    """One of the processes: watch the run and write down what was seen."""
+def as_rank(folder: Path) -> int:
+    """Runs one of the processes: trains, and writes its trace into `folder`. Returns the exit code."""
     told = json.loads((folder / "run.json").read_text())
     rank = int(os.environ["RANK"])
     try:
@@ -144,10 +156,8 @@ def as_rank(folder: Path) -> None:
     except UserError as error:
         exit_with_problems(error)
     trace.save(folder / f"rank_{rank}.safetensors")
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        as_rank(Path(sys.argv[2]))
-    else:
-        raise SystemExit(main(sys.argv[1:]))
+    sys.exit(main())

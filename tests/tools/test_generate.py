@@ -121,7 +121,7 @@ def test_rows_longer_than_those_of_training_are_told(
     monkeypatch.setattr(GENERATE, "load_trained_model", lambda *_, **__: trained)
     monkeypatch.setattr(GENERATE, "generate", lambda *_, **__: [[7], [7]])
     words = ["--load", "x", "--prompt", "1 2", "--prompt", "3", "--max-new-tokens"]
-    told = "up to 17 tokens a row: the model was trained for 16"
+    told = "sequences may reach 17 tokens, but the model was trained for 16"
     assert told not in run(capsys, *words, 14)[2]
     code, out, err = run(capsys, "--load", "x", "--prompt", "def f")
     assert (code, out) == (2, "") and "prompt 'def f': NullTokenizer reads ids" in err
@@ -167,7 +167,7 @@ def test_the_tokenizer_may_have_moved(checkpoints: Path, tmp_path: Path, capsys:
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-p", "2"], "top_p 2.0 must be between 0 and 1"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--temperature", "0"], "temperature 0.0 must be larger than 0"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0 must be at least 1"),
-        (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "40"], "39 new tokens work"),
+        (["--load", "CHECKPOINTS", "--prompt", "a", "--max-new-tokens", "40"], "--max-new-tokens 39 works"),
         (["--load", "CHECKPOINTS", "--prompt", "a", "--top-n", "3"], "--top-n"),
     ],
 )

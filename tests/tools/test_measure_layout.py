@@ -83,4 +83,4 @@ def test_a_layer_sums_hidden_states_twice_forward_and_twice_backward(more, per_l
     else:
         scattered = next(line.split() for line in text.splitlines() if "reduce_scatter" in line)
         assert int(scattered[5].replace(",", "")) >= 2 * 2 * 4 * hidden
-    assert "bytes a rank" in text
+    assert "bytes per rank" in text

@@ -45,7 +45,7 @@ def test_sixteen_thousand_ranks_on_a_cpu_without_torch() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("16,384 ranks, order tp-cp-ep-dp-pp: tp 8, cp 2, dp 64, pp 16, etp 1, ep 64, edp 16")
-    assert lines[-1] == "66,753 groups, 15,168 communicators, 12 to 13 a rank beside the world's"
+    assert lines[-1] == "66,753 groups, 15,168 communicators, 12 to 13 per rank besides that of all ranks"
 
 
 def test_one_rank_and_sizes_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "communication: 4.000 ms, of which 50% hidden behind computation",
         "  kind              ranks          calls          ms     exposed          MB",
         "  all_to_all        0,1                1       4.000       2.000        8.00",
-        "computing, the 1 that take longest of 2",
+        "the 1 longest of 2 kernels",
         "          ms   calls  name",
         "       6.000       1  gemm",
     ]

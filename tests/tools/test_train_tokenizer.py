@@ -70,15 +70,15 @@ def test_a_small_text_gives_fewer_tokens(tmp_path, train):
     (tmp_path / "in.jsonl").write_text('{"text": "abab"}\n')
     code, _, errors = train("--input", tmp_path / "in.jsonl", "--output-dir", tmp_path / "out")
     assert code == 0
-    assert errors == "warning: the text gave 258 tokens, fewer than --vocab-size 32768\n"
+    assert errors == "warning: the text gives only 258 tokens, fewer than --vocab-size 32768\n"
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], ["--input: missing", "--output-dir: missing"]),
+        ([], ["--input is required", "--output-dir is required"]),
         (["--input", "none", "--output-dir", "x"], ["--input none: no such file"]),
-        (["--input", CORPUS, "--output-dir", "x", "--vocab-size", 100], ["--vocab-size 100: must be at least 257"]),
+        (["--input", CORPUS, "--output-dir", "x", "--vocab-size", 100], ["--vocab-size 100 must be at least 257"]),
         (["--input", CORPUS, "--output-dir", "x", "--json-keys", "txt"], [f"{CORPUS}:1: no key 'txt'"]),
         (["--input", CORPUS, "--output-dir", CORPUS, "--vocab-size", 300], [f"--output-dir {CORPUS}:"]),
     ],
