@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
+from support.programs import python
 
 from megatron.core import parallel_state
 from megatron.core.collectives import group_ranks
@@ -233,7 +233,7 @@ def test_torchruns_environment_is_enough(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
+        [python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

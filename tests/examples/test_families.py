@@ -3,12 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.ports import free_port
+from support.programs import commands
 
 from megatron.training.conversion.exporting import export_model
 from pretrain_gpt import build_model
@@ -32,7 +33,7 @@ TINY = {
 
 
 def run(script: Path, size: str, folder: Path, *flags: str, **environment: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{commands()}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [script, folder, "MOCK", "MOCK", *flags],
         env={**os.environ, "PATH": path, "SIZE": size, "OMP_NUM_THREADS": "1", **environment},
@@ -62,7 +63,7 @@ def test_sizes_are_those_of_the_hub(script: Path, size: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(("script", "size"), each(TINY, {"tiny-moe"}))
 def test_it_trains_and_goes_on_and_is_of_its_family(script: Path, size: str, tmp_path: Path) -> None:
     """On two processes; what it saved is exported as the family's architecture."""
-    port = str(20000 + os.getpid() % 20000)
+    port = str(free_port())
     flags = ("--train-iters", "6", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
     first = run(script, size, tmp_path / "c", *flags, "--exit-interval", "3", MASTER_PORT=port)
     assert re.search(r"iteration +3/ +6 .* lm loss: ", first)

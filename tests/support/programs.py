@@ -34,6 +34,9 @@ import json, os, signal, socket, sys
 
 if sys.argv[1:2] and sys.argv[1][0] == "-" and sys.argv[1] not in ("-", "-c", "-m", "-u") and not {words}:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+program, early = 0, []
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: os.kill(program, number) if program else early.append(number))
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     words = {words} + sys.argv[1:]
@@ -43,8 +46,8 @@ with socket.socket(socket.AF_UNIX) as server:
     server.sendall(json.dumps(request).encode() + b"\\n")
     answers = server.makefile()
     program = int(answers.readline())
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: os.kill(program, number))
+    for number in early:
+        os.kill(program, number)
     code = int(answers.readline() or 70)
     if code < 0:
         if -code != signal.SIGKILL:

@@ -1,14 +1,15 @@
 """tools/bench_checkpoints.py runs, at a small size, and measures what it says."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from support.programs import python
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_checkpoints.py"
 
 
 def run_tool(*words):
-    return subprocess.run([sys.executable, TOOL, *map(str, words)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([python(), TOOL, *map(str, words)], capture_output=True, text=True, timeout=120)
 
 
 def test_rows_of_a_table(tmp_path):

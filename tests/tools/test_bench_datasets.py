@@ -1,15 +1,16 @@
 """tools/bench_datasets.py runs, at a small size, and measures what it says."""
 
 import subprocess
-import sys
 from pathlib import Path
+
+from support.programs import python
 
 TOOL = Path(__file__).parents[2] / "tools" / "bench_datasets.py"
 
 
 def test_rows_of_a_table():
     options = ["--documents", "20000", "--sequence-length", "64", "--datasets", "8", "--samples", "1000000"]
-    done = subprocess.run([sys.executable, TOOL, *options], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python(), TOOL, *options], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
     assert rows[:2] == ["| what | measured |", "|---|---|"]

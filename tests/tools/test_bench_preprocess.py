@@ -1,10 +1,10 @@
 """tools/bench_preprocess.py: a small run measures, compares, and says that ids are equal."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 TOOL = Path(__file__).parents[2] / "tools/bench_preprocess.py"
 
@@ -12,7 +12,7 @@ TOOL = Path(__file__).parents[2] / "tools/bench_preprocess.py"
 @pytest.mark.slow
 def test_a_small_run():
     flags = ["--megabytes", "1", "--vocab-size", "1000", "--workers", "2", "--repeat", "1"]
-    done = subprocess.run([sys.executable, str(TOOL), *flags], capture_output=True, text=True)
+    done = subprocess.run([python(), str(TOOL), *flags], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "| `tokenizers` in a loop, 1 process | 1 MB in" in done.stdout
     assert "ids compared: all equal" in done.stdout

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from support.programs import python
 from support.reference_gpt import reference_logits
 
 from megatron.core.dist_checkpointing.chunk import model_chunks
@@ -181,5 +182,5 @@ def test_mistakes_are_named(
 
 def test_as_a_program(checkpoints: Path) -> None:
     words = ["--load", str(checkpoints), "--prompt", "The ", "--max-new-tokens", "3", "--no-echo"]
-    done = subprocess.run([sys.executable, str(ROOT / "tools/generate.py"), *words], capture_output=True, text=True)
+    done = subprocess.run([python(), str(ROOT / "tools/generate.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() and not done.stdout.startswith("The ")

@@ -1,17 +1,17 @@
 """tools/plot_metrics.py as a command."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "tools/plot_metrics.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
+        [python(), "tools/plot_metrics.py", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True
     )
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.programs import python
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/data/golden/corpus"
@@ -29,7 +30,7 @@ def checkout(tmp_path):
 def run(folder, command):
     words = command.split()
     assert words[0] == "python"
-    return subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
+    return subprocess.run([python(), *words[1:]], cwd=folder, capture_output=True, text=True)
 
 
 def output(folder, prefix, key="text"):

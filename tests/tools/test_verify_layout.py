@@ -2,15 +2,16 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from support.programs import python
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "verify_layout.py"
 RUN = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 
 
 def verify(own: str, flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOL), *own.split(), "--", *RUN.split(), *flags.split()]
+    command = [python(), str(TOOL), *own.split(), "--", *RUN.split(), *flags.split()]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL, configured, megatron_lm_commands, smallest_world
+from support.programs import python
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import (
@@ -103,7 +104,7 @@ def test_a_program_prints_every_mistake_and_exits_with_2() -> None:
     """In a process of its own; the tests below call the function."""
     result = subprocess.run(
         [
-            sys.executable,
+            python(),
             "-c",
             "from megatron.training.arguments import config_of_command_line as c; c()",
             *f"{SMALL} --hiden-size 3 --lr x --tensor-model-parallel-size 2".split(),

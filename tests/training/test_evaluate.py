@@ -1,18 +1,14 @@
 """Evaluation against a plain mean over all tokens, with batches whose token counts differ wildly."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
 from torch import nn
 
 from megatron.core.exceptions import UserError
 from megatron.training.evaluate import evaluate, full_pass
 
-ROOT = Path(__file__).parents[2]
 SEQ, MICRO, NMB = 6, 2, 3
 
 
@@ -176,33 +172,16 @@ def test_full_pass():
         full_pass(0, 8)
 
 
-TWO_RANKS = """
-import sys, torch.distributed as dist
-sys.path.insert(0, sys.argv[3])
-import test_evaluate as t
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-result = t.run(t.batches(2 * t.NMB, seed=rank), t.Model(), 2, group=dist.group.WORLD, data_parallel_size=2)
-print(result.losses["lm loss"], result.tokens, result.samples)
-dist.destroy_process_group()
-"""
+def evaluate_own_batches() -> tuple[float, int, int]:
+    rank = dist.get_rank()
+    result = run(batches(2 * NMB, seed=rank), Model(), 2, group=dist.group.WORLD, data_parallel_size=2)
+    return result.losses["lm loss"], result.tokens, result.samples
 
 
-def test_two_ranks_with_different_token_counts(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "rendezvous"), str(Path(__file__).parent)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0].split() for process in processes]
+def test_two_ranks_with_different_token_counts():
+    outputs = run_on_ranks(evaluate_own_batches, 2)
     assert outputs[0] == outputs[1]
     total, count = expected([*batches(2 * NMB, seed=0), *batches(2 * NMB, seed=1)])
     loss, tokens, samples = outputs[0]
-    assert float(loss) == pytest.approx(total / count, rel=1e-6)
-    assert int(tokens) == count
-    assert int(samples) == 2 * 2 * NMB * MICRO
+    assert loss == pytest.approx(total / count, rel=1e-6)
+    assert (tokens, samples) == (count, 2 * 2 * NMB * MICRO)

@@ -4,12 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.launch import launch
+from support.programs import python
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -29,10 +29,10 @@ SHORTENED = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-lengt
 SHORTENED += "--global-batch-size 2 --train-iters 3 --eval-iters 1 --log-interval 1"
 
 
-def python(flags: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+def pretrain(flags: str, folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Plain `python pretrain_gpt.py` in a folder."""
     return subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()],
+        [python(), str(ROOT / "pretrain_gpt.py"), *flags.split()],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
@@ -52,7 +52,7 @@ def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
             builder.add_item(document)
             builder.end_document()
         builder.finalize(str(tmp_path / "codeparrot_text_document.idx"))
-    done = python(f"{CODEPARROT} {SHORTENED}", tmp_path)
+    done = pretrain(f"{CODEPARROT} {SHORTENED}", tmp_path)
     assert done.returncode == 0, done.stderr
     for said in (
         "--activations-checkpoint-method uniform: retired; read as --recompute-granularity full --recompute-method",
@@ -83,9 +83,9 @@ def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
     flags = "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
     flags += "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
     flags += "--micro-batch-size 2 --global-batch-size 1024 --seq-length 4096"
-    done = python(flags, tmp_path, WORLD_SIZE="128")
+    done = pretrain(flags, tmp_path, WORLD_SIZE="128")
     assert done.returncode == 0 and "ranks       128 = tensor 4 x pipeline 4" in done.stdout, done.stderr
-    alone = python(flags, tmp_path)
+    alone = pretrain(flags, tmp_path)
     assert alone.returncode == 0, alone.stderr
     assert "--dry-run: for 16 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.stdout
 

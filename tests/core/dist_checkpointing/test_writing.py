@@ -3,7 +3,6 @@
 import itertools
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.checkpoints import filled, load_as, make_chunk, save_as
+from support.programs import python
 
 from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
 from megatron.core.dist_checkpointing.disk import Disk
@@ -198,7 +198,7 @@ try:
 except UserError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     assert "rank_00000.safetensors: File too large; this checkpoint is not written, earlier ones are" in done.stdout
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert names(tmp_path) == ["iter_0000010", TRACKER]
@@ -246,7 +246,7 @@ save(Path({str(tmp_path)!r}), [chunk], step=1, common={{}}, config={{}}, layout=
 load(Path({str(tmp_path)!r}), [chunk])
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 64  # MiB
 
 

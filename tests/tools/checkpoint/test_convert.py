@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.programs import python
 from support.runs import train
 from training.conversion.oracles import make_model, save_model
 from training.conversion.saved_models import LLAMA, save_checkpoint
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert
 def test_the_script_runs_in_its_own_folder() -> None:
     """Another tool in that folder has the name of Python's own module inspect."""
     done = subprocess.run(
-        [sys.executable, SCRIPT.name, "import", "--help"],
+        [python(), SCRIPT.name, "import", "--help"],
         cwd=SCRIPT.parent,
         capture_output=True,
         text=True,

@@ -9,13 +9,13 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
+from support.programs import python
 
 from megatron.core.datasets.index_format import read_header
 from megatron.core.exceptions import UserError
@@ -269,7 +269,7 @@ prepare(config, bpe, Console(), print)
 after = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 print("grown", (after - before) // 1024)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout.split("grown")[1]) < 40
     assert read_header(tmp_path / "out_text_document.idx").num_sequences == 80
 
@@ -306,7 +306,7 @@ runpy.run_path({str(ROOT / "tools/preprocess_data.py")!r}, run_name="__main__")
         "--workers",
         "2",
     ]
-    command = [sys.executable, "-c", code, *map(str, words), "--vocab-size", "9"]
+    command = [python(), "-c", code, *map(str, words), "--vocab-size", "9"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     folder = wait_for_working_folder(tmp_path)
     process.send_signal(number)

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.command_lines import SMALL, configured
+from support.programs import python
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.exceptions import UserError
@@ -71,7 +71,7 @@ def test_data_and_tokenizers_that_are_not_there(capsys: pytest.CaptureFixture[st
 def test_the_program(flags: str, code: int) -> None:
     """No process group is touched: eight ranks are asked for and nobody else is there."""
     result = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *(SMALL + " --dry-run" + flags).split()],
+        [python(), "pretrain_gpt.py", *(SMALL + " --dry-run" + flags).split()],
         cwd=ROOT,
         env={**os.environ, "WORLD_SIZE": "8", "RANK": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.programs import python
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.exceptions import UserError
@@ -61,7 +61,7 @@ exit_with_problems(UserError("the flag --x is wrong"))
 def test_the_sentence_comes_last_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", str(script)]
+    command = [python(), "-m", "torch.distributed.run", "--nproc_per_node", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1 and done.stderr.count("the flag --x is wrong") == 2
     assert done.stderr.rstrip("=\n ").endswith("error: the flag --x is wrong")

@@ -1,19 +1,15 @@
 """Device metrics against a plain computation on the host."""
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.processes import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.metrics import StepMetrics
-
-ROOT = Path(__file__).parents[3]
 
 
 def report(total, count, name="lm loss"):
@@ -259,35 +255,21 @@ def test_nothing_synchronizes_between_two_lines():
     assert metrics.trouble_seen()
 
 
-TWO_RANKS = """
-import sys, torch, torch.distributed as dist
-from megatron.training.logging.metrics import StepMetrics
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-metrics = StepMetrics("cpu", group=dist.group.WORLD, rank=rank)
-pairs = [[(10.0, 4), (2.0, 1)], [(3.0, 5), (9.0, 2)]][rank]
-metrics.record(1, [{"lm loss": torch.tensor(pair)} for pair in pairs], sample_ids=[[rank], [rank + 2]])
-bad = float("nan") if rank == 1 else 1.0
-reports = [{"lm loss": torch.tensor([1.0, 1.0])}, {"lm loss": torch.tensor([bad, 1.0])}]
-metrics.record(2, reports, sample_ids=[[4 + rank], [6 + rank]])
-interval = metrics.collect(reset=True)
-first = interval.steps[0].losses["lm loss"]
-print(first == 24.0 / 12.0, interval.losses["lm loss"], interval.nan, *interval.non_finite, sep=";")
-dist.destroy_process_group()
-"""
+def record_two_iterations() -> tuple[float, float, int, list[str]]:
+    """The losses of both iterations, the number of iterations with a NaN, and what this rank knows of it."""
+    rank = dist.get_rank()
+    metrics = StepMetrics("cpu", group=dist.group.WORLD, rank=rank)
+    pairs = [[(10.0, 4), (2.0, 1)], [(3.0, 5), (9.0, 2)]][rank]
+    metrics.record(1, [{"lm loss": torch.tensor(pair)} for pair in pairs], sample_ids=[[rank], [rank + 2]])
+    bad = math.nan if rank == 1 else 1.0
+    reports = [{"lm loss": torch.tensor([1.0, 1.0])}, {"lm loss": torch.tensor([bad, 1.0])}]
+    metrics.record(2, reports, sample_ids=[[4 + rank], [6 + rank]])
+    interval = metrics.collect(reset=True)
+    first = interval.steps[0].losses["lm loss"]
+    return first, interval.losses["lm loss"], interval.nan, list(map(str, interval.non_finite))
 
 
-def test_two_ranks_sum_their_losses_and_each_names_its_own(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_RANKS, str(rank), str(tmp_path / "rendezvous")],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert outputs[0] == "True;2.0;1"
-    assert outputs[1] == "True;2.0;1;rank 1, iteration 2: lm loss is nan in micro-batch 1, samples [7]"
+def test_two_ranks_sum_their_losses_and_each_names_its_own():
+    ranks = run_on_ranks(record_two_iterations, 2)
+    message = "rank 1, iteration 2: lm loss is nan in micro-batch 1, samples [7]"
+    assert ranks == [(24.0 / 12.0, 2.0, 1, []), (24.0 / 12.0, 2.0, 1, [message])]
