@@ -161,7 +161,7 @@ def test_the_model_is_the_same_under_every_layout(vocabulary: int) -> None:
         "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --context-parallel-size 2",
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t||ttL --use-torch-fsdp2",
     ):
-        assert parameters_of_model(h.part for h in held(configured(f"{sizes} {flags}", ranks=8))) == whole, flags
+        assert parameters_of_model(h.shard for h in held(configured(f"{sizes} {flags}", ranks=8))) == whole, flags
 
 
 def test_parts_of_memory() -> None:
@@ -289,7 +289,7 @@ def test_a_script_that_hands_on_the_padded_vocabulary_gets_the_model_of_the_true
     scripts = rank_memory(config, providers, build_tokenizer(config.tokenizer), padded)
     own = rank_memory(config, PROVIDERS, build_tokenizer(config.tokenizer), padded)
     assert [h.memory for h in scripts] == [h.memory for h in own]
-    assert parameters_of_model(h.part for h in scripts) == parameters_of_model(h.part for h in own)
+    assert parameters_of_model(h.shard for h in scripts) == parameters_of_model(h.shard for h in own)
 
 
 def test_megatron_lm_providers_find_what_they_ask_for() -> None:

@@ -41,7 +41,7 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_ids():
     [
         ({}, "vocab_file and merge_file: GPT2BPETokenizer needs both"),
         ({"tokenizer_model": "x"}, "needs both, not tokenizer_model x"),
-        ({"tokenizer_type": "HuggingFaceTokenizer"}, "tokenizer_model: HuggingFaceTokenizer needs a folder"),
+        ({"tokenizer_type": "HuggingFaceTokenizer"}, "tokenizer_model: HuggingFaceTokenizer needs a tokenizer.json"),
         ({"tokenizer_type": "TikTokenizer"}, "tokenizer_model: TikTokenizer needs a .json"),
         ({"tokenizer_type": "BertWordPieceCase"}, "vocab_file: BertWordPieceCase needs a vocab.txt"),
         ({**BERT, "vocab_extra_ids": -1}, "vocab_extra_ids -1: must be at least 0"),
@@ -61,7 +61,7 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_ids():
             {"tokenizer_type": "Llama2Tokenizer"},
             "not yet; what works so far is GPT2BPETokenizer or HuggingFaceTokenizer",
         ),
-        ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: GPT2BPETokenizer takes no more tokens"),
+        ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: GPT2BPETokenizer has no extra ids"),
         ({**BPE, "vocab_size": 599}, "--vocab-size 599: the GPT2BPETokenizer has 600 ids"),
     ],
 )

@@ -260,7 +260,7 @@ def lives_of_rows(kind: str) -> list[str]:
 
 def gone_soon(storage: StorageWeakRef) -> bool:
     """Whether nobody holds it, once gloo's thread, which lets go of it after it has woken who waits, is through."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 60
     while not storage.expired() and time.monotonic() < deadline:
         time.sleep(0.001)
     return storage.expired()
