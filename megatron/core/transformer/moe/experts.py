@@ -40,6 +40,7 @@ class ExpertSizes:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "ExpertSizes":
+        """Returns the sizes that a config describes."""
         ffn = config.moe_ffn_hidden_size
         assert ffn is not None
         has_bias = config.add_bias_linear if config.moe_expert_mlp_bias is None else config.moe_expert_mlp_bias
@@ -90,6 +91,7 @@ class GroupedMLP(MegatronModule):
         )
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """Returns the experts\' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
         rows, weights_inside = _weighted_inputs(self.config, rows, weights)
         product, bias = self.linear_fc1(rows, groups)
         output, bias = self.linear_fc2(self.activate(product, bias, weights_inside), groups)
@@ -138,6 +140,7 @@ class SequentialMLP(MegatronModule):
             self.local_experts.append(expert)
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """Returns the experts\' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
         rows, weights_inside = _weighted_inputs(self.config, rows, weights)
         sizes = list(groups.host_sizes)
         parts: Sequence[Tensor | None]

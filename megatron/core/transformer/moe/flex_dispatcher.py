@@ -28,6 +28,7 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     the host."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
         if self.ep_size * self.etp_size == 1:
             return super().plan(routing, turn)
         return _TokenDispatchCombine(self, routing, turn)

@@ -112,6 +112,7 @@ class MoEAlltoAllTokenDispatcher(TokenDispatcher):
     copy per layer brings them to the host."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
         return _CopyDispatchCombine(self, routing, turn)
 
 
@@ -127,6 +128,7 @@ class AlltoAllDispatchCombine(DispatchCombine):
     """The order of received rows in which experts compute; None: as received."""
 
     def start_combine(self, results: Tensor) -> None:
+        """Starts to return the experts' results, [n, h]."""
         at = self.at
         if self.order is not None:
             results = at.backend.unpermute(results, self.order)
@@ -137,6 +139,7 @@ class AlltoAllDispatchCombine(DispatchCombine):
             self._exchange = AsyncCollective(self.to_experts.reversed(), self.turn, results)
 
     def finish_combine(self) -> Tensor:
+        """Waits, and returns the sum of the results of each token's experts, [t, h]."""
         rows = self.rows
         del self.rows
         if self._exchange is not None:
@@ -203,6 +206,7 @@ class MoEAllGatherTokenDispatcher(TokenDispatcher):
     summed over the ranks. All ranks have equally many tokens."""
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
+        """Returns the exchange for a routing."""
         return _AllGatherDispatchCombine(self, routing, turn)
 
 
