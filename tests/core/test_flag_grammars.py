@@ -1,10 +1,10 @@
-"""Patterns over layers and tuples, without evaluating anything."""
+"""Patterns over layers, layouts of stages and tuples, without evaluating anything."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.flag_grammars import integer_tuple, layer_pattern, window
+from megatron.core.flag_grammars import integer_tuple, layer_pattern, pipeline_layout, window
 
 
 @pytest.mark.parametrize(
@@ -73,3 +73,26 @@ def test_a_window_has_two_sides(text: str, value: tuple[int, ...]) -> None:
 def test_anything_else_is_no_window(text: str) -> None:
     with pytest.raises(ValueError, match="expected two numbers, tokens before and after, as 127,0"):
         window(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("Ettt|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
+        ("Et*2|*2t|L", ["Ett", "", "t", "L"]),
+        ("E t|tL", ["Et", "tL"]),
+        ("(Et|)*1(t|t)*2L", ["Et", "t", "tt", "tL"]),
+        (r"Et\(tt|\)*2L", ["Ettt", "tt", "L"]),
+    ],
+)
+def test_the_grammar_of_layouts(text: str, stages: list[str]) -> None:
+    assert pipeline_layout(text) == stages
+
+
+@pytest.mark.parametrize("text", ["Et|x|L", "E((t|)*2)*2L", "Et*|L", "(Et|L)", "Et*9999999|L", "", "Et{0}|L"])
+def test_what_is_no_layout_is_an_error(text: str) -> None:
+    if text == "":
+        assert pipeline_layout(text) == [""]
+        return
+    with pytest.raises(ValueError, match=r"is out of place|longer than a million"):
+        pipeline_layout(text)

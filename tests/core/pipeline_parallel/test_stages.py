@@ -1,32 +1,12 @@
-"""Which layers stand on which stage, and on which rank a stage lies."""
+"""On which rank a stage lies, and layers shared out so that no rank waits long for another."""
 
-from typing import Any
+import itertools
+import random
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from megatron.core.exceptions import UserError
-from megatron.core.flag_grammars import pipeline_layout
-from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
-from megatron.core.pipeline_parallel.stages import Pipeline, virtual_stages
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-PAIRS = {"overlap_moe_expert_parallel_comm": True, "num_moe_experts": 2}
-BOTH_COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-
-
-def config(layers: int, stages: int, chunks: int | None = None, **fields: Any) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=layers,
-        hidden_size=8,
-        num_attention_heads=2,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks,
-        **fields,
-    )
-
-
-def layers(stages: StageMap) -> list[list[int]]:
-    return [list(stage.layers) for stage in stages.stages]
+from megatron.core.pipeline_parallel.stages import Pipeline, balanced_counts
 
 
 def test_stages_lie_on_ranks_in_turn_or_as_a_v() -> None:
@@ -39,137 +19,41 @@ def test_stages_lie_on_ranks_in_turn_or_as_a_v() -> None:
         assert [pipeline.stage_index(*pipeline.locate(stage)) for stage in range(6)] == list(range(6))
 
 
-def test_an_even_cut_gives_each_stage_as_many_layers() -> None:
-    stages = stage_map(config(8, 2, 2))
-    assert layers(stages) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert [stage.embedding for stage in stages.stages] == [True, False, False, False]
-    assert [stage.loss for stage in stages.stages] == [False, False, False, True]
-    assert list(stages.stage_at(1, 1).layers) == [7, 8] and list(stages.stage_at(0, 1).layers) == [5, 6]
+def heaviest(layers: Sequence[int], counts: Sequence[int], first: int, last: int, pipeline: Pipeline) -> int:
+    loads = [0] * pipeline.pipeline_size
+    numbers = iter(layers)
+    for stage, count in enumerate(counts):
+        loads[pipeline.locate(stage)[0]] += sum(itertools.islice(numbers, count))
+    loads[pipeline.embedding_rank] += first
+    loads[pipeline.loss_rank] += last
+    return max(loads)
 
 
-def test_a_v_brings_the_last_layers_back_to_the_first_rank() -> None:
-    made = config(8, 2, pipeline_schedule="zb-v")
-    assert made.virtual_pipeline_model_parallel_size == 2
-    stages = stage_map(made)
-    assert list(stages.stage_at(0, 0).layers) == [1, 2] and list(stages.stage_at(0, 1).layers) == [7, 8]
-    assert stages.stage_at(0, 1).loss and stages.loss_rank == 0
+def all_counts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    for bars in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *bars, layers)))
 
 
-@pytest.mark.parametrize(
-    ("layers_in_all", "stages", "chunks", "fields", "expected"),
-    [
-        (8, 4, None, {"num_layers_in_first_pipeline_stage": 2}, [2, 2, 2, 2]),
-        (8, 3, None, {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 0}, [2, 6, 0]),
-        (14, 3, 2, {"num_layers_in_last_pipeline_stage": 2}, [3, 3, 1, 3, 3, 1]),
-        (6, 2, None, {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 5}, [1, 5]),
-        (7, 2, None, {"account_for_embedding_in_pipeline_split": True}, [3, 4]),
-        (6, 2, 2, BOTH_COUNTED, [1, 2, 2, 1]),
-        (11, 3, None, {"pipeline_model_parallel_layout": "Et*3|(t|)*0t*7|tL"}, [3, 7, 1]),
-        (8, 2, None, {"pipeline_model_parallel_layout": "E|(tt|)*2,t*4L"}, [0, 2, 2, 4]),
-        (3, 2, None, {"pipeline_model_parallel_layout": ["Et", "ttL"]}, [1, 2]),
-        (2, 2, None, {"pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "loss"]]}, [1, 1]),
-        (5, 1, None, {"num_layers_in_first_pipeline_stage": 2}, [5]),
-    ],
-)  # fmt: skip
-def test_uneven_cuts(
-    layers_in_all: int, stages: int, chunks: int | None, fields: dict[str, Any], expected: list[int]
-) -> None:
-    found = stage_map(config(layers_in_all, stages, chunks, **fields))
-    assert [len(stage.layers) for stage in found.stages] == expected
-    assert [number for numbers in layers(found) for number in numbers] == list(range(1, layers_in_all + 1))
-    assert found.num_stages == len(expected)
+@pytest.mark.parametrize("pipeline", [Pipeline(2), Pipeline(3), Pipeline(2, 2), Pipeline(2, 2, v_shaped=True)])
+@pytest.mark.parametrize("last", [0, 7, 25, 90])
+def test_the_heaviest_rank_is_as_light_as_can_be_with_layers_of_one_cost(pipeline: Pipeline, last: int) -> None:
+    layers = [10] * 9
+    counts = balanced_counts(layers, 1, last, pipeline)
+    assert sum(counts) == 9 and len(counts) == pipeline.num_stages
+    best = min(heaviest(layers, other, 1, last, pipeline) for other in all_counts(9, pipeline.num_stages))
+    assert heaviest(layers, counts, 1, last, pipeline) == best
 
 
-def test_a_layout_says_how_many_chunks_a_rank_has_and_survives_a_copy() -> None:
-    made = config(8, 2, pipeline_model_parallel_layout="Ett|tt|tt|ttL")
-    assert made.virtual_pipeline_model_parallel_size == 2
-    again = TransformerConfig(**{name: getattr(made, name) for name in made.__dataclass_fields__ if name[0] != "_"})
-    assert stage_map(again) == stage_map(made)
+def test_layers_of_several_costs_are_nearly_as_good_as_can_be() -> None:
+    draw = random.Random(0)
+    for _ in range(30):
+        layers = [draw.choice((4, 10, 13)) for _ in range(10)]
+        pipeline = draw.choice((Pipeline(3), Pipeline(2, 2)))
+        counts = balanced_counts(layers, 1, 17, pipeline)
+        best = min(heaviest(layers, other, 1, 17, pipeline) for other in all_counts(10, pipeline.num_stages))
+        assert heaviest(layers, counts, 1, 17, pipeline) <= best + 4  # the lightest layer
 
 
-def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
-    assert virtual_stages(config(16, 2), 2) == 4
-    assert virtual_stages(config(14, 4, **BOTH_COUNTED), 2) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "stages"),
-    [
-        ("Ettt|(tt|)*2,m|L", ["Ettt", "tt", "tt", "m", "L"]),
-        ("Et*2|*2t|L", ["Ett", "", "t", "L"]),
-        ("E t|tL", ["Et", "tL"]),
-        ("(Et|)*1(t|t)*2L", ["Et", "t", "tt", "tL"]),
-        (r"Et\(tt|\)*2L", ["Ettt", "tt", "L"]),
-    ],
-)
-def test_the_grammar_of_layouts(text: str, stages: list[str]) -> None:
-    assert pipeline_layout(text) == stages
-
-
-@pytest.mark.parametrize("text", ["Et|x|L", "E((t|)*2)*2L", "Et*|L", "(Et|L)", "Et*9999999|L", "", "Et{0}|L"])
-def test_what_is_no_layout_is_an_error(text: str) -> None:
-    if text == "":
-        assert pipeline_layout(text) == [""]
-        return
-    with pytest.raises(ValueError, match=r"is out of place|longer than a million"):
-        pipeline_layout(text)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fields", "message"),
-    [
-        ((7, 2), {}, r"num_layers 7 do not divide by 2 pipeline stages; 6 or 8 layers do"),
-        ((1, 2, 2), {}, r"num_layers 1 do not divide by 4 pipeline stages; 4 layers do"),
-        ((8, 2), {"account_for_loss_in_pipeline_split": True}, r"num_layers 8, with what .* 7 or 9 layers do"),
-        ((8, 3), {"num_layers_in_first_pipeline_stage": 3}, r"leave 5 of num_layers 8 to 2 ranks .* 4 or 6 would"),
-        ((8, 2), {"num_layers_in_first_pipeline_stage": 9}, r"do not fit num_layers 8: 1 too many"),
-        (
-            (8, 2),
-            {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 4},
-            r"do not fit num_layers 8: 1 too few",
-        ),
-        ((8, 2, 2), {"num_layers_in_first_pipeline_stage": 3}, r"does not divide by the 2 chunks of a rank; 4 does"),
-        (
-            (8, 2),
-            {"num_layers_in_first_pipeline_stage": 4, "account_for_loss_in_pipeline_split": True},
-            r"account_for_loss_in_pipeline_split cut evenly; drop them",
-        ),
-        ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*5L"}, r"has 9 layers, num_layers 8"),
-        ((8, 2), {"pipeline_model_parallel_layout": "t*4|Et*4L"}, r"must begin with E"),
-        ((8, 2), {"pipeline_model_parallel_layout": "Et*4|Lt*4"}, r"must end with L"),
-        ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*2|t*2L"}, r"has 3 stages .* 2 or 4 stages would do"),
-        ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*4mL"}, r"has 1 multi-token prediction layers"),
-        ((8, 2), {"pipeline_model_parallel_layout": "Et*4|{x}"}, r"'x' is out of place"),
-        ((8, 2, 2), {"pipeline_model_parallel_layout": "Et*4|t*4L"}, r"has 2 stages, 2 ranks of 2 chunks have 4"),
-        (
-            (8, 2),
-            {"pipeline_model_parallel_layout": "Et*4|t*4L", "num_layers_in_last_pipeline_stage": 4},
-            r"num_layers_in_last_pipeline_stage 4 does not go with pipeline_model_parallel_layout",
-        ),
-        ((8, 2, 2), {"pipeline_schedule": "1f1b"}, r"1f1b has one chunk a rank"),
-        ((8, 2), {"pipeline_schedule": "interleaved"}, r"interleaved needs virtual_pipeline_model_parallel_size"),
-        ((12, 2, 3), {"pipeline_schedule": "zb-v"}, r"zb-v has two chunks a rank"),
-        ((8, 2), {"pipeline_schedule": "zb-v", "num_layers_in_last_pipeline_stage": 2}, r"zb-v has the first and the"),
-        ((8, 4, 2), {"microbatch_group_size_per_vp_stage": 3}, r"_vp_stage 3 is less .* 4 or more"),
-        ((6, 2), {"pipeline_schedule": "zb-v"}, r"num_layers 6 do not divide by 4 pipeline stages"),
-        ((8, 2), {**PAIRS}, r"overlap_moe_expert_parallel_comm with pipeline_model_parallel_size 2 needs virtual_"),
-        ((8, 2), {**PAIRS, "pipeline_model_parallel_layout": "Et*4|t*4L"}, r"size 2 needs virtual_pipeline"),
-        ((8, 2), {**PAIRS, "pipeline_schedule": "zb-v"}, r"with forwards; pipeline_schedule zb-v takes them apart"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_cut_says_what_would_work(arguments: Any, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        config(*arguments, **fields)
-
-
-def test_what_has_pairs_is_taken() -> None:
-    config(8, 1, **PAIRS)
-    config(8, 2, 2, **PAIRS)
-    config(8, 2, pipeline_model_parallel_layout="Ett|tt|tt|ttL", **PAIRS)
-    config(8, 2, overlap_moe_expert_parallel_comm=True)  # without experts it is not looked at
-
-
-def test_auto_waits_for_the_sizes_it_needs() -> None:
-    made = config(7, 2, pipeline_model_parallel_layout="auto")
-    with pytest.raises(UserError, match="needs the sequence length and the vocabulary"):
-        stage_map(made)
+def test_the_chunks_of_a_rank_are_alike_too() -> None:
+    assert balanced_counts([10] * 16, 0, 0, Pipeline(2, 4)) == [2] * 8
+    assert balanced_counts([10] * 14, 10, 10, Pipeline(2, 2)) == [3, 4, 4, 3]
