@@ -2,11 +2,15 @@
 
     WORLD_SIZE=64 python tools/verify_layout.py -- --tensor-model-parallel-size 8 --sequence-parallel \
         --pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu ...
+    python tools/verify_layout.py --script examples/custom_model/pretrain_custom.py -- FLAGS OF A RUN
 
 Shrinks the run (same kinds of layers, about two ranks for each dimension of the layout, float64, random data), trains
 it for a few steps in its layout and in one process, and compares initial weights, the outputs of all layers for all
 tokens, gradients, norms and weights. If anything differs, prints the first difference: layer or parameter, and rank.
 Exit code 0: equal; 1: different; 2: the run failed.
+
+--script takes a model of your own: build_model, build_datasets and build_forward_step of that script, and add_flags if
+it has flags of its own, which are kept as given. Outputs of layers are compared for GPTModel only.
 
 WORLD_SIZE is the number of ranks of the run; without it, the run has two replicas of the model. Flags of data,
 checkpoints and logging are ignored. Runs on GPUs if there are enough, otherwise on the CPU.
@@ -14,6 +18,7 @@ checkpoints and logging are ignored. Runs on GPUs if there are enough, otherwise
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -21,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,19 +34,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-import pretrain_gpt
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
-from megatron.training.config.command_line import read_command_line
+from megatron.training.config.command_line import ExtraArgsProvider, read_command_line
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.layout_check.differences import differences, report
-from megatron.training.layout_check.layout_trace import LayoutTrace, record_layout_trace
-from megatron.training.layout_check.shrink_run import flags_that_matter, shrink_run
+from megatron.training.layout_check.layout_trace import FORWARD, LayoutTrace, record_layout_trace
+from megatron.training.layout_check.shrink_run import flags_of_script, flags_that_matter, shrink_run
 from megatron.training.providers import Providers
 
-PROVIDERS = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
+PRETRAIN_GPT = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,19 +56,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, flags = _split(words)
     options = _read(own)
     try:
-        config = config_of(flags)
+        script = load_script(options.script)
+        config = config_of(flags, script.add_flags)
         small = shrink_run(config, options.processes, options.steps)
+        of_script = flags_of_script(flags)
+        small.words += of_script
+        small.plain_words += of_script
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             for note in small.notes:
                 print(note)
             print(f"{options.steps} steps in {small.sizes.ranks} processes ({small.sizes}), then in one", flush=True)
-            ranks = run(small.words, small.sizes.ranks, options.steps, folder / "layout")
-            (alone,) = run(small.plain_words, 1, options.steps, folder / "one")
+            ranks = run(options.script, small.words, small.sizes.ranks, options.steps, folder / "layout")
+            (alone,) = run(options.script, small.plain_words, 1, options.steps, folder / "one")
     except UserError as error:
         exit_with_problems(error)
     found = differences(alone, ranks, options.tolerance)
-    axes = configure(small.words, launch_environment=LaunchEnvironment(small.sizes.ranks, False)).grid.dense
+    if not any(kind == FORWARD for kind, _ in alone.found):
+        print("outputs of layers are not compared: the model is no GPTModel")
+    launch_environment = LaunchEnvironment(small.sizes.ranks, False)
+    axes = configure(small.words, script.add_flags, launch_environment=launch_environment).grid.dense
     coordinates = {rank: axes.coordinates(rank) for rank in range(small.sizes.ranks)}
     print(*report(found, coordinates, len(alone.found), options.tolerance), sep="\n", flush=True)
     return 1 if found else 0
@@ -81,6 +93,9 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="verify_layout.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--script", type=Path, default=PRETRAIN_GPT, metavar="FILE", help="the run's script (default: pretrain_gpt.py)"
+    )
     parser.add_argument("--processes", type=int, default=8, help="largest number of processes to start (default: 8)")
     parser.add_argument("--steps", type=int, default=3, help="number of training steps (default: 3)")
     parser.add_argument(
@@ -92,28 +107,59 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def config_of(flags: Sequence[str]) -> PretrainConfig:
+@dataclass(frozen=True)
+class Script:
+    """The parts of a training script that the check needs."""
+
+    providers: Providers
+    add_flags: ExtraArgsProvider | None
+    """Adds the script's own flags to a parser; None if it has none."""
+
+
+def load_script(path: Path) -> Script:
+    """Imports a training script, without running its `__main__` part. Raises UserError if it is no Python file or lacks
+    a provider."""
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"--script {path}: no such Python file")
+    sys.path.insert(0, str(path.resolve().parent))  # for its imports, as Python does for the script that it runs
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    names = ("build_model", "build_datasets", "build_forward_step")
+    missing = [name for name in names if not callable(getattr(module, name, None))]
+    if missing:
+        raise UserError(
+            f"--script {path}: the script has no {', '.join(missing)}; it must define or import the functions "
+            f"{', '.join(names)}, as examples/custom_model/pretrain_custom.py does"
+        )
+    return Script(Providers(*(getattr(module, name) for name in names)), getattr(module, "add_flags", None))
+
+
+def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) -> PretrainConfig:
     """Returns the config of the run. Raises ConfigurationError with all mistakes."""
     launch_environment, words = LaunchEnvironment.of_this_process(), flags_that_matter(flags)
     world_size = launch_environment.world_size
     if not launch_environment.world_size_is_given:
-        values = read_command_line(words).values
+        values = read_command_line(words, add_flags).values
         sizes = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
         world_size = 2 * math.prod(max(1, int(values[name])) for name in sizes)
-    return configure(words, launch_environment=LaunchEnvironment(world_size, launch_environment.has_cuda))
+    return configure(words, add_flags, launch_environment=LaunchEnvironment(world_size, launch_environment.has_cuda))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Processes
 
 
-def run(words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
-    """Runs the words on `world_size` processes. Returns the trace of each rank.
+def run(script: Path, words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
+    """Runs a script with these flags on `world_size` processes. Returns the trace of each rank.
 
     Raises UserError with the last output of a rank that fails.
     """
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"words": list(words), "steps": steps}))
+    told = {"script": str(script.resolve()), "words": list(words), "steps": steps}
+    (folder / "run.json").write_text(json.dumps(told))
     # This process holds the rendezvous store, as torchrun does, so that its free port stays reserved.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -152,11 +198,17 @@ def as_rank(folder: Path) -> int:
     told = json.loads((folder / "run.json").read_text())
     rank = int(os.environ["RANK"])
     try:
-        trace = record_layout_trace(configure(told["words"]), PROVIDERS, told["steps"])
+        trace = trace_of_rank(Path(told["script"]), told["words"], told["steps"])
     except UserError as error:
         exit_with_problems(error)
     trace.save(folder / f"rank_{rank}.safetensors")
     return 0
+
+
+def trace_of_rank(path: Path, words: Sequence[str], steps: int) -> LayoutTrace:
+    """Trains this process's rank of a script's run and returns its trace."""
+    script = load_script(path)
+    return record_layout_trace(configure(words, script.add_flags), script.providers, steps)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,19 @@
 import os
 import subprocess
 from pathlib import Path
+from unittest import mock
 
+import pytest
+import torch.distributed as dist
+from support.processes import run_on_ranks
 from support.programs import python
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "verify_layout.py"
+from megatron.core.exceptions import UserError
+from megatron.training.layout_check.layout_trace import LayoutTrace
+from tools.verify_layout import load_script, main, trace_of_rank
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "verify_layout.py"
 RUN = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
 
 
@@ -29,3 +38,37 @@ def test_a_run_that_cannot_be() -> None:
     assert done.returncode == 2 and "error: --tensor-model-parallel-size 3" in done.stderr
     done = verify("", "--micro-batch-size 1", WORLD_SIZE="1")
     assert done.returncode == 2 and "there is one rank, and so nothing to compare" in done.stderr
+
+
+def trace_here(script: Path, words: list[str], steps: int) -> LayoutTrace:
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": str(size), "RANK": str(rank)}):  # as torchrun sets them
+        return trace_of_rank(script, words, steps)
+
+
+def run_in_pool(script: Path, words: list[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
+    """Replaces the tool's `run`, which starts new processes."""
+    if world_size == 1:
+        return [trace_here(script, words, steps)]
+    return run_on_ranks(trace_here, world_size, script, words, steps)
+
+
+def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    own = f"--script {ROOT}/examples/custom_model/pretrain_custom.py --processes 2 --steps 1 --"
+    flags = (
+        "--micro-batch-size 1 --hidden-dropout 0 --attention-dropout 0 --convolution-width 3 --normalization RMSNorm"
+    )
+    monkeypatch.setattr("tools.verify_layout.run", run_in_pool)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(f"{own} {RUN} {flags} --normalization RMSNorm --tensor-model-parallel-size 2".split()) == 0
+    printed = capsys.readouterr().out
+    assert "outputs of layers are not compared" in printed and "equal: " in printed
+
+
+def test_a_script_without_providers_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script_without_providers.py"
+    script.write_text("def build_model(): ...")
+    with pytest.raises(UserError, match=r"the script has no build_datasets, build_forward_step; it must define"):
+        load_script(script)
+    with pytest.raises(UserError, match=r"--script .*: no such Python file"):
+        load_script(tmp_path / "missing.py")

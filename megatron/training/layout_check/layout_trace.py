@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.parameters import Constant, ParameterInfo, canonical_index, canonical_names, info_of
 from megatron.core.tokens import Tokens
@@ -140,16 +141,22 @@ def _add_chunks(trace: LayoutTrace, kind: str, chunks: Iterable[Chunk]) -> None:
 
 
 class _ModuleRecorder:
-    """Records the outputs of one model chunk's modules in the first step, by token."""
+    """Records the outputs of one model chunk's modules in the first step, by token.
+
+    Other models than a GPTModel that is called with `tokens=Tokens(...)` are not recorded: which tokens their modules
+    see is not known.
+    """
 
     def __init__(self, trace: LayoutTrace, chunk: nn.Module, trainer: Trainer) -> None:
         self.trace, self.groups = trace, trainer.environment.groups
-        self._places = torch.empty(0, dtype=torch.int64)
+        self._places: Tensor | None = None
         """Of the tokens of the micro-batch under way, on this context parallel rank."""
         model: Any = chunk.module if hasattr(chunk, "module") else chunk
-        self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        for name, module in self._modules(model):
-            self._handles.append(module.register_forward_hook(self._taker(name)))
+        self._handles = []
+        if isinstance(model, GPTModel):
+            self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            for name, module in self._modules(model):
+                self._handles.append(module.register_forward_hook(self._taker(name)))
 
     def _modules(self, model: Any) -> Iterable[tuple[str, nn.Module]]:
         if getattr(model, "embedding", None) is not None:
@@ -165,14 +172,16 @@ class _ModuleRecorder:
             yield LOSS, model.output_layer
 
     def _begin(self, model: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
-        tokens: Tokens = keywords["tokens"]
-        self._places = dropout_tokens(tokens, torch.device("cpu")).index
+        tokens = keywords.get("tokens")
+        self._places = dropout_tokens(tokens, torch.device("cpu")).index if isinstance(tokens, Tokens) else None
 
     def _taker(self, name: str) -> Any:
         def take(module: nn.Module, inputs: Any, output: Any) -> None:
+            places = self._places
+            if places is None:
+                return
             result = output[0] if isinstance(output, tuple) else output
             rows = result.reshape(-1, 1) if name == LOSS else result.flatten(0, -2)  # [t, width]
-            places = self._places
             if rows.shape[0] != places.numel():  # under sequence parallelism, this rank's slice of the tokens
                 places = places.chunk(self.groups.size("tp"))[self.groups.rank("tp")]
             self.trace.add(FORWARD, name, places, rows)

@@ -68,6 +68,14 @@ def flags_that_matter(flags: Sequence[str]) -> list[str]:
     return [*kept, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--dry-run"]
 
 
+def flags_of_script(flags: Sequence[str]) -> list[str]:
+    """Returns the words of a command line whose flags are a script's own."""
+    occurrences, _ = translate_all(split_words(flags)[0])
+    table = flags_by_spelling()
+    own = (occurrence for occurrence in occurrences if occurrence.spelling not in table)
+    return [word for occurrence in own for word in (occurrence.spelling, *occurrence.words)]
+
+
 def shrink_run(config: PretrainConfig, processes: int, steps: int) -> ShrunkRun:
     """Returns the shrunk run of a config, on at most `processes` processes. Raises UserError for a run of one rank,
     which has nothing to compare."""
