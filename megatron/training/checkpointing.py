@@ -41,7 +41,7 @@ class Checkpoints:
         self.flags: CheckpointConfig = config.checkpoint
         self.groups = groups
         self.last_saved: int | None = None
-        """Iteration of the newest checkpoint under --save that this run wrote or went on from."""
+        """Iteration of the newest checkpoint under --save that this run wrote or resumed from."""
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Checkpoints:
         weights_only: bool,
         step: int | None = None,
     ) -> LoadResult | None:
-        """Fill weights, and optimizer state unless that is not wanted; main weights always follow the weights."""
+        """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights."""
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
         wanted = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
         loaded = load(
@@ -141,7 +141,7 @@ class Checkpoints:
         return MismatchPolicy(goes_on, goes_on, tuple(self.flags.ckpt_waive_keys or ()), left)
 
     def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
-        """Refuse a checkpoint of another model, or one that lacks what is wanted, in terms of flags."""
+        """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for."""
         if weights_only:
             for difference in architecture_differences(self.config, manifest.config):
                 self._say(f"WARNING: {difference}")
@@ -163,8 +163,8 @@ class Checkpoints:
     def _restore(
         self, loaded: LoadResult, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
     ) -> None:
-        """Everything but tensors. With --finetune the run begins at iteration 0. A run that only evaluates takes the
-        counts alone: schedule and optimizer do not matter to it."""
+        """Restores the state that is no tensor. With --finetune nothing is restored: the run begins at iteration 0. A
+        run that only evaluates restores the counts, but neither schedule nor optimizer."""
         common = loaded.manifest.common
         if self.flags.finetune or "train_state" not in common:
             return
@@ -235,9 +235,9 @@ def save_checkpoint(
     pp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> None:
-    """Saves the run under --save as iteration `iteration`. Ranks and groups are the run's own, whatever is given; data
-    has no state but the count of samples. Raises UserError like `Checkpoints.save`, and for arguments that are not
-    supported yet."""
+    """Saves the run under --save as iteration `iteration`. The ranks and groups given are ignored: those of the run are
+    used. The only state of data is the count of samples. Raises UserError like `Checkpoints.save`, and for arguments
+    that are not supported yet."""
     asked = {"non_persistent_ckpt": non_persistent_ckpt, "release": release}
     asked["preprocess_common_state_dict_fn"] = preprocess_common_state_dict_fn is not None
     _refuse("save_checkpoint", asked)
@@ -262,9 +262,9 @@ def load_checkpoint(
     pp_group: ProcessGroup | None = None,
     dp_cp_group: ProcessGroup | None = None,
 ) -> tuple[int, float]:
-    """Loads from the folder that the flag `load_arg` names. Returns (iteration, floating point operations so far), (0,
-    0.0) if the folder holds no checkpoint. Without `strict`, missing and unused keys are allowed and printed. Raises
-    UserError like `Checkpoints.load`."""
+    """Loads from the folder that the flag `load_arg` names. Returns (iteration, floating point operations so far), or
+    (0, 0.0) if the folder holds no checkpoint. Without `strict`, missing and unused keys are allowed and printed.
+    Raises UserError like `Checkpoints.load`."""
     _refuse("load_checkpoint", {"skip_load_to_model_and_opt": skip_load_to_model_and_opt})
     run = current_run()
     flags = run.config.checkpoint

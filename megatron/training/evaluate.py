@@ -1,4 +1,4 @@
-"""Evaluation: the true mean over the tokens that it says it covered."""
+"""Evaluation: mean losses over a number of global batches, and how many tokens they cover."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class EvaluationResult:
     """Sequences put through the model by all data parallel ranks, padding included."""
     iterations: int
     interrupted: bool
-    """It was asked to stop early; the result covers less than was planned."""
+    """`should_stop` ended it early; the result covers fewer batches than planned."""
     seconds: float
 
     @property
@@ -54,13 +54,13 @@ def evaluate(
     data_parallel_size: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> EvaluationResult:
-    """Run `num_iterations` global batches forward and take the mean loss. Nothing is read from the device in between.
+    """Runs `num_iterations` global batches forward and returns the mean losses. Reads the device only at the end.
 
     Args:
         forward_backward_func: from get_forward_backward_func; returns the report of each micro-batch.
-        model: chunks; they are in eval mode within and as they were afterwards.
-        group: the ranks (data and context parallel) whose batches differ; None: this rank alone.
-        should_stop: asked after every global batch but the last. Must answer alike on all ranks.
+        model: chunks; they are in eval mode during the call, and in their former mode afterwards.
+        group: the data and context parallel ranks, whose batches differ; None: this rank alone.
+        should_stop: called after every global batch but the last. Must return the same on all ranks.
 
     Raises UserError if there is nothing to evaluate: no iterations, or a data iterator that ends before them.
     """
@@ -79,7 +79,7 @@ def evaluate(
             chunk.eval()
         for done in range(1, num_iterations + 1):
             if data is not None:
-                data.begin(data.iteration)  # what chunks have not drawn of a global batch they never will
+                data.begin(data.iteration)  # drops the rest of a global batch that no chunk has read
             reports = _forward(
                 forward_backward_func,
                 done,
@@ -126,7 +126,7 @@ def _forward(
 
 
 def _add(sums: dict[str, Tensor], report: Mapping[str, Tensor], device: torch.device | str) -> None:
-    """Add one micro-batch's [sum, count], or one value with the count 1, in float64."""
+    """Adds one micro-batch's [sum, count], or one value with the count 1, in float64."""
     for name, value in report.items():
         pair = value.detach().reshape(-1).to(device, torch.float64, non_blocking=True)
         assert pair.numel() in (1, 2), f"the report {name!r} has {pair.numel()} values, not 1 or 2"

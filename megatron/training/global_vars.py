@@ -1,7 +1,7 @@
 """Megatron-LM's global functions for user scripts: `get_args()`, `get_timers()`, `get_tokenizer()`.
 
-The counterpart of megatron.core.parallel_state in the app: it keeps the run that was set up last. Our own code gets
-what it needs as arguments and does not call these functions.
+The module keeps the run that was set up last, as megatron.core.parallel_state keeps the process groups. Our own code
+takes its settings as arguments and does not call these functions.
 """
 
 import os

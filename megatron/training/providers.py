@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[..., Any]
 ForwardStep = Callable[[Any, nn.Module], tuple[Tensor, LossFunction]]
-"""Takes the next micro-batch of an iterator (`StepData`) through the model; returns the output and the function that
-makes a loss of it."""
+"""Runs the model on the next micro-batch of an iterator (`StepData`); returns the output and the function that computes
+the loss from it."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the model that a chunk is; without pipeline parallelism the whole model."""
+    """The part of the model that a chunk holds; without pipeline parallelism the whole model."""
 
     pre_process: bool = True
-    """It has the embedding."""
+    """The chunk has the embedding."""
     post_process: bool = True
-    """It has the last norm, the head and the loss."""
+    """The chunk has the last norm, the head and the loss."""
     virtual: int | None = None
-    """Number of the chunk on its rank, where a rank holds several."""
+    """Number of the chunk on its rank; None if a rank holds one chunk."""
 
 
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
@@ -76,14 +76,15 @@ class Providers:
 
     build_model: Callable[[Context, Stage], nn.Module]
     build_datasets: Callable[[Context, SampleCounts], Sequence[Any]]
-    """The data sets of the train, valid and test split; None for one that is empty."""
+    """Returns the datasets of the train, valid and test split; None for an empty split."""
     build_forward_step: Callable[[Context], ForwardStep]
     build_optimizer: Callable[[Context, Sequence[nn.Module]], Any] | None = None
-    """A torch.optim.Optimizer, or one of get_megatron_optimizer, over the model chunks; None: what the flags say."""
+    """Returns an optimizer of the model chunks: a torch.optim.Optimizer, or the result of get_megatron_optimizer. None:
+    the optimizer that the flags choose."""
     build_scheduler: Callable[[Context, MegatronOptimizer], OptimizerParamScheduler] | None = None
-    """Schedule of learning rate and weight decay; None: what the flags say."""
+    """Returns the schedule of learning rate and weight decay. None: the schedule that the flags choose."""
     build_hooks: Callable[[Context], Sequence[Hook]] | None = None
-    """Hooks that are called after those of the flags. Every rank must build the same ones, in the same order."""
+    """Returns hooks, which are called after those that flags add. Every rank must build the same, in the same order."""
 
 
 def providers_of_user_script(

@@ -1,4 +1,4 @@
-"""TrainState: where a run is. All that training changes and a checkpoint keeps, weights and optimizer aside."""
+"""TrainState: the counts that training changes and a checkpoint keeps, beside weights and optimizer state."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ class TrainState:
     iteration: int = 0
     """Iterations done."""
     consumed_train_samples: int = 0
-    """Samples that training took from its data, so the number of the next one."""
+    """Samples that training took from its data. Also the number of the next sample, from 0."""
     skipped_train_samples: int = 0
-    """Those among them whose iterations were passed over on purpose."""
+    """Those of the consumed samples whose iterations were skipped on request."""
     consumed_valid_samples: int = 0
     """Samples that evaluation took from the validation set."""
     consumed_tokens: int = 0
     """Tokens of the consumed training samples."""
     floating_point_operations_so_far: float = 0.0
-    """Of the model, by formula."""
+    """Operations of the model, computed by formula."""
 
     def to_json(self) -> dict[str, int | float]:
         """Returns the counts by name, for a checkpoint."""
@@ -39,6 +39,6 @@ class TrainState:
         return cls(**fields)
 
     def restore(self, other: "TrainState") -> None:
-        """Copies another state's counts into this object, so that everyone who holds this object sees them."""
+        """Copies another state's counts into this object, so that all references to this object see them."""
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(other, field.name))

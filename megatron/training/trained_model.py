@@ -27,7 +27,7 @@ from megatron.training.tokenizer.build import build_tokenizer
 
 _FORMATS = ("fp16", "bf16", "fp64")
 _OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory")
-"""Sections of flags that say how a run computes, and not what."""
+"""Sections of flags that change how a run computes, but not its result."""
 _AND_BESIDE_THEM = ("cp_comm_type",)
 
 
@@ -38,13 +38,13 @@ class TrainedModel:
     model: nn.Module
     tokenizer: Tokenizer
     config: PretrainConfig
-    """The run's, read for one process."""
+    """Settings of the run that trained it, adapted to one process."""
     iteration: int
     device: torch.device
 
     @property
     def max_sequence_length(self) -> int:
-        """Number of tokens of a row that the model was trained for."""
+        """Sequence length that the model was trained with."""
         return self.config.model.max_position_embeddings
 
 

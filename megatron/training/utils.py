@@ -1,5 +1,5 @@
-"""Megatron-LM's small functions for user scripts. Those that communicate use the default process groups, which are the
-run's while it lasts."""
+"""Megatron-LM's small functions for user scripts. Those that communicate use the default process groups, which are
+those of the current run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -85,8 +85,8 @@ def get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     pad_mask_loss: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For left-to-right models, from token ids [b, s]: attention mask (bool [1 or b, 1, s, s], True where masked), loss
-    mask (float32 [b, s]) and position ids (int64 [b, s]).
+    """Returns, for token ids [b, s] of a left-to-right model, the attention mask (bool [1 or b, 1, s, s], True where
+    masked), the loss mask (float32 [b, s]) and the position ids (int64 [b, s]).
 
     A document ends with its `eod_token`. The mask has one row for all samples unless documents are kept apart.
     """
@@ -148,7 +148,7 @@ _MOST_DIMS = 4
 
 def _from_first_rank(found: dict[str, Tensor | None], device: torch.device, group: Group) -> dict[str, Tensor | None]:
     """Returns the tensors of the first rank of a group on all its ranks. Types and shapes are sent first, between
-    hosts, so that nothing waits for the device."""
+    hosts, so that no rank waits for the device."""
     header = torch.zeros(len(found), 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
     if group_rank(group) == 0:
         for row, value in zip(header, found.values(), strict=True):
@@ -175,7 +175,7 @@ def _field(batch: Mapping[str, Any], name: str) -> Tensor | None:
 
 
 def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
-    """bool [b, 1, s, s], True where masked, from boundaries over the rows laid end to end."""
+    """Returns a mask, bool [b, 1, s, s], True where masked, from document boundaries over the rows end to end."""
     place = torch.arange(tokens.numel(), device=cu_seqlens.device)
     document = torch.bucketize(place, cu_seqlens[1:], right=True).view(tokens.shape)
     later = torch.ones(tokens.size(1), tokens.size(1), dtype=torch.bool, device=cu_seqlens.device).triu(diagonal=1)
@@ -188,8 +188,8 @@ _NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "
 def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
     """Cuts a batch, tensors [b, s, ...] of whole rows, to this context parallel rank's part of the sequences, in place.
 
-    The rows are cut in zig-zag order into 2 * ranks chunks. Of `attention_mask` [.., .., s, s] the rows of this rank's
-    queries are kept; document boundaries stay those of whole rows. Raises UserError if the rows cannot be divided.
+    The rows are cut in zig-zag order into 2 * ranks chunks. `attention_mask` [.., .., s, s] keeps the rows of this
+    rank's queries; document boundaries stay those of whole rows. Raises UserError if the rows cannot be divided.
     """
     groups = default_collection()
     part = sequence_part(groups if cp_group is None else ProcessGroupCollection(cp=cp_group))

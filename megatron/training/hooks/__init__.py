@@ -1,1 +1,1 @@
-"""What only some runs do, a file each: profiling, manual garbage collection, leaving early."""
+"""Hooks: actions that only some runs take (profiling, manual garbage collection, early exit), one file each."""

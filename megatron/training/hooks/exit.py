@@ -36,25 +36,25 @@ class ExitDecision:
     reason: ExitReason
     message: str
     exit_code: int
-    """0 where the user asked for the end, also by a signal: a launcher that counts restarts must not count this one."""
+    """0 if the user asked for the exit, also by a signal, so that a launcher does not count it as a failure."""
     save: bool
-    """A checkpoint is wanted; not after a non-finite loss."""
+    """Whether to save a checkpoint; False after a non-finite loss."""
 
 
 class ExitAgreement:
-    """Finds out, once a step, whether it is time to leave.
+    """Lets all ranks decide together, once a step, whether to exit.
 
-    Every rank calls `after_step` after each step and `poll` at the same places in between (evaluation); whoever gets a
-    decision gets it on all ranks at the same call.
+    Every rank calls `after_step` after each step and `poll` at the same places in between (evaluation). All ranks
+    get a decision from the same call.
 
     Args:
         group: a gloo group of all ranks (`agreement_group`); None: a single process, which decides at once.
-        rank: of this process, for the message.
+        rank: global rank of this process, for the message.
         signals: the watch that remembers signals, or None.
-        exit_interval: leave after an iteration that this divides.
-        exit_duration_in_mins: leave once so many minutes have passed since `started`.
+        exit_interval: exit after an iteration that this number divides.
+        exit_duration_in_mins: exit once this many minutes have passed since `started`.
         started: `time.monotonic()` at the start of the program; None: now.
-        non_finite: tells whether this rank knows of a non-finite loss or gradient that must stop the run.
+        non_finite: returns whether this rank knows of a non-finite loss or gradient that must stop the run.
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class ExitAgreement:
         """Returns the decision from everything that any rank knows now. Waits for all ranks; every rank calls it at the
         same place.
 
-        Call it before a save and after the last step: other ranks hear only now of what one rank noticed in this step.
-        A non-finite loss replaces an earlier decision, because its state must not be saved.
+        Call it before a save and after the last step: only then do other ranks learn what one rank noticed in this
+        step. A non-finite loss replaces an earlier decision, because its state must not be saved.
         """
         if self.group is None:
             flags: torch.Tensor | None = self._local_flags()
@@ -122,7 +122,7 @@ class ExitAgreement:
         self._finish_round()
 
     def _local_flags(self) -> torch.Tensor:
-        """[non-finite, signal number, 1 + rank that has the signal, time is up], int32, to be reduced by maximum."""
+        """Returns int32 [non-finite, signal number, 1 + rank with the signal, time is up], to be reduced by maximum."""
         number = (self.signals.received if self.signals is not None else None) or 0
         limit = self.exit_duration_in_mins
         late = limit is not None and (time.monotonic() - self.started) / 60.0 > limit
@@ -134,7 +134,7 @@ class ExitAgreement:
         self.rounds += 1
 
     def _finish_round(self) -> torch.Tensor | None:
-        """None before the first round."""
+        """Returns the reduced flags of the running round; None before the first round."""
         if self._work is None:
             return None
         work, self._work = self._work, None

@@ -1,7 +1,7 @@
-"""--manual-gc: Python's garbage collector runs at chosen steps, the same on every rank, instead of whenever it likes.
+"""--manual-gc: runs Python's garbage collector at chosen steps, the same on every rank, instead of automatically.
 
-A collection stops the Python of one rank for some milliseconds while the others wait for it in the next collective;
-when all ranks collect at once, one such wait is paid instead of many.
+A collection stops one rank for some milliseconds, while the others wait for it in the next collective. If all ranks
+collect in the same step, they lose this time once instead of once per rank.
 """
 
 import gc
@@ -13,8 +13,8 @@ class ManualGarbageCollection(Hook):
     """Switches automatic collection off during training.
 
     Args:
-        interval: collect after every so many iterations; 0: never between steps.
-        evaluation: collect before and after each evaluation too.
+        interval: number of iterations between two collections; 0: no collection between steps.
+        evaluation: also collect before and after each evaluation.
     """
 
     def __init__(self, interval: int = 0, evaluation: bool = True) -> None:
@@ -43,7 +43,7 @@ class ManualGarbageCollection(Hook):
 
     def _collect_around_evaluation(self) -> None:
         if self.evaluation:
-            # The youngest generation: what evaluation leaves is new, and older objects were looked at already.
+            # The youngest generation is enough: evaluation leaves new objects, and older ones were examined before.
             gc.collect(generation=0)
 
     def on_exit(self, iteration: int) -> None:

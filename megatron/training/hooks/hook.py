@@ -73,7 +73,7 @@ class Hooks(Hook):
         for hook in reversed(self.hooks):
             try:
                 hook.on_exit(iteration)
-            except Exception as error:  # the other hooks still have things to put back
+            except Exception as error:  # the other hooks must still clean up
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -52,7 +52,7 @@ class NsightProfiler(Hook):
 
 
 class TorchProfiler(Hook):
-    """Records with PyTorch's profiler steps with `start` <= iterations done < `end`; one step before warms it up.
+    """Records the steps with `start` <= iterations done < `end` with PyTorch's profiler, after one step of warm-up.
 
     A Chrome trace `rank_00000.steps_10_12.trace.json` is written into `directory` when the last step is recorded, or at
     the run's end if that comes first.
@@ -73,7 +73,7 @@ class TorchProfiler(Hook):
         self.start, self.end = start, end
         self.directory, self.rank = Path(directory), rank
         self.trace: Path | None = None
-        """The file, once it is written."""
+        """Path of the trace; None until it is written."""
         self._options: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack}
         if all_threads:
             self._options["experimental_config"] = profiler_config_of_all_threads()
@@ -127,7 +127,7 @@ def make_profiler(
     with_stack: bool = False,
     all_threads: bool = False,
 ) -> Hook | None:
-    """Returns the profiler that the flags ask for, None on a rank that is not in `ranks`.
+    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`.
 
     With `all_threads` PyTorch's profiler also records computation on a CPU by threads other than the one that runs the
     steps. Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics on the device, the log line, metrics.jsonl, TensorBoard, a live display."""
+"""The log of a run: metrics on the device, the log line, metrics.jsonl, TensorBoard, a live display."""

@@ -35,7 +35,7 @@ def build_log(
         group=groups.dp_cp if groups.size("dp_cp") > 1 else None,
         rank=environment.rank,
         expect_overflow=transformer.fp16 and config.optimizer.loss_scale is None,
-        # Tensor parallel ranks see the same; the loss and the gradient at the embedding are seen on their stages.
+        # Tensor parallel ranks see the same values. Only their stages see the loss and the embedding's gradient.
         names=groups.rank("tp") == 0 and (environment.has_loss or groups.rank("pos_embd") >= 0),
         watch=config.resilience.check_for_nan_in_loss_and_grad,
     )
@@ -69,7 +69,7 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
     if logging.tensorboard_dir is not None:
-        # The choices are named as their flags, so they are read off by name.
+        # The fields of TagChoices have the names of their flags.
         choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
         writers.append(
             tensorboard_log(
@@ -81,6 +81,6 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
             )
         )
     assert config.training.train_iters is not None
-    # Last, so that what a line says is in the files before it is shown.
+    # Last, so that the files have a line's values before the line is shown.
     writers.append(make_display(config.training.train_iters, iteration=state.iteration))
     return writers

@@ -18,7 +18,7 @@ from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed
 
 
 class PlainDisplay(LogWriter):
-    """Prints Megatron-LM's log lines, whole and at once, for files and pipes."""
+    """Prints Megatron-LM's log lines for files and pipes, each with one write."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = stream
@@ -52,8 +52,8 @@ class LiveDisplay(LogWriter):
     """Prints the log lines above a panel that stays at the bottom of the terminal.
 
     The panel shows progress, recent losses, learning rate, speed, remaining time, the last validation and the last
-    checkpoint. It is redrawn at log lines, and in between at most `refreshes_per_second` times, from values on the
-    host. Log lines are never wrapped or coloured, so that a recorded terminal can be searched.
+    checkpoint. It is redrawn at log lines, and in between at most `refreshes_per_second` times a second, from
+    values on the host. Log lines are never wrapped or coloured, so that a recorded terminal can be searched.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Returns the last `width` values as bars from the lowest to the highest of them; a cross for a value that is not
-    finite."""
+    """Returns the last `width` values as bars, scaled from the lowest to the highest of them; a cross for a value that
+    is not finite."""
     shown = list(values[-width:])
     finite = [value for value in shown if abs(value) < float("inf")]
     if not finite:
@@ -187,7 +187,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`1:02:03`, or `3 d 1:02:03`."""
+    """Returns a duration as `1:02:03` or `3 d 1:02:03`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

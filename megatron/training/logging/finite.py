@@ -18,13 +18,13 @@ class NonFinite:
     rank: int
     iteration: int
     what: str
-    """`lm loss`, `gradient of the embedding`, `gradient norm`."""
+    """Name of the value: `lm loss`, `gradient of the embedding`, `gradient norm`."""
     value: float | None
-    """None where only a flag is kept."""
+    """The value; None if only the fact is known."""
     microbatch: int | None
-    """Place within this rank's part of the global batch, from 0; None: all of it."""
+    """Number of the micro-batch on this rank, from 0; None: the whole global batch."""
     sample_ids: tuple[int, ...] = ()
-    """Samples of the micro-batch, or of the whole iteration, on this rank; empty where the batch carries none."""
+    """Samples of the micro-batch, or of the whole iteration, on this rank; empty if the batch has no sample ids."""
 
     def __str__(self) -> str:
         value = "is not finite" if self.value is None else f"is {self.value}"
@@ -43,7 +43,8 @@ def name_non_finite(
 ) -> list[NonFinite]:
     """Returns everything non-finite that this rank saw in one iteration, the most specific first.
 
-    `losses` has a mapping for each micro-batch, `gradients_finite` a flag if it was probed. The gradient norm is a
+    `losses` has a mapping for each micro-batch. `gradients_finite` has a flag for each micro-batch if gradients were
+    probed. The gradient norm is a
     value of the whole global batch and is named only if nothing more specific was found.
     """
     found = []
@@ -78,7 +79,7 @@ class GradientProbe:
     def __init__(self, module: nn.Module) -> None:
         self._forwards = 0
         self._finite: dict[int, Tensor] = {}
-        """By number of the forward pass since the last `take`."""
+        """Flags by the number of the forward pass since the last `take`."""
         self._handle: RemovableHandle = module.register_forward_hook(self._watch_output)
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:

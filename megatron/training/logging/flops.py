@@ -1,14 +1,14 @@
-"""How many floating point operations a second a device could do. What a model takes is counted by
-`megatron.core.transformer.layer_costs`."""
+"""Peak rates of devices in floating point operations a second. `megatron.core.transformer.layer_costs` counts the
+operations of a model."""
 
 import re
 
 import torch
 
 _DENSE_PEAKS: tuple[tuple[frozenset[str], float, float | None], ...] = tuple(
-    # Words of the device's name, 16-bit TFLOP/s, fp8 TFLOP/s: tensor cores without sparsity and with float32
-    # accumulation, from NVIDIA's data sheets and architecture papers; those that state only the sparse rate are halved.
-    # The first row counts of which the name has every word, so a special edition stands before its family.
+    # Words of the device's name, 16-bit TFLOP/s, fp8 TFLOP/s of tensor cores, without sparsity and with float32
+    # accumulation. Source: NVIDIA's data sheets and architecture papers; a rate given only with sparsity is halved.
+    # The first row whose words all occur in the name is taken, so a special edition precedes its family.
     (frozenset(words.split()), sixteen_bit, eight_bit)
     for words, sixteen_bit, eight_bit in (
         ("GB200", 2500.0, 5000.0),
@@ -32,10 +32,10 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> float | None:
-    """Peak TFLOP/s of a device for matrix products in `dtype` (16-bit, or fp8); None where it is not known for sure.
+    """Returns the peak TFLOP/s of a device for matrix products in `dtype` (16-bit, or fp8), or None if it is unknown.
 
-    Unknown are CPUs, devices that the table does not name, slices of a GPU (MIG), and types other than 16-bit and fp8:
-    a missing utilisation is better than a wrong one.
+    It is unknown for CPUs, devices that the table does not list, slices of a GPU (MIG), and types other than 16-bit and
+    fp8: a missing utilisation is better than a wrong one.
     """
     if device.type != "cuda":
         return None
@@ -43,7 +43,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) 
 
 
 def peak_of_device_name(name: str, dtype: torch.dtype, *, fp8: bool = False) -> float | None:
-    """See `peak_tflops`; `name` as torch.cuda.get_device_name gives it."""
+    """Returns the same as `peak_tflops` for the name that torch.cuda.get_device_name returns."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     if "MIG" in words or (dtype not in _SIXTEEN_BIT and not fp8):
         return None

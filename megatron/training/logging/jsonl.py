@@ -7,14 +7,14 @@ Kinds of lines, told apart by their keys:
     {"iteration": 10, "split": "validation", "lm loss": 4.0, "lm loss PPL": 54.6, "evaluated tokens": 8192, ...}
     {"iteration": 10, "event": "save", ...}
 
-A training line exists for every iteration; its values are that iteration's own, only the speed is the mean over the
-interval between two log lines, as are numbers that layers report, which the last iteration of the interval has.
+Every iteration has a training line with its own values. Two kinds of values are means over the interval between two log
+lines: the speed, and the values that layers report, which stand in the line of the interval's last iteration.
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
-A run that resumes at iteration N continues the file: lines beyond N, which the resumed run will make again, and a last
-line torn by a kill are moved to `<name>.superseded.jsonl` beside it, so that the file itself never holds two lines for
-one iteration.
+A run that resumes at iteration N continues the file. Lines beyond N, which the resumed run writes again, and an
+incomplete last line (after a kill) are moved to `<name>.superseded.jsonl` beside it, so that the file never holds two
+lines for one iteration.
 """
 
 import json
@@ -31,16 +31,16 @@ from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed
 
 
 class JsonlLog(LogWriter):
-    """Appends records to a metrics.jsonl; open it after the checkpoint was loaded.
+    """Appends records to a metrics.jsonl. Create it after the checkpoint is loaded.
 
     Args:
-        path: the file; its folder is made.
-        resumed_iteration: iterations already done by the run (0: from the start); what the file holds beyond is
-            superseded, see the module's text.
-        named_by: the flag that a user would mend if the file cannot be written.
+        path: the file; its folder is created if needed.
+        resumed_iteration: iterations that the run has done (0: a new run); later lines of the file are moved aside, as
+            the module's text says.
+        named_by: the flag that an error names if the file cannot be written.
 
-    Raises UserError where the file cannot be written. Once open, a failed write (a full disk) does not stop the run:
-    the lines are dropped, counted, and the first failure is printed.
+    Raises UserError if the file cannot be written. Once it is open, a failed write (a full disk) does not stop the run:
+    the lines are dropped and counted, and the first failure is printed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class JsonlLog(LogWriter):
         self._write([step_line(step, speed) for step in steps])
 
     def line(self, record: LogRecord) -> None:
-        """Every iteration is written by `steps`; the log line adds nothing."""
+        """Writes nothing, because `steps` writes every iteration."""
 
     def validation(self, record: ValidationRecord) -> None:
         """Writes a line for an evaluation."""
@@ -89,7 +89,7 @@ class JsonlLog(LogWriter):
             return
         assert self._file >= 0, f"{self.path} is closed"
         content = "".join(to_json(line) + "\n" for line in lines).encode()
-        if self._torn:  # the rest of an unfinished line must not swallow this one
+        if self._torn:  # ends an incomplete line, so that this one is readable
             content = b"\n" + content
         try:
             written = 0
@@ -142,7 +142,7 @@ def validation_line(record: ValidationRecord) -> dict[str, Any]:
 
 
 def to_json(line: Mapping[str, Any]) -> str:
-    """One line of JSON; a float that is not finite becomes null and is told under "non_finite"."""
+    """Returns one line of JSON. A float that is not finite becomes null and is named under "non_finite"."""
     bad = {key: str(value) for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)}
     finite = {key: None if key in bad else value for key, value in line.items()}
     if bad:
@@ -160,16 +160,16 @@ class Superseded:
 
     lines: int = 0
     torn: bool = False
-    """A last line was incomplete."""
+    """Whether the last line was incomplete."""
     path: Path | None = None
-    """Where the lines are now; None if there were none."""
+    """The file that the lines were moved to; None if there were none."""
 
 
 def supersede(path: Path, resumed_iteration: int) -> Superseded:
-    """Cut a metrics file at the first line beyond `resumed_iteration` and keep what was cut in a file beside it.
+    """Cuts a metrics file at the first line beyond `resumed_iteration` and appends the lines to a file beside it.
 
-    Lines stand in the order of their iterations, so what follows that line belongs to the superseded part too. A kill
-    between the two writes leaves the file as it was, and the cut lines twice in the file beside it.
+    Lines are in the order of iterations, so all lines after the first one are superseded too. A kill between the two
+    writes leaves the file unchanged; the file beside it then gets these lines twice.
     """
     if not path.exists():
         return Superseded()
@@ -192,7 +192,7 @@ def supersede(path: Path, resumed_iteration: int) -> Superseded:
 
 
 def _first_superseded(path: Path, resumed_iteration: int) -> tuple[int, int, bool]:
-    """Offset where to cut, how many lines are beyond it, and whether the last one is torn."""
+    """Returns the offset of the cut, the number of lines after it, and whether the last one is incomplete."""
     offset = lines = 0
     cut: int | None = None
     torn = False
@@ -213,7 +213,7 @@ def _iteration_of(line: Mapping[str, Any] | None) -> int:
 
 
 def _ends_in_a_line(path: Path) -> bool:
-    """Whether what is appended starts a line of its own."""
+    """Returns whether appended text starts a new line."""
     with open(path, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return True
@@ -235,17 +235,17 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 
 @dataclass
 class MetricsHistory:
-    """A metrics file, read."""
+    """The content of a metrics file."""
 
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations of every split."""
     events: list[dict[str, Any]] = field(default_factory=list)
     unreadable: int = 0
-    """Lines that are no JSON object: torn by a kill or a full disk."""
+    """Number of lines that are no JSON object, for example cut off by a kill or a full disk."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Iterations and values of the training lines that have a finite value under `key`."""
+        """Returns iterations and values of the training lines that have a finite value under `key`."""
         return _series(self.training, key)
 
     def validation_series(self, key: str, split: str = "validation") -> tuple[list[int], list[float]]:
@@ -254,7 +254,7 @@ class MetricsHistory:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> MetricsHistory:
-    """Read a metrics.jsonl. Raises UserError where there is none."""
+    """Reads a metrics.jsonl. Raises UserError if it cannot be read."""
     history = MetricsHistory()
     try:
         for line in _read_lines(path):

@@ -24,7 +24,7 @@ Sums = dict[Key, tuple[list[float], float]]
 """Totals (one number, or one for each expert) and count."""
 
 _DETAIL = "moe_load"
-"""Names that begin so are left out of the log line."""
+"""Values whose names begin so are left out of the log line."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LayerNumbers:
         tags = self.means()
         if per_layer:
             for (name, layer), value in self.by_layer.items():
-                if not name.startswith("mtp_"):  # which has its layer in its name
+                if not name.startswith("mtp_"):  # their names contain the layer
                     tags[f"moe/{name}_layer_{layer - 1}"] = value
         return tags
 
@@ -61,14 +61,14 @@ class LayerReports:
     def __init__(
         self, chunks: Iterable[nn.Module], groups: ProcessGroupCollection, device: torch.device, *, stages_report: bool
     ) -> None:
-        """`stages_report`: the config has layers that report, so pipeline stages exchange reports. If False, only
-        modules of a user on the only stage can report."""
+        """With `stages_report` the config has layers that report, so pipeline stages exchange reports. Without it, only
+        a user's modules report, and only without pipeline parallelism."""
         self._chunks, self._groups, self._device = tuple(chunks), groups, device
         self._stages_tell = stages_report and groups.size("pp") > 1
         self._since_line: Sums = {}
 
     def collect(self, *, reset: bool) -> tuple[LayerNumbers, LayerNumbers]:
-        """Returns the values since the last call, and those since the last call with `reset`."""
+        """Returns the values reported since the last call, and those since the last call with `reset`."""
         with synchronization_allowed(self._device):
             found = self._of_all_stages(self._of_this_stage())
         for key, (totals, count) in found.items():
@@ -117,8 +117,8 @@ def _means(sums: Sums) -> dict[Key, float]:
 
 
 def load_numbers(counts: Sequence[float]) -> dict[str, float]:
-    """Returns `max`, the tokens of the fullest expert over the mean, and `entropy`, that of the shares of tokens over
-    its value for equal shares."""
+    """Returns `max`, the largest number of tokens of an expert over the mean number, and `entropy`, the entropy of the
+    experts' shares of tokens over that of equal shares."""
     total = sum(counts)
     if not total:
         return {"max": 0.0, "entropy": 0.0}

@@ -23,7 +23,7 @@ from megatron.training.logging.finite import NonFinite, name_non_finite
 from megatron.training.logging.records import StepRecord
 
 Scalar = Tensor | float | int | bool | None
-"""A value of a step: on the device, known to the host already, or not measured."""
+"""A value of a step: a tensor on the device, a number on the host, or None if it is not measured."""
 
 _MEASURED = ("grad_norm", "update_applied", "params_norm", "num_zeros", "learning_rate", "loss_scale")
 
@@ -35,16 +35,16 @@ class MetricsInterval:
     steps: tuple[StepRecord, ...]
     """The iterations since the last call."""
     last: StepRecord | None
-    """The newest iteration of all, also where `steps` is empty."""
+    """The newest iteration ever recorded, also if `steps` is empty."""
     losses: Mapping[str, float]
     """Mean over the applied and finite iterations since the last reset; empty if there is none."""
     iterations: int
-    """Since the last reset; so are the next two."""
+    """Counted since the last reset, like the next two fields."""
     skipped: int
     nan: int
     """Iterations with a non-finite loss."""
     non_finite: tuple[NonFinite, ...]
-    """On this rank, since the last call."""
+    """Non-finite values of this rank since the last call."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Pending:
     """One recorded iteration whose values are still on the device."""
 
     record: StepRecord
-    """With host-side facts only."""
+    """The record with the values that the host knows."""
     names: tuple[str, ...]
     values: Tensor
     """[micro-batches, names, 2] float64: sums and counts of this rank."""
@@ -87,16 +87,16 @@ class _Averages:
 
 
 class StepMetrics:
-    """Gathers the values of training iterations; see the module's text.
+    """Collects the values of training iterations, as the module's text describes.
 
     Args:
         device: where losses and norms live.
         group: ranks over which losses are summed (data and context parallel); None: this rank alone.
         rank: global rank, for naming.
-        expect_overflow: a skipped update with finite losses is part of life (fp16 with a dynamic loss scale) and is
-            not named; it is counted all the same.
-        names: name what was not finite: False on ranks that see only what others see too, or nothing of it.
-        watch: bring one flag a step to the host, without waiting for it, so that `trouble_seen` can answer.
+        expect_overflow: a skipped update with finite losses is normal (fp16 with a dynamic loss scale): it is counted
+            but not named.
+        names: name non-finite values; False on ranks that see no values, or only values that other ranks see too.
+        watch: copy one flag a step to the host, without waiting for it, for `trouble_seen`.
     """
 
     def __init__(
@@ -168,15 +168,15 @@ class StepMetrics:
             self._look_for_trouble(pending, self._trouble)
 
     def trouble_seen(self) -> bool:
-        """Whether a non-finite value is known to have occurred on this rank. Never waits; on a GPU the answer may be a
-        step or two late. Needs `watch`."""
+        """Returns whether a non-finite value is known to have occurred on this rank. Never waits; on a GPU the
+        answer may be a step or two late. Needs `watch`."""
         return bool(self._trouble_on_host)
 
     def _scalar(self, value: Tensor) -> Tensor:
         return value.detach().reshape(()).to(self.device, self._dtype, non_blocking=True, copy=True)
 
     def _stack(self, reports: Sequence[Mapping[str, Tensor]], names: tuple[str, ...]) -> Tensor:
-        """[micro-batches, names, 2] of sums and counts."""
+        """Returns sums and counts, [micro-batches, names, 2]."""
         if not names:
             return torch.empty(0, 0, 2, dtype=self._dtype, device=self.device)
         columns = []
@@ -241,7 +241,7 @@ class StepMetrics:
             local += [pending.values.reshape(-1), *(scalar.view(1) for scalar in pending.gradients_finite)]
             local += [scalar.view(1) for scalar in pending.on_device.values()]
         totals = torch.cat([pending.values.sum(dim=0).view(-1) for pending in self._pending])
-        if totals.numel():  # none where the loss is not computed
+        if totals.numel():  # empty on ranks that compute no loss
             all_reduce(totals, self.group)
         values = torch.cat([*local, totals]).cpu()
         split = values.numel() - totals.numel()

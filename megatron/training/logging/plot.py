@@ -1,4 +1,4 @@
-"""A picture of a run: losses, and the learning rate on a second axis."""
+"""Plots a run: losses, and the learning rate on a second axis."""
 
 import os
 from pathlib import Path
@@ -12,9 +12,9 @@ from megatron.training.logging.jsonl import MetricsHistory, read_metrics
 def plot_metrics(
     metrics: str | os.PathLike[str], picture: str | os.PathLike[str], *, loss: str = "lm loss", title: str | None = None
 ) -> Path:
-    """Draw a metrics.jsonl as a PNG: training and validation loss, learning rate on the right. Returns `picture`.
+    """Plots a metrics.jsonl as a PNG: training and validation loss, learning rate on the right. Returns `picture`.
 
-    Raises UserError without matplotlib, without the file, or where it has no value of `loss`.
+    Raises UserError if matplotlib or the file is missing, or if the file has no value of `loss`.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system and no global backend

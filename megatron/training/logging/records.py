@@ -26,7 +26,7 @@ class StepRecord:
     params_norm: float | None = None
     num_zeros: int | None = None
     reported: Mapping[str, float] = field(default_factory=dict)
-    """What layers report, by tag: means over the iterations since the last record that has any."""
+    """Values that layers report, by tag: means over the iterations since the last record that has any."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Speed:
 
     seconds_per_iteration: float
     tokens_per_second: float | None = None
-    """All ranks together."""
+    """Of all ranks together."""
     tflops_per_device: float | None = None
     mfu: float | None = None
     """Model FLOP utilisation, 0 to 1. None: the peak of this device is not known."""
@@ -53,8 +53,8 @@ class LogRecord:
     elapsed_ms_per_iteration: float
     learning_rate: float | None
     losses: Mapping[str, float]
-    """Averages over the iterations since the last line whose update was applied; what layers add to the loss comes
-    last, over all iterations since the last line."""
+    """Averages over the iterations since the last line whose updates were applied. The losses that layers add come
+    last; they are averaged over all iterations since the last line."""
     loss_scale: float = 1.0
     grad_norm: float | None = None
     skipped_samples: int = 0
@@ -79,10 +79,10 @@ class ValidationRecord:
     losses: Mapping[str, float]
     split: str = "validation"
     where: str | None = None
-    """What the printed line calls this place; None: `iteration N`."""
+    """Name of this evaluation in the printed line; None: `iteration N`."""
     consumed_samples: int = 0
     tokens: int | None = None
-    """Tokens that the losses are the mean over."""
+    """Number of tokens that the losses are the mean over."""
     samples: int | None = None
     seconds: float | None = None
 
@@ -94,7 +94,7 @@ class Event:
     name: str
     iteration: int
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further values, as JSON knows them."""
+    """Further values, of JSON's types."""
 
 
 class LogWriter:

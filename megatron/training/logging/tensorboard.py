@@ -15,7 +15,7 @@ from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed
 
 @dataclass(frozen=True, kw_only=True)
 class TagChoices:
-    """Which of the optional tags are written; the fields are named as their flags."""
+    """The optional tags to write; the fields have the names of their flags."""
 
     tensorboard_log_interval: int = 1
     log_timers_to_tensorboard: bool = False
@@ -51,7 +51,7 @@ class ScalarLog(LogWriter):
         for step in steps:
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
-            for tag, value in step.reported.items():  # once a log line
+            for tag, value in step.reported.items():  # filled once a log line
                 self._both(tag, value, step.iteration, step.consumed_samples)
         if steps:
             self._interval(steps[-1], speed)
@@ -65,7 +65,7 @@ class ScalarLog(LogWriter):
                 self._both(f"{tag} ppl", perplexity(loss), record.iteration, record.consumed_samples)
 
     def line(self, record: LogRecord) -> None:
-        """Averages are not written, because `steps` has every iteration."""
+        """Writes nothing, because `steps` writes every iteration."""
 
     def event(self, event: Event) -> None:
         """Events are not scalars and are not written."""
@@ -123,10 +123,11 @@ def tensorboard_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """A writer that writes event files. Raises UserError without the tensorboard package or a folder to write in.
+    """Returns a writer of event files. Raises UserError if the tensorboard package is missing or the folder cannot be
+    written.
 
-    Points that a run made beyond the checkpoint from which it resumes stay in the folder: TensorBoard can only hide
-    them by step, and steps of the tags "vs samples" are samples. metrics.jsonl is the record without repetition.
+    When a run resumes, points beyond its checkpoint stay in the folder: TensorBoard can hide points only by step, and
+    the steps of the tags "vs samples" are samples. metrics.jsonl has each iteration once.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -152,9 +153,9 @@ def wandb_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """A writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
+    """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
 
-    Its steps must grow, so the tags "vs samples" are left out.
+    Steps must increase there, so the tags "vs samples" are left out.
     """
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]

@@ -1,4 +1,4 @@
-"""Speed of a run: a clock that leaves out what is not training, and rates."""
+"""Speed of a run: a clock that stops during evaluation and saving, and rates."""
 
 import contextlib
 import time

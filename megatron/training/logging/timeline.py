@@ -1,9 +1,8 @@
-"""What the time of a step went into, from a trace of PyTorch's profiler: computation, communication, neither.
+"""Divides the time of a step into computation, communication and idle time, from a trace of PyTorch's profiler.
 
-A communication is *exposed* while nothing is computed on the same rank: that is the time that hiding it better would
-win. On a GPU the trace's kernels are looked at; a collective's kernel also waits for the other ranks, so a rank that is
-ahead of the others shows it as communication. On a CPU computation is what torch's operators take, communication what
-gloo's threads do.
+Communication is *exposed* while the same rank computes nothing; better overlap could save at most this time. On a GPU
+the trace's kernels are counted. A collective's kernel also waits for the other ranks, so waiting for slower ranks is
+counted as communication. On a CPU, torch's operators are computation and gloo's threads communication.
 """
 
 import gzip
@@ -19,25 +18,25 @@ from typing import Any
 from megatron.core.exceptions import UserError
 
 Intervals = list[tuple[float, float]]
-"""Sorted, without overlap, in microseconds."""
+"""Intervals in microseconds, sorted, without overlap."""
 
 
 @dataclass(frozen=True)
 class TimeShare:
-    """A kind of communication among some ranks, or one kernel: its time a step, in milliseconds."""
+    """Time a step, in milliseconds, of one kind of communication among a set of ranks, or of one kernel."""
 
     name: str
-    """all_reduce, all_to_all, ...; a kernel's own name."""
+    """all_reduce, all_to_all, ..., or the name of the kernel."""
     ranks: str
-    """Global ranks, as 0-3 or 0,4; empty where the trace does not say."""
+    """Global ranks, as 0-3 or 0,4; empty if the trace does not contain them."""
     calls: float
-    """A step."""
+    """Calls a step."""
     busy: float
-    """Time in which at least one such is under way."""
+    """Time during which at least one call runs."""
     exposed: float
-    """That part of it in which nothing is computed. Two kinds that run at once both count it."""
+    """The part of `busy` during which nothing is computed. If two kinds run at once, both count it."""
     megabytes: float
-    """That this rank puts in or gets out of it, whichever is more; 0 where the trace does not say."""
+    """Size of this rank's input or output, the larger of the two; 0 if the trace does not contain it."""
 
 
 @dataclass(frozen=True)
@@ -50,26 +49,26 @@ class StepTimes:
     device: str
     """GPU or CPU."""
     steps: int
-    """That the trace holds; 0: it marks none and is taken as one."""
+    """Steps in the trace; 0: the trace marks no steps and is taken as one."""
     rank: int | None
     step: float
     computing: float
     communicating: float
-    """Exposed and hidden."""
+    """Exposed and hidden communication together."""
     exposed_communication: float
     exposed_copies: float
-    """Copies and fills of memory, while nothing is computed and nothing sent."""
+    """Copies and fills of memory while neither computation nor communication runs."""
     idle: float
     communications: tuple[TimeShare, ...]
-    """By kind and ranks, the most exposed first."""
+    """Communication by kind and ranks, the most exposed first."""
     kernels: tuple[TimeShare, ...]
-    """That compute, the longest first; of a CPU torch's operators."""
+    """Kernels that compute (on a CPU torch's operators), the longest first."""
 
 
 def read_step_times(path: str | os.PathLike[str]) -> StepTimes:
-    """Look through a trace in Chrome's JSON format, as --profile --use-pytorch-profiler writes it, or gzipped.
+    """Reads a trace in Chrome's JSON format, as --profile --use-pytorch-profiler writes it, plain or gzipped.
 
-    Raises UserError for a file that is none, or that has no steps with work in them.
+    Raises UserError if the file is no such trace, or if its steps compute nothing.
     """
     path = Path(path)
     try:
@@ -90,12 +89,12 @@ def read_step_times(path: str | os.PathLike[str]) -> StepTimes:
 
 
 def step_times(events: Sequence[dict[str, Any]], distributed: dict[str, Any]) -> StepTimes:
-    """The same from a trace's complete events ("X") and its `distributedInfo`."""
+    """Returns the times of a trace, given its complete events ("X") and its `distributedInfo`."""
     on_device = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     groups = {group["pg_name"]: group.get("ranks", []) for group in distributed.get("pg_config", [])}
     marks = [event for event in events if event.get("cat") == "user_annotation" and "ProfilerStep" in event["name"]]
     if on_device:
-        # The host runs ahead of the device, so a step's marks say how many there were, not when the device was at it.
+        # The host runs ahead of the device, so the marks of steps give their number, but not their time on the device.
         sorts, start, stop = _sorts_of_device(on_device, groups), _start(on_device), _stop(on_device)
     else:
         window = marks or [event for event in events if event.get("cat") == "cpu_op"]
@@ -175,12 +174,12 @@ def _stop(events: Sequence[dict[str, Any]]) -> float:
     return max((event["ts"] + event["dur"] for event in events), default=0.0)
 
 
-# What an event is ----------------------------------------------------------------------------------------------------
+# Kinds of events -----------------------------------------------------------------------------------------------------
 
 Sorts = dict[str, dict[tuple[str, str], list[dict[str, Any]]]]
 """compute, communicate, copy -> (name, ranks) -> events."""
 
-# NCCL's kernels, and those by which ranks write into each other's memory: torch's, NVSHMEM's.
+# Kernels of NCCL, and those of torch and NVSHMEM by which ranks write into each other's memory.
 _SENDS = re.compile(r"nccl|nvshmem|multimem|one_shot_all_?reduce|two_shot_all_?reduce|symm_mem|Memcpy P(to|2)P", re.I)
 
 _KINDS = {
@@ -228,7 +227,7 @@ def _sorts_of_host(events: Iterable[dict[str, Any]]) -> Sorts:
 
 
 def kind_of(name: str, otherwise: str = "") -> str:
-    """The kind of a collective or of its kernel: ncclDevKernel_AllGather_RING_LL(...) -> all_gather."""
+    """Returns the kind of a collective or of its kernel: ncclDevKernel_AllGather_RING_LL(...) -> all_gather."""
     for text in (name, otherwise):
         bare = re.sub(r"[^a-z]", "", text.lower())
         for word, kind in _KINDS.items():
@@ -238,9 +237,9 @@ def kind_of(name: str, otherwise: str = "") -> str:
 
 
 def short_ranks(ranks: str | Sequence[int]) -> str:
-    """[0, 1, 2, 3] -> 0-3; [0, 4] -> 0,4."""
+    """Returns ranks as text: [0, 1, 2, 3] -> 0-3; [0, 4] -> 0,4."""
     numbers = [int(number) for number in re.findall(r"\d+", ranks)] if isinstance(ranks, str) else list(ranks)
-    if isinstance(ranks, str) and "..." in ranks:  # shortened by whoever wrote the trace
+    if isinstance(ranks, str) and "..." in ranks:  # the writer of the trace shortened the list
         return ranks.strip("[]").replace(" ", "")
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"

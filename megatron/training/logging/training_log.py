@@ -35,16 +35,16 @@ class TrainingLog:
     Args:
         metrics: this rank's accumulator.
         writers: where records go; empty on ranks that do not log.
-        train_iters: for the log line.
-        log_interval: a line is due after every iteration that it divides, and after the first one of this run.
-        world_size: for rates per device.
+        train_iters: number of iterations of the whole run, for the log line.
+        log_interval: a line is written after every iteration that this number divides, and after the first of this run.
+        world_size: number of ranks, for rates per device.
         tokens_per_sample: the sequence length.
-        flops_per_sample: of forward and backward; None: no throughput.
-        peak_tflops: of one device; None: no utilisation.
+        flops_per_sample: operations of forward and backward; None: no throughput.
+        peak_tflops: peak rate of one device; None: no utilisation.
         log_throughput: put the throughput into the log line.
         layers: reads the values that layers report; None: they report nothing.
         per_layer: also write their values layer by layer.
-        now: wall time for the line's stamp.
+        now: returns the wall time for the line's timestamp.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class TrainingLog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For evaluation and saving: writes everything recorded, and does not count the time inside the context as
-        training time."""
+        """Writes everything recorded, and does not count the time inside the context (evaluation, saving) as training
+        time."""
         self.flush()
         with self._since_line.paused(), self._since_flush.paused():
             yield
