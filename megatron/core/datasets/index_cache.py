@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.utils.compiled import AST_LOCK
 from megatron.core.utils.files import open_atomically, write_atomically
 from megatron.core.utils.warn import warn_on_first_rank
 
@@ -161,7 +162,8 @@ def _try_to_lock(descriptor: int) -> bool:
 def load_array(path: Path) -> np.ndarray:
     """Returns the array of an .npy file: read if it is small, otherwise mapped read-only."""
     large = path.stat().st_size > _IN_MEMORY_BELOW
-    return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
+    with AST_LOCK:  # numpy parses the header as a Python literal; several threads build data sets at once
+        return np.load(path, mmap_mode="r" if large else None, allow_pickle=False)
 
 
 def _is_large(array: np.ndarray) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.training.tokenizer.jit import compiled, compiled_inline
+from megatron.core.utils.compiled import compiled, compiled_inline
 
 PADDING = 8
 _EMPTY_PAIR = -1

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.training.tokenizer.jit import compiled, compiled_inline
+from megatron.core.utils.compiled import compiled, compiled_inline
 
 # Classes of a code point, as the regular expressions that cut words see them.
 OTHER, LETTER, NUMBER, SPACE = 0, 1, 2, 3

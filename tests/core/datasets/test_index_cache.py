@@ -7,12 +7,14 @@ import shutil
 import signal
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.core.datasets.index_cache import IndexCache
+from megatron.core.datasets.index_cache import IndexCache, load_array
+from megatron.core.utils.compiled import AST_LOCK
 
 NAMES = ["a", "b"]
 
@@ -41,6 +43,17 @@ def test_saved_arrays_come_back_large_ones_mapped(tmp_path):
         )
     names = {path.name.split("X-train")[1] for path in (tmp_path / "deep" / "cache").iterdir()}
     assert names == {"-a.npy", "-b.npy", "-description.txt"}
+
+
+def test_threads_read_one_array_at_a_time(tmp_path):
+    """numpy reads the header with Python's parser, which two threads must not use at the same time."""
+    np.save(tmp_path / "a.npy", np.arange(3))
+    with ThreadPoolExecutor(1) as pool:
+        with AST_LOCK:
+            reading = pool.submit(load_array, tmp_path / "a.npy")
+            with pytest.raises(TimeoutError):
+                reading.result(timeout=0.05)
+        assert reading.result(timeout=60).tolist() == [0, 1, 2]
 
 
 def test_another_description_is_another_entry(tmp_path):
