@@ -1,8 +1,8 @@
-"""Measure how fast checkpoints are saved and loaded; prints rows of a table for docs/benchmarks.md.
+"""Measures how fast checkpoints are saved and loaded. Prints rows of a table for docs/benchmarks.md.
 
 python tools/bench_checkpoints.py --folder /scratch --gigabytes 4 --device cuda
 
-The folder's own speed, one plain stream of bytes written and synced, is measured beside it.
+It also measures the speed of the folder itself: one plain stream of bytes, written and synced.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _SMALL_TENSORS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(folder: Path, nbytes: int, device: str) -> None:
-    """Print the table for a checkpoint of this size in this folder."""
+    """Prints the table for a checkpoint of this size in this folder."""
     chunks = make_chunks(nbytes, device)
     total = sum(chunk.flat.nbytes for chunk in chunks)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -60,14 +60,14 @@ def measure(folder: Path, nbytes: int, device: str) -> None:
 
 
 def make_chunks(nbytes: int, device: str) -> list[Chunk]:
-    """Sixteen equal tensors, and a thousand small ones, as norms and biases are."""
+    """Returns sixteen equal tensors and a thousand small ones, which stand for norms and biases."""
     shapes = [(nbytes // 4 // 16,)] * 16 + [(256,)] * _SMALL_TENSORS
     tensors = (torch.full(shape, 0.5, device=device) for shape in shapes)
     return [Chunk(f"t{i}", tuple(t.shape), Box.whole(tuple(t.shape)), None, t) for i, t in enumerate(tensors)]
 
 
 def write_plainly(path: Path, nbytes: int) -> None:
-    """One file of zeros, in large writes, synced."""
+    """Writes a file of zeros in large blocks, and syncs it."""
     disk, block = Disk(), memoryview(bytes(_BLOCK))
     with disk.create(path) as file:
         for begin in range(0, nbytes, _BLOCK):
@@ -76,7 +76,7 @@ def write_plainly(path: Path, nbytes: int) -> None:
 
 
 def row(what: str, nbytes: int, action: Callable[[], object]) -> None:
-    """Time an action that moves this many bytes, and print its row."""
+    """Times an action that moves `nbytes` bytes, and prints its row."""
     started = time.perf_counter()
     action()
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Measure what building and reading datasets costs; prints rows of a table for docs/benchmarks.md.
+"""Measures the time and memory to build and read datasets. Prints rows of a table for docs/benchmarks.md.
 
 python tools/bench_datasets.py
 """
@@ -32,7 +32,7 @@ _BLEND_IN_A_PROCESS = "--blend-in-this-process"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print("| what | measured |\n|---|---|")
     measure_indices(args.documents, args.sequence_length)
-    # A process of its own, so that its memory is the blend's and nobody else's.
+    # In a process of its own, so that its memory is the blend's alone.
     command = [sys.executable, __file__, _BLEND_IN_A_PROCESS, "--datasets", str(args.datasets)]
     subprocess.run([*command, "--samples", str(args.samples)], check=True)
     measure_boundaries(2 * args.sequence_length)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure_indices(num_documents: int, sequence_length: int) -> None:
-    """Build the three indices of a dataset of documents of a thousand tokens on average."""
+    """Times the three indices of a dataset whose documents have a thousand tokens on average."""
     lengths = np.random.default_rng(0).integers(1, 2000, num_documents).astype(np.int32)
     plan = plan_samples(int(lengths.sum(dtype=np.int64)), None, sequence_length, 1)
     build_sample_index(lengths[:100], np.arange(100, dtype=np.int32), plan_samples(10_000, None, 10, 1))  # compile
@@ -70,7 +70,7 @@ def measure_indices(num_documents: int, sequence_length: int) -> None:
 
 
 def measure_blend(num_datasets: int, size: int) -> None:
-    """A blend's memory, first sample, and a sample far in, with and without the counts of an earlier run."""
+    """Measures a blend: memory, first sample, and a late sample with and without the counts of an earlier run."""
     weights = np.random.default_rng(0).random(num_datasets)
     parts: list[Any] = [_OfLength(int(size * 2 * weight / weights.sum()) + 2) for weight in weights]
     far = size // 10 * 9
@@ -92,7 +92,7 @@ def measure_blend(num_datasets: int, size: int) -> None:
 
 
 def measure_boundaries(sequence_length: int) -> None:
-    """Documents of a sample as boundaries, and as a mask."""
+    """Times document boundaries of a sample, as lengths and as a mask."""
     random = np.random.default_rng(0)
     tokens = np.where(random.random(sequence_length) < 1 / 500, 0, random.integers(1, 50_000, sequence_length))
     boundaries = cumulative_lengths(tokens, 0)
@@ -104,7 +104,7 @@ def measure_boundaries(sequence_length: int) -> None:
 
 
 class _OfLength:
-    """A dataset that is nothing but its length."""
+    """A dataset that has a length, but no data."""
 
     index_split = Split.train
     dataset_path = None
@@ -120,7 +120,7 @@ class _OfLength:
 
 
 def blended(parts: list[Any], weights: np.ndarray, size: int, folder: str | None) -> BlendedDataset:
-    """The blend of these parts, with counts kept in a folder."""
+    """Returns the blend of these parts, which keeps its counts in `folder`."""
     config: Any = SimpleNamespace(path_to_cache=folder)
     return BlendedDataset(parts, weights.tolist(), size, config)
 
@@ -136,7 +136,7 @@ def _fastest(work: Callable[[], Any], times: int) -> float:
 
 
 def _memory() -> int:
-    """Bytes that this process has in memory now."""
+    """Returns the resident memory of this process in bytes."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * resource.getpagesize()
 

@@ -1,10 +1,10 @@
-"""Measure tools/preprocess_data.py on real text, and compare every id with the `tokenizers` library's.
+"""Measures tools/preprocess_data.py on real text, and compares all token ids with those of the `tokenizers` library.
 
 python tools/bench_preprocess.py
 
-The text is the sources and documents among this Python's installed packages. A byte-level BPE is trained on part of
-it. Then, in one run: the library alone in a loop (one process, as many scripts have it), and the tool. Prints rows of a
-table for docs/benchmarks.md.
+The text is the sources and documents of the installed Python packages. The tool trains a byte-level BPE on part of it.
+Then it times a plain loop over the library (one process, as in many scripts) and the tool. Prints rows of a table for
+docs/benchmarks.md.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LONGEST_FILE = 4_000_000
 
 @dataclass(frozen=True)
 class Timing:
-    """One way to make ids."""
+    """The time of one way to make token ids."""
 
     what: str
     megabytes: float
@@ -49,7 +49,7 @@ class Timing:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool and returns its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_corpus(path: Path, at_most: int) -> None:
-    """Text files of the installed packages, a line each; every other one in ASCII with escapes, as JSON often is."""
+    """Writes each installed text file as a line of JSON, every other one in ASCII with escapes, as is common."""
     written = 0
     with open(path, "w", encoding="utf-8") as file:
         for number, text in enumerate(installed_texts()):
@@ -89,7 +89,7 @@ def write_corpus(path: Path, at_most: int) -> None:
 
 
 def installed_texts() -> Iterator[str]:
-    """What the text files of site-packages and of the standard library hold, in a fixed order."""
+    """Yields the texts of the files of site-packages and the standard library, in a fixed order."""
     seen = set()
     for root in dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]):
         for path in sorted(Path(root).rglob("*")):
@@ -104,13 +104,13 @@ def installed_texts() -> Iterator[str]:
 
 
 def run_tool(name: str, *words: object) -> None:
-    """Run a tool of this project as a user would."""
+    """Runs a tool of this project as a user does."""
     command = [sys.executable, str(TOOLS / name), *map(str, words)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def library_loop(work: Path, corpus: Path, at_most: int) -> tuple[np.ndarray, Timing]:
-    """Encode line by line with the library alone; returns all ids, and the time it took."""
+    """Encodes line by line with the library alone. Returns all ids, and the time."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizers().ByteLevelBPETokenizer(str(work / "vocab.json"), str(work / "merges.txt"))
     pieces, read = [], 0
@@ -127,7 +127,7 @@ def library_loop(work: Path, corpus: Path, at_most: int) -> tuple[np.ndarray, Ti
 
 
 def time_tool(work: Path, corpus: Path, workers: int) -> Timing:
-    """Run tools/preprocess_data.py, from its start to its end."""
+    """Times a run of tools/preprocess_data.py, from the start to the end of its process."""
     began = time.perf_counter()
     run_tool("preprocess_data.py", "--input", corpus, "--output-prefix", work / "out", "--workers", workers,
              "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", work / "vocab.json", "--merge-file",
@@ -138,12 +138,12 @@ def time_tool(work: Path, corpus: Path, workers: int) -> Timing:
 
 
 def prepared_ids(prefix: str) -> np.ndarray:
-    """All ids of a data set."""
+    """Returns all ids of a data set."""
     return np.memmap(get_bin_path(prefix), read_header(get_idx_path(prefix)).dtype, mode="r")
 
 
 def compare(expected: np.ndarray, prefix: str) -> int:
-    """Say whether the data set begins with these ids (and is these, if the loop went over all)."""
+    """Checks that the data set begins with the expected ids, and prints the result. Returns the exit code."""
     found = prepared_ids(prefix)
     same = found.size >= expected.size and np.array_equal(found[: expected.size], expected)
     print(f"{expected.size:,} of {found.size:,} ids compared: {'all equal' if same else 'THEY DIFFER'}")

@@ -1,4 +1,4 @@
-"""How fast the memory-bound operations of a step are:   python tools/measure_kernels.py --tokens 32768
+"""Measures the memory-bound operations of a training step:   python tools/measure_kernels.py --tokens 32768
 
 Times norms, rotary positions, activations, bias and residual, cross entropy and the update of the weights on a GPU,
 forward and backward apart, beside their definitions in plain torch, and prints what share of a device copy's speed each
@@ -39,7 +39,7 @@ class Bench:
     def both(
         self, name: str, call: Callable[[], Tensor], leaves: list[Tensor], forward: float, backward: float
     ) -> None:
-        """An operation and its backward, which move so many bytes at least."""
+        """Adds an operation and its backward. `forward` and `backward` are the bytes that each must move at least."""
         output = call()
         gradient = torch.randn_like(output)
         pull = partial(torch.autograd.grad, output, leaves, gradient, retain_graph=True)
@@ -98,7 +98,7 @@ class Bench:
         self.both("cross entropy", lambda: self.backend.cross_entropy(logits, labels), [logits], size, 2 * size)
 
     def updates(self) -> None:
-        """AdamW of float32 weights with bfloat16 copies, in segments as long as a layer's."""
+        """Adds AdamW of float32 weights with bfloat16 copies, in segments of the size of a layer."""
         count = max(1, self.args.weights // 4)
         rule, scalar = Adam(0.9, 0.95, 1e-8, decoupled=True), partial(torch.tensor, device=self.device)
         weights, gradients, first, second = (

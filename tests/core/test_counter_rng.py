@@ -1,4 +1,4 @@
-"""Random numbers as functions of their place: known answers, distribution, independence of the way work is cut."""
+"""Random numbers as functions of their index: known answers, distribution, independence of how the work is split."""
 
 import math
 

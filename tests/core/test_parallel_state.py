@@ -1,4 +1,4 @@
-"""The published functions about groups: every name, their values, a world of real processes, life twice over."""
+"""Megatron-LM's functions for process groups: names, values, real processes, and initializing a second time."""
 
 import inspect
 import json

@@ -46,7 +46,7 @@ def test_groups_are_made_on_first_use_and_shared() -> None:
 
 
 def with_and_without_the_embedding() -> list[float]:
-    """Pipelines of three, in which the ranks in the middle are no members of `embd`; then other groups, twice over."""
+    """Pipelines of three, in which the ranks in the middle are not in `embd`; then other groups; all twice."""
     sums = []
     for _ in range(2):
         groups = ProcessGroupCollection.from_grid(RankGrid(6, pipeline=3), dist.get_rank())

@@ -1,4 +1,4 @@
-"""Groups as pure integers: against direct enumeration of the published formulas."""
+"""Groups as plain integers, against direct enumeration of Megatron-LM's formulas."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_pipelines_of_the_two_grids_must_agree() -> None:
 
 
 def test_the_other_mapping_without_experts_takes_any_context_size() -> None:
-    """Their data parallel ranks then lie on both sides of the pipeline: TP 2 x CP 2 | PP 2 | DP 2."""
+    """Data parallel ranks then lie on both sides of the pipeline: TP 2 x CP 2 | PP 2 | DP 2."""
     grid = RankGrid(16, tensor=2, context=2, pipeline=2, order="tp-cp-ep-pp-dp")
     assert grid.group(0, ["pp"]) == (0, 4) == grid.experts.group(0, ["pp"])
     assert grid.named_group("expt_dp", 1) == (1, 3, 9, 11) == grid.named_group("dp_cp", 1)

@@ -1,4 +1,4 @@
-"""What the tool counts: memory that is still in use, traffic by group, and a whole run on two ranks."""
+"""tools/measure_layout.py counts memory that is still in use, traffic by group, and a whole run on two ranks."""
 
 import contextlib
 import importlib.util

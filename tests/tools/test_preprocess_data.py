@@ -1,4 +1,4 @@
-"""tools/preprocess_data.py as a user runs it: published commands as quoted, exit codes, what is printed."""
+"""tools/preprocess_data.py as a user runs it: Megatron-LM's commands as quoted, exit codes, what is printed."""
 
 import importlib
 import json

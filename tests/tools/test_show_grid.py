@@ -17,7 +17,7 @@ SIXTEEN_THOUSAND = [
 
 
 def test_communicators_of_a_small_world() -> None:
-    """TP 2 x PP 2 x DP 2: tp, pp, dp, and the three products of two of them; what is one set counts once."""
+    """TP 2 x PP 2 x DP 2: tp, pp, dp, and the three products of two of them; equal sets of ranks count once."""
     grid = RankGrid(8, tensor=2, pipeline=2)
     made = communicators(grid, all_groups(grid))
     expected = set(itertools.chain(grid.groups(["tp"]), grid.groups(["pp"]), grid.groups(["dp"])))

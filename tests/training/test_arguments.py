@@ -1,4 +1,4 @@
-"""The command line as programs and user scripts meet it."""
+"""The command line, for the app and for user scripts."""
 
 import argparse
 import collections
@@ -37,7 +37,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> "object":
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Published commands
+# Megatron-LM's commands
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
@@ -51,7 +51,7 @@ def test_a_published_command_makes_a_config_or_is_refused_for_reasons(command: d
 
 
 def _is_a_reason(problem: str) -> bool:
-    """Still to come; a file of someone else's machine; or something that the command really lacks or contradicts."""
+    """Reasons: a flag to come, a file of another machine, or a real gap or contradiction in the command."""
     return any(
         words in problem
         for words in (
@@ -67,7 +67,7 @@ def _is_a_reason(problem: str) -> bool:
 
 
 def test_how_many_published_commands_run_today() -> None:
-    """A number to watch: it may only grow."""
+    """This number may only grow."""
     counts: collections.Counter[bool] = collections.Counter()
     for command in COMMANDS:
         argv = shlex.split(command["command"])

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what goes through one and comes back, and what each flag does."""
+"""Checkpoints of a run: saved state is restored, and the effect of each flag."""
 
 import re
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def test_what_is_printed(tmp_path, capsys):
 
 @pytest.fixture
 def current():
-    """Make a small run the one that Megatron-LM's functions act on."""
+    """Makes a small run the one that Megatron-LM's functions act on."""
 
     def make(run: SmallRun) -> SmallRun:
         config, groups = run.checkpoints.config, run.checkpoints.groups
@@ -193,7 +193,7 @@ def test_finetune_takes_weights_and_begins_anew(saved, tmp_path):
 
 @pytest.mark.parametrize("flags", ["--finetune", "--no-load-optim"])
 def test_main_weights_follow_loaded_weights(tmp_path, flags):
-    """In bfloat16 the step after loading must begin from the checkpoint's masters, not from the initial weights'."""
+    """In bfloat16 the step after loading must start from the checkpoint's main weights, not from the initial ones."""
     options = PRECISIONS["bf16 with masters"]
     first = SmallRun.make(f"--save {tmp_path}", **options).train(3)
     first.save()
@@ -288,7 +288,7 @@ def test_keys_that_do_not_fit(saved, tmp_path, capsys):
 
 
 def test_full_precision_into_bfloat16_and_back(tmp_path, capsys):
-    """float32 weights become masters; masters become float32 weights: no bit is lost on the way."""
+    """float32 weights become main weights, and main weights float32 weights, without losing a bit."""
     full, narrow = {"dtype": torch.float32}, PRECISIONS["bf16 with masters"]
     first = SmallRun.make(f"--save {tmp_path / 'a'}", **full).train(3)
     first.save()

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs, saved in one layout and loaded in another: to the bit, and the run goes on as it was."""
+"""Checkpoints of whole runs, saved in one layout and loaded in another: bit-equal, and the run continues unchanged."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SHARDED = "--use-distributed-optimizer"
 ZERO_3 = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
 TP2_PP2_CP2 = f"{TP} 2 --sequence-parallel {PP} 2 {CP} 2 {SHARDED}"
 FACTS = ("state", "scheduler", "optimizer")
-"""What is the same on all ranks: counts, place in the schedule, updates made."""
+"""State that is the same on all ranks: counts, position in the schedule, updates made."""
 
 
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -72,7 +72,7 @@ LAYOUTS_OF_TWO = {
 
 
 def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
-    """In each layout an iteration, and in one process at the end: losses of a run that went through in one process."""
+    """One iteration in each layout, the last in one process: losses equal those of a run in one process."""
     flags = f"--fp64 --data-path {corpus} --eval-iters 0 --train-iters 10 --exit-interval"
     iterations = len(LAYOUTS_OF_TWO) + 1
     straight = train(f"{flags} {iterations}", base=BASE)
@@ -93,7 +93,7 @@ def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
 
 
 def weights_for_use(folder: Path) -> dict[str, Tensor]:
-    """The newest model of a run, as generation takes it: in one process, whatever its layout was."""
+    """Loads the newest model of a run in one process, as generation does."""
     trained = load_trained_model(GPT.build_model, folder, say=lambda sentence: None)
     return {
         f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].view(info_of(p).global_shape)
@@ -102,7 +102,7 @@ def weights_for_use(folder: Path) -> dict[str, Tensor]:
 
 
 def test_evaluation_alone_in_any_layout(corpus, tmp_path):
-    """--skip-train reads weights and no optimizer state, and says what the run that trained them said."""
+    """--skip-train reads weights and no optimizer state, and prints the losses that the training run printed."""
     flags = f"--fp64 --data-path {corpus} --train-iters 1 --eval-iters 2 --save {tmp_path} --load {tmp_path}"
     trained = train(flags, base=BASE)
     runs = [f"{flags} --skip-train {layout}" for layout in LAYOUTS_OF_TWO.values()]
@@ -115,7 +115,7 @@ def test_evaluation_alone_in_any_layout(corpus, tmp_path):
 
 
 def test_a_key_that_another_layout_lacks_is_an_error(corpus, tmp_path):
-    """Of every rank alike; waived by name it is not."""
+    """All ranks raise the same error; with the flag that leaves the state out, the run continues."""
     flags = f"--data-path {corpus} --eval-iters 0 --save {tmp_path} --load {tmp_path} --train-iters 2"
     train(f"{flags} --exit-interval 1 --no-save-optim", base=BASE)
     with pytest.raises(AssertionError, match=r"(?s)rank 0: .*was saved without optimizer state"):

@@ -1,5 +1,5 @@
-"""Checkpoints follow experts: saved by one way of sharing them out, loaded by any other, to the bit; and however they
-are computed, grouped or one by one."""
+"""Checkpoints of experts: saved in one split of experts and loaded in any other, bit-equal, with grouped products and
+without."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ EXPERTS = "decoder.layers.2.mlp.experts.linear_fc1.weight"
 
 
 def run_chain(layouts: Iterable[tuple[int, str]], flags: str, folder: Path) -> Iterator[list[Outcome]]:
-    """A run that takes an iteration in each layout, and goes on in each with what was saved, to the bit."""
+    """A run that does one iteration in each layout and continues in the next from bit-equal state."""
     flags = f"{flags} --eval-iters 0 --save {folder} --load {folder} --train-iters 20 --exit-interval"
     saved = None
     for iteration, (size, layout) in enumerate(layouts, start=1):
@@ -60,7 +60,7 @@ def run_chain(layouts: Iterable[tuple[int, str]], flags: str, folder: Path) -> I
 
 
 def test_from_stages_of_shared_experts_into_others_and_back(corpus, tmp_path):
-    """With the losses of a run that went through in one process."""
+    """The losses equal those of a run in one process."""
     flags = f"--fp64 --data-path {corpus}"
     straight = train(f"{flags} --eval-iters 0 --train-iters 20 --exit-interval {len(QUICK)}", base=MODEL)
     ranks = list(run_chain(QUICK.values(), flags, tmp_path))

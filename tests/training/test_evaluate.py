@@ -43,7 +43,7 @@ def forward_step(iterator, model):
 
 
 def forward_backward(*, forward_step_func, data_iterator, model, num_microbatches, forward_only, **sizes):
-    """What get_forward_backward_func gives, cut down to one stage."""
+    """A minimal forward_backward_func for one stage."""
     assert forward_only
     assert sizes == {"seq_length": SEQ, "micro_batch_size": MICRO}
     reports = []

@@ -1,4 +1,4 @@
-"""Leaving a whole run: by interval, by time, by a signal, by the death of a rank."""
+"""Exits of whole runs: by interval, by time, by a signal, by the death of a rank."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ ENDLESS = "--train-iters 20000 --eval-iters 0 --log-interval 1"
 
 
 def saved_iteration(folder) -> int:
-    """Of the newest checkpoint, which must be whole: a run goes on from it."""
+    """Returns the iteration of the newest checkpoint, which must be complete: a run resumes from it."""
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     assert (folder / f"iter_{iteration:07d}" / "manifest.json").exists()
     return iteration
@@ -43,7 +43,7 @@ V_SHAPED = f"{PIPELINE} --pipeline-schedule zb-v --num-layers 4"
 
 @pytest.mark.parametrize(("layout", "logger"), [("", 1), (V_SHAPED, 0)])
 def test_a_signal_to_one_rank_in_training(tmp_path, corpus, layout, logger):
-    """Both ranks save the same iteration and exit with 0; the next run goes on from there."""
+    """Both ranks save the same iteration and exit with 0; the next run resumes from there."""
     flags = f"{ENDLESS} --data-path {corpus} {layout}"
     program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path)
     program.wait_for(logger, " iteration        3/")

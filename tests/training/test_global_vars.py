@@ -1,4 +1,4 @@
-"""What user scripts ask for: a live view that reads everything and changes nothing that was used."""
+"""get_args() for user scripts: a live view that reads everything and cannot change used settings."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whole runs whose micro-batches take turns, bit-equal to runs whose micro-batches follow each other."""
+"""Whole runs with interleaved micro-batches, bit-equal to runs with micro-batches one after the other."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whole runs told by flags, in one layout after another: the same run as one process makes."""
+"""Whole runs from flags in many layouts: each equals the run of one process."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,7 +79,7 @@ def evaluations(outcome: Outcome) -> list[tuple[str, int, int | None]]:
 
 
 def check_same_run(ranks: list[Outcome], alone: Outcome) -> None:
-    """What the law says of any layout, of all that a run computes, draws and tells."""
+    """Asserts that a run's results, random numbers and log do not depend on the layout."""
     seen = logger_of(ranks)
     assert stream(ranks) == stream([alone])
     start = state_at_start([alone])
@@ -127,7 +127,7 @@ def test_every_layout_with_whole_samples_and_with_documents(corpus, expected, di
 def check_layouts(
     corpus: str, expected: Sequence[Outcome], layouts: Mapping[str, str], world_size: int, both: bool
 ) -> None:
-    """All in one world, one after the other."""
+    """Runs all layouts in one pool of processes, one after the other."""
     kinds = [(name, number % 2) for number, name in enumerate(layouts)]
     kinds += [(name, 1 - kind) for name, kind in kinds] if both else []
     runs = [f"{RUN} --data-path {corpus} {layouts[name]} {('', DOCUMENTS)[kind]}" for name, kind in kinds]

@@ -1,4 +1,4 @@
-"""The loop and the step by themselves, over parts that write down what is asked of them."""
+"""The loop and the step by themselves, with fake parts that record their calls."""
 
 from types import SimpleNamespace
 from typing import Any

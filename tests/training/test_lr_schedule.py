@@ -1,4 +1,4 @@
-"""The schedule of a run, and what is said when a checkpoint has another one."""
+"""The schedule of a run, and the message if a checkpoint has another one."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ def test_a_fraction_of_the_decay_is_not_rounded():
 
 
 def go_on(folder: Path, flags: str) -> str:
-    """What this rank prints while it goes on with a run."""
+    """Returns what this rank prints when it resumes a run."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         train(f"--mock-data --eval-iters 0 --load {folder} {flags}")

@@ -75,7 +75,7 @@ def stop_on_rank_1(corpus: str, kind: str, last: int, folder: str) -> Outcome:
 
 @pytest.mark.parametrize(("kind", "last"), [("loss", 9), ("gradient", 3)])
 def test_one_of_two_ranks_stops_both(corpus, tmp_path, kind, last):
-    """Though a checkpoint is due after each iteration, and be it the last: none is made of the bad one."""
+    """No checkpoint is saved of the bad iteration, although one is due after each iteration, also after the last."""
     ranks = run_on_ranks(stop_on_rank_1, 2, corpus, kind, last, str(tmp_path))
     for rank in ranks:
         assert rank.decision is not None and rank.decision.reason is ExitReason.NON_FINITE
@@ -93,7 +93,7 @@ def stop_without_saving(corpus: str) -> tuple[Outcome, Outcome]:
 
 
 def test_the_step_until_all_ranks_know_changes_nothing(corpus):
-    """The other rank hears of it a step later; no rank updates anything in the meantime."""
+    """The other rank learns of it one step later; no rank updates weights in between."""
     for before, stopped in run_on_ranks(stop_without_saving, 2, corpus):
         assert stopped.decision.reason is ExitReason.NON_FINITE and stopped.at_end["state"]["iteration"] == 4
         assert differences(stopped.at_end, before.at_end) == ["state"]
@@ -184,7 +184,7 @@ def test_all_ranks_of_a_layout_skip_the_same_updates(corpus):
 
 
 def test_a_poisoned_weight(corpus, tmp_path):
-    """Whatever is behind it, the first iteration of the run stops it."""
+    """A weight that is NaN stops the run in its first iteration."""
 
     def spoil(run: Any) -> None:
         run.optimizer.units[1].param_buffer[5] = torch.nan

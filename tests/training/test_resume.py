@@ -1,4 +1,4 @@
-"""Stopping and going on: nothing changes in the same layout; in another one, nothing but rounding does."""
+"""Stopping and resuming: bit-equal in the same layout, equal up to rounding in another one."""
 
 import pytest
 from support.runs import Outcome, differences, stream, train, train_on_ranks
@@ -12,7 +12,7 @@ FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-
 
 
 def test_dropout_is_on_by_default(corpus):
-    """The comparisons below are worth something only so long as it is."""
+    """The comparisons below depend on it."""
     with_it = train(f"--data-path {corpus} --train-iters 1 --eval-iters 0")
     without = train(f"--data-path {corpus} --train-iters 1 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0")
     assert with_it.losses != without.losses

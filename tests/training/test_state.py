@@ -1,4 +1,4 @@
-"""The counts of a run, in and out of a checkpoint."""
+"""The counts of a run, saved to and restored from a checkpoint."""
 
 import dataclasses
 

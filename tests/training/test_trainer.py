@@ -1,4 +1,4 @@
-"""When a run evaluates, saves and exits, over parts that write down what is asked of them."""
+"""When a run evaluates, saves and exits, with fake parts that record their calls."""
 
 from types import SimpleNamespace
 from typing import Any

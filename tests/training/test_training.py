@@ -1,4 +1,4 @@
-"""Whole runs: what the numbers of a run depend on, and what its flags do."""
+"""Whole runs: what their results depend on, and the effect of flags."""
 
 import math
 from typing import Any
@@ -53,7 +53,7 @@ def test_any_micro_batch_size_gives_the_same_run(corpus, masks):
 
 
 def test_the_mean_over_micro_batches_is_another_loss_where_masks_are_uneven(corpus):
-    """So the test above compares something."""
+    """Shows that the test above can fail."""
     flags = f"--fp64 --data-path {corpus} --train-iters 1 --eval-iters 0 {DOCUMENTS}"
     one, four = (train(f"{flags} --micro-batch-size {size}") for size in (1, 4))
     assert norms(one) != pytest.approx(norms(four), rel=1e-4)
@@ -125,7 +125,7 @@ def test_every_number_format_learns(corpus, precision, capsys):
 
 
 def test_replicas_stay_equal_run_after_run(corpus):
-    """Of two ranks, in one world that runs many times, in formats and sizes of all sorts."""
+    """Runs two ranks many times in one pool of processes, with many formats and sizes."""
     formats = ["--bf16", "--fp16 --initial-loss-scale 65536", "--fp64 --hidden-size 48"]
     flags = [*formats, "--bf16 --overlap-grad-reduce", "--bf16"]
     runs = [f"{each} --data-path {corpus} --train-iters 5 --eval-iters 0" for each in flags]
@@ -166,7 +166,7 @@ def test_a_growing_batch(tmp_path, corpus):
 
 
 class Watching:
-    """The providers of GPT; what evaluation puts through the model is written down."""
+    """The providers of GPT; records the inputs of evaluation."""
 
     def __init__(self) -> None:
         self.sums: list[tuple[float, float]] = []

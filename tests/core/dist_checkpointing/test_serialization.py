@@ -1,4 +1,4 @@
-"""The published save and load: any parts in, any parts out, shared values with their types, nothing lost in silence."""
+"""Megatron-LM's save and load: any parts in, any parts out, shared values keep their types, losses are reported."""
 
 import argparse
 import json

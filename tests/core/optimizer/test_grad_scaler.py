@@ -1,4 +1,4 @@
-"""Loss scales against the published rules, written out with numbers."""
+"""Loss scales against Megatron-LM's rules, written out with numbers."""
 
 import random
 

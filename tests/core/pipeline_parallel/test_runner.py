@@ -171,7 +171,7 @@ def pipeline_groups() -> ProcessGroupCollection:
 
 
 def hooks_of_two_chunks() -> dict[str, Any]:
-    """In which order the published hooks are called, and with what."""
+    """Order and arguments of the calls of Megatron-LM's hooks."""
     events: list[str] = []
     groups = pipeline_groups()
     settings = config(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)

@@ -1,4 +1,4 @@
-"""The published contract of get_forward_backward_func, on one stage."""
+"""Megatron-LM's contract of get_forward_backward_func, on one stage."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""The library's configs: published fields and defaults, derived values, refusals."""
+"""The library's configs: Megatron-LM's fields and defaults, derived values, refusals."""
 
 import dataclasses
 import enum

@@ -42,7 +42,7 @@ def test_a_place_left_empty_does_nothing() -> None:
 
 
 class Doubling(nn.Module):
-    """An MLP of a user: published parameters only."""
+    """An MLP of a user: only Megatron-LM's parameters."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

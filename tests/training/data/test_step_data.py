@@ -58,7 +58,7 @@ def test_every_chunk_draws_every_micro_batch_once_at_its_own_pace():
 
 
 def test_a_chunk_that_draws_nothing_holds_nothing_up():
-    """Published scripts read nothing on stages in the middle."""
+    """Megatron-LM's scripts read nothing on stages in the middle."""
     data = second_of_three(micro_batches(9))
     idle, busy = data.iterators(2)
     for iteration in range(3):

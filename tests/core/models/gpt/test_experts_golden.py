@@ -1,4 +1,4 @@
-"""The published release's own numbers of two small models with experts: names, logits, losses and every gradient, the
+"""Numbers of Megatron-LM's release of two small models with experts: names, logits, losses and every gradient, the
 auxiliary losses' part included; with experts one after the other and in grouped products."""
 
 import pytest
@@ -33,7 +33,7 @@ def build(golden: Golden, **settings: object) -> GPTModel:
 
 
 def grouped(key: str) -> str:
-    """The published name of an expert's weight where the products are grouped."""
+    """Megatron-LM's name of an expert's weight with grouped products."""
     before, found, after = key.partition("local_experts.")
     number, _, rest = after.partition(".")
     return f"{before}{rest}{number}" if found else key

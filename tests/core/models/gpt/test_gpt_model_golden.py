@@ -1,4 +1,4 @@
-"""The published release's own numbers: names, shapes, logits, losses and gradients of two small models."""
+"""Numbers of Megatron-LM's release: names, shapes, logits, losses and gradients of two small models."""
 
 import pytest
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The published release's own numbers of a small model with latent attention: names, logits, losses, gradients."""
+"""Numbers of Megatron-LM's release of a small model with latent attention: names, logits, losses, gradients."""
 
 import torch.nn.functional as F
 from support.golden import Golden, shapes_of

@@ -1,4 +1,4 @@
-"""The router with one rank: numbers of the published release, and what each field does."""
+"""The router with one rank: numbers of Megatron-LM's release, and the effect of each field."""
 
 import functools
 import json

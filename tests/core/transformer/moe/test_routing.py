@@ -1,4 +1,4 @@
-"""The record of a routing: counts, and the published dense form."""
+"""The record of a routing: counts, and Megatron-LM's dense form."""
 
 import torch
 
