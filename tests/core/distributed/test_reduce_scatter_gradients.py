@@ -1,0 +1,97 @@
+"""Sharded gradients on one rank: the sum of all micro-batches, with memory for whole gradients only while needed."""
+
+import pytest
+import torch
+from support.small_models import SmallModel, batch
+from torch import Tensor
+
+from megatron.core.distributed.buckets import TwoLevelReduction
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.main_grad import WeightGradientQueue
+from megatron.core.distributed.reduce_scatter_gradients import ReduceScatterGradients
+from megatron.core.distributed.reductions import Reduction
+from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
+from megatron.core.distributed.units import plan_units
+
+STEPS = 2
+BATCHES = 3
+
+
+def sharded(overlap: bool) -> tuple[SmallModel, list[Unit], ReduceScatterGradients]:
+    model = SmallModel()
+    units = [Unit(plan, {"dense": Sharding(ShardingStrategy.GRADIENTS)}) for plan in plan_units(model)]
+    reductions = {"dense": TwoLevelReduction(Reduction(None))}
+    return model, units, ReduceScatterGradients(units, reductions, lambda unit: torch.float64, overlap)
+
+
+def in_memory(gradients: ReduceScatterGradients) -> int:
+    return sum(unit.whole.untyped_storage().nbytes() > 0 for unit in gradients.units)
+
+
+def check(units: list[Unit], step: int) -> None:
+    """Against one backward of plain autograd."""
+    plain = SmallModel()
+    sum((plain(*batch(step * BATCHES + n)) for n in range(BATCHES)), torch.zeros((), dtype=torch.float64)).backward()
+    wanted: dict[str, Tensor] = {p.info.name: p.grad for p in plain.parameters()}  # type: ignore[misc]
+    for unit in units:
+        for slot in unit.slots:
+            got = slot.view_in(unit.gradient_shard)
+            torch.testing.assert_close(got, wanted.pop(slot.info.name), rtol=1e-12, atol=1e-14)
+    assert not wanted
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_shards_have_the_sum_of_all_micro_batches(overlap: bool) -> None:
+    model, units, gradients = sharded(overlap)
+    assert in_memory(gradients) == 0
+    for step in range(STEPS):
+        gradients.reset()
+        for number in range(BATCHES):
+            model(*batch(step * BATCHES + number)).backward()
+            assert in_memory(gradients) <= overlap  # the last one overlaps what follows
+        gradients.finish()
+        assert in_memory(gradients) == 0
+        check(units, step)
+        gradients.finish()  # changes nothing
+        check(units, step)
+
+
+def test_numbers_of_contributions_are_learned() -> None:
+    model, _, gradients = sharded(overlap=False)
+    model(*batch(0)).backward()
+    assert [unit.expected for unit in gradients.units] == [{False: 3}, {False: 3}, {False: 3}, {False: 2}]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_deferred_products_of_a_micro_batch_are_reduced_when_computed(overlap: bool) -> None:
+    model, units, gradients = sharded(overlap)
+    queue = WeightGradientQueue(model.parameters())
+    for step in range(STEPS):
+        gradients.reset()
+        for number in range(BATCHES):
+            with gradients.deferring(), queue.defer(number):
+                model(*batch(step * BATCHES + number)).backward()
+            with gradients.computing_deferred():
+                queue.compute(number)
+            assert in_memory(gradients) <= overlap
+        gradients.finish()
+        check(units, step)
+
+
+def test_gradients_added_outside_of_a_backward_are_reduced_too() -> None:
+    model, units, gradients = sharded(overlap=True)
+    model.layers[1].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
+    assert not units[2].gradient_shard.any()
+    gradients.flush_accumulated()
+    gradients.finish()
+    assert units[2].gradient_shard.sum() == 6.0 and not units[1].gradient_shard.any()
+
+
+def test_a_gradient_after_the_end_of_a_step_is_an_error_that_names_it() -> None:
+    model, units, gradients = sharded(overlap=True)
+    model(*batch(0)).backward()
+    gradients.finish()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.bias came after the step's reductions were finished"):
+        model.layers[0].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
+    gradients.reset()
+    assert not any(unit.gradient_shard.any() for unit in units)
