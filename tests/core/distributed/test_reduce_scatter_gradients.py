@@ -87,6 +87,17 @@ def test_gradients_added_outside_of_a_backward_are_reduced_too() -> None:
     assert units[2].gradient_shard.sum() == 6.0 and not units[1].gradient_shard.any()
 
 
+def test_a_contribution_after_the_reduction_of_its_unit_is_reduced_separately() -> None:
+    """Before counts are known, a unit counts as complete as soon as the next one receives a contribution."""
+    model, units, gradients = sharded(overlap=False)
+    ones = torch.ones(6, dtype=torch.float64)
+    for layer, reduced in ((2, 0.0), (1, 6.0), (2, 6.0)):
+        model.layers[layer].bias.main_grad_accumulator.add(ones)
+        assert units[3].gradient_shard.sum() == reduced
+    gradients.finish()
+    assert units[3].gradient_shard.sum() == 12.0 and units[2].gradient_shard.sum() == 6.0
+
+
 def test_a_gradient_after_the_end_of_a_step_is_an_error_that_names_it() -> None:
     model, units, gradients = sharded(overlap=True)
     model(*batch(0)).backward()

@@ -1,0 +1,93 @@
+"""The tree of tests mirrors the package: tests/core/x/test_y.py tests megatron/core/x/y.py."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+NOTHING_TO_TEST = {
+    "core/enums.py": "an enum",
+    "core/exceptions.py": "an exception without code",
+    "core/micro_batch.py": "a record and a protocol, without code",
+    "core/packed_seq_params.py": "the published record, without code",
+    "core/transformer/config/fusions.py": "fields without code; test_transformer_config checks names and defaults",
+    "core/transformer/config/inference.py": "fields without code, as fusions",
+    "core/transformer/config/low_precision.py": "fields without code, as fusions",
+    "core/transformer/config/token_mixers.py": "fields without code, as fusions",
+    "core/transformer/enums.py": "enums",
+}
+"""Module and reason."""
+
+TESTED_WITH = {
+    "core/collectives.py": "core/test_parallel_state.py",
+    "core/datasets/megatron_dataset.py": "core/datasets/test_gpt_dataset.py",
+    "core/dist_checkpointing/checkpoint.py": "core/dist_checkpointing/test_reading.py",
+    "core/dist_checkpointing/checkpoint_selection.py": "core/dist_checkpointing/test_damage.py",
+    "core/dist_checkpointing/common_state.py": "core/dist_checkpointing/test_writing.py",
+    "core/dist_checkpointing/data_file.py": "core/dist_checkpointing/test_reading.py",
+    "core/dist_checkpointing/disk.py": "core/dist_checkpointing/test_interrupted_saves.py",
+    "core/dist_checkpointing/manifest.py": "core/dist_checkpointing/test_damage.py",
+    "core/dist_checkpointing/planning.py": "core/dist_checkpointing/test_writing.py",
+    "core/dist_checkpointing/rank_file.py": "core/dist_checkpointing/test_writing.py",
+    "core/transformer/attention_projections.py": "core/transformer/test_attention.py",
+    "core/transformer/moe/flex_dispatcher.py": "core/transformer/moe/test_token_dispatcher.py",
+    "core/transformer/shared_key_values.py": "core/models/gpt/test_gpt_model_over_ranks.py",
+    "core/utils/recomputed.py": "core/transformer/test_recompute.py",
+    "core/utils/rendezvous.py": "core/test_parallel_state.py",
+    "training/data/gpt_data.py": "training/data/test_loaders.py",
+    "training/data/splits.py": "training/data/test_loaders.py",
+    "training/data_preparation/batches.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/config.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/manifest.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/merging.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/messages.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/progress.py": "training/data_preparation/test_prepare.py",
+    "training/data_preparation/worker.py": "training/data_preparation/test_prepare.py",
+    "training/tokenizer/bpe_kernels.py": "training/tokenizer/test_byte_level.py",
+    "training/tokenizer/huggingface_fast.py": "training/tokenizer/test_huggingface.py",
+    "training/tokenizer/third_party.py": "training/tokenizer/test_tiktoken.py",
+}
+"""Modules without a test file of their name, and the file that runs them. A new module belongs in none of these lists:
+give it a test file."""
+
+
+def modules(package: Path) -> list[str]:
+    found = (path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py")
+    return sorted(found)
+
+
+def untested(root: Path, exceptions: set[str]) -> list[str]:
+    """Modules of root/megatron without a test file of their name in root/tests, but for the exceptions."""
+    return [
+        module
+        for module in modules(root / "megatron")
+        if module not in exceptions and not _test_of(root, module).exists()
+    ]
+
+
+def _test_of(root: Path, module: str) -> Path:
+    path = root / "tests" / module
+    return path.with_name(f"test_{path.name}")
+
+
+def test_every_module_has_a_test_file_of_its_name() -> None:
+    missing = untested(ROOT, {*NOTHING_TO_TEST, *TESTED_WITH})
+    assert not missing, f"modules without a test file: {', '.join(f'megatron/{module}' for module in missing)}"
+
+
+def test_exceptions_are_modules_and_the_files_that_test_them_exist() -> None:
+    assert not {*NOTHING_TO_TEST, *TESTED_WITH} - set(modules(ROOT / "megatron"))
+    assert not NOTHING_TO_TEST.keys() & TESTED_WITH.keys()
+    assert [test for test in TESTED_WITH.values() if not (ROOT / "tests" / test).exists()] == []
+
+
+@pytest.mark.parametrize(("tests", "missing"), [([], ["core/a.py", "core/b.py"]), (["test_a.py"], ["core/b.py"])])
+def test_a_module_without_a_test_is_found(tmp_path: Path, tests: list[str], missing: list[str]) -> None:
+    for folder in ("megatron/core", "tests/core"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("__init__.py", "a.py", "b.py", "c.py"):
+        (tmp_path / "megatron/core" / name).touch()
+    for name in tests:
+        (tmp_path / "tests/core" / name).touch()
+    assert untested(tmp_path, {"core/c.py"}) == missing
