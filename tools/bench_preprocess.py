@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
-from megatron.training.tokenizer.third_party import load_tokenizers
+from megatron.training.tokenizer.base import load_library
 
 TOOLS = Path(__file__).resolve().parent
 TEXT_SUFFIXES = {".py", ".pyi", ".txt", ".md", ".rst", ".json", ".h", ".hpp", ".c", ".cpp", ".cu", ".cuh", ".js"}
@@ -112,7 +112,7 @@ def run_tool(name: str, *words: object) -> None:
 def library_loop(work: Path, corpus: Path, at_most: int) -> tuple[np.ndarray, Timing]:
     """Encodes line by line with the library alone. Returns all ids, and the time."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizers().ByteLevelBPETokenizer(str(work / "vocab.json"), str(work / "merges.txt"))
+    tokenizer = load_library("tokenizers").ByteLevelBPETokenizer(str(work / "vocab.json"), str(work / "merges.txt"))
     pieces, read = [], 0
     began = time.perf_counter()
     with open(corpus, "rb") as file:

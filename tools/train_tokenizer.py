@@ -20,8 +20,8 @@ from megatron.core.utils.files import write_atomically
 from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.data_preparation.blocks import InputFile, LineReader, find_inputs
 from megatron.training.data_preparation.records import BadLine, texts_of_line
+from megatron.training.tokenizer.base import load_library
 from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT
-from megatron.training.tokenizer.third_party import load_tokenizers
 
 USAGE = "python tools/train_tokenizer.py --input FILE ... --vocab-size N --output-dir DIR [flags]"
 ABOUT = (
@@ -116,7 +116,7 @@ def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterat
 
 def train(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
     """Trains the merges. Returns the content of tokenizer.json."""
-    tokenizers = load_tokenizers()
+    tokenizers = load_library("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()

@@ -9,7 +9,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
-from megatron.training.tokenizer.byte_level import EncodedTexts
+from megatron.training.tokenizer.base import EncodedTexts
 
 LENGTHS = np.dtype("<i4")
 """Type of sequence lengths and document lengths in shards."""

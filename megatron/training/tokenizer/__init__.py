@@ -1,1 +1,1 @@
-"""Tokenizers: one file a family, `base.Tokenizer` their common face, `build.build_tokenizer` the one way to get one."""
+"""Tokenizers: one file per family, with the base class `base.Tokenizer`. `build.build_tokenizer` makes one."""

@@ -1,28 +1,38 @@
-"""What a tokenizer is to the rest of the project: text to ids and back, its special ids, and who it is."""
+"""The base class of tokenizers: text to ids and back, special ids, and a digest that identifies the tokenizer."""
 
 import hashlib
+import importlib
 import itertools
 import json
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron.training.tokenizer.byte_level import EncodedTexts
+from megatron.core.exceptions import UserError
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Ids of several texts, back to back, and the number of ids of each text."""
+
+    ids: np.ndarray  # int32 [sum(lengths)]
+    lengths: np.ndarray  # int64 [texts]
 
 
 class Tokenizer(ABC):
     """Turns text into token ids and back.
 
-    Ids lie in [0, vocab_size). Special tokens (BOS, EOS) are not added to text unless the family says so. Objects can
-    be pickled, and used in forked processes.
+    Ids lie in [0, vocab_size). Special tokens (BOS, EOS) are added to a text only if the family says so. Tokenizers can
+    be pickled and used in forked processes.
     """
 
     type_name: str
-    """The word that --tokenizer-type knows this family by."""
+    """Value of --tokenizer-type."""
 
     @property
     @abstractmethod
@@ -36,7 +46,7 @@ class Tokenizer(ABC):
 
     @property
     def pad(self) -> int | None:
-        """The id that fills up short sequences; None if the vocabulary has none."""
+        """The id that pads short sequences; None if the vocabulary has none."""
         return self.special_tokens_dict.get("pad_token")
 
     @property
@@ -51,33 +61,33 @@ class Tokenizer(ABC):
 
     @property
     def special_literals(self) -> tuple[str, ...]:
-        """How special tokens are spelled in text."""
+        """Spellings of the special tokens in text."""
         return ()
 
     @property
     def matches_special_literals(self) -> bool:
-        """Whether such a spelling becomes the special token; otherwise it is text like any other."""
+        """Whether a spelling in a text becomes the special token; otherwise it is ordinary text."""
         return True
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text. UserError when the family cannot take it."""
+        """Returns the ids of a text. Raises UserError if the tokenizer cannot encode it."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of ids. Bytes that are not UTF-8 become U+FFFD."""
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
-        """Ids of many texts: for every one what `tokenize` gives, faster."""
+        """Returns the ids of many texts: the ids that `tokenize` returns, but faster."""
         return pack_ids([self.tokenize(text) for text in texts])
 
     @property
     def speed_note(self) -> str | None:
-        """Why `encode_texts` takes a slow way; None when it does not."""
+        """Why `encode_texts` is slow for this tokenizer; None if it is fast."""
         return None
 
     def holds_special_literal(self, text: str) -> bool:
-        """Whether the text spells out a special token."""
+        """Whether the text contains the spelling of a special token."""
         pattern = self._literal_pattern
         return pattern is not None and pattern.search(text) is not None
 
@@ -89,11 +99,12 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """All that determines ids, as JSON."""
+        """Returns everything that determines the ids, as JSON values."""
 
     @property
     def digest(self) -> str:
-        """sha256 over all that determines ids: tokenizers with one digest give the same ids, special ids included."""
+        """SHA-256 of everything that determines the ids. Tokenizers with equal digests give equal ids, special ids
+        included."""
         if "_digest" not in self.__dict__:
             identity = {"type": self.type_name} | self._identity()
             text = json.dumps(identity, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
@@ -102,27 +113,39 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> "OrderedDict[str, Any]":
-        """What keys caches of data made with this tokenizer."""
+        """Identifies the tokenizer in the keys of data caches."""
         return OrderedDict(tokenizer=self.type_name, vocab_size=self.vocab_size, digest=self.digest)
 
 
 def pack_ids(lists: Sequence[Sequence[int]]) -> EncodedTexts:
-    """Lists of ids as one array."""
+    """Joins lists of ids into one array."""
     arrays = [np.asarray(ids, np.int32) for ids in lists]
     ids = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
     return EncodedTexts(ids, np.array([array.size for array in arrays], np.int64))
 
 
 def pattern_of_literals(literals: Sequence[str]) -> re.Pattern[str] | None:
-    """A pattern that finds the leftmost of these strings, the longest where several start; None if there are none."""
+    """Returns a pattern that finds the leftmost of these strings, and the longest if several begin there. None without
+    strings."""
     return re.compile(_alternatives(sorted(set(literals)))) if literals else None
 
 
 def _alternatives(words: Sequence[str]) -> str:
-    """Words by first character, then by second, ...: with a thousand words as quick as with one."""
+    """Returns an expression that branches on the first character, then on the second, ...: a thousand words match as
+    fast as one."""
     by_first = {first: [word[1:] for word in group] for first, group in itertools.groupby(words, lambda word: word[:1])}
     ends = "?" if by_first.pop("", None) else ""
     if not by_first:
         return ""
     branches = [re.escape(first) + _alternatives(rests) for first, rests in by_first.items()]
     return f"(?:{'|'.join(branches)}){ends}" if ends or len(branches) > 1 else branches[0]
+
+
+def load_library(name: str) -> Any:
+    """Imports an optional library (tokenizers, tiktoken). Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"this tokenizer needs the package {name}: pip install {name} (the extra [mlm]); {error}"
+        ) from None

@@ -1,4 +1,4 @@
-"""BertWordPieceLowerCase and BertWordPieceCase: BERT's words, cut into the pieces of a local vocab.txt."""
+"""BertWordPieceLowerCase and BertWordPieceCase: words cut into the pieces of a local vocab.txt."""
 
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.tokenizer.third_party import load_tokenizers
+from megatron.training.tokenizer.base import Tokenizer, load_library
 
 MAX_CHARACTERS_OF_WORD = 200
 _UNKNOWN = "[UNK]"
@@ -23,7 +22,7 @@ _TOKEN_OF_ROLE = {
 }
 _ADDED = ("[BOS]", "[EOS]")
 
-# Blocks of ideographs, each of which is a word of its own; kana and Hangul are written like other letters.
+# Blocks of ideographs, each of which is a separate word; kana and Hangul are treated like other letters.
 _IDEOGRAPHS = (
     range(0x3400, 0x4DC0),
     range(0x4E00, 0xA000),
@@ -37,15 +36,15 @@ _LONGEST_CACHED_WORD = 40
 
 
 class BertWordPieceTokenizer(Tokenizer):
-    """WordPiece as in BERT (Devlin et al. 2018): words by blanks, punctuation and ideographs, longest pieces first.
+    """WordPiece as in BERT (Devlin et al. 2018): cut at blanks, punctuation and ideographs, longest pieces first.
 
-    The vocabulary holds one token a line, whose id is the number of lines before it. [BOS], [EOS] and <extra_id_0> to
+    Each line of the vocabulary is a token; its id is the number of lines before it. [BOS], [EOS] and <extra_id_0> to
     <extra_id_{vocab_extra_ids - 1}> come after the file's lines, unless the file has them. A text gets no [CLS] or
     [SEP]; their spelling in text is ordinary characters. [EOS] ends a document.
 
-    Words are those of BERT's own Python code, by this Python's Unicode tables. The BertNormalizer of the `tokenizers`
-    library has older tables and lower-cases letters one by one, so that a Greek word in capitals gets another last
-    letter.
+    Words are those of BERT's own Python code, with the Unicode tables of this Python. The BertNormalizer of the
+    `tokenizers` library has older tables and lower-cases letters one by one, so that a Greek word in capitals ends in
+    another letter.
     """
 
     def __init__(self, vocab_file: str, lower_case: bool, vocab_extra_ids: int = 0) -> None:
@@ -90,7 +89,7 @@ class BertWordPieceTokenizer(Tokenizer):
 
     @property
     def vocab(self) -> dict[str, int]:
-        """Ids by token; a line of the file that is blank has an id and no token."""
+        """Ids by token. A blank line of the file has an id but no token."""
         return dict(self._ids)
 
     @property
@@ -120,21 +119,21 @@ class BertWordPieceTokenizer(Tokenizer):
         return list(chain.from_iterable(map(self._pieces.__getitem__, words)))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Tokens with a blank between, pieces joined: what lower-casing and cutting took away does not come back."""
+        """Joins pieces, and puts a blank between words. Case, accents and spacing of the original text are lost."""
         return " ".join(self._tokens[i] for i in ids).replace(" ##", "")
 
     def _identity(self) -> dict[str, Any]:
-        """Without <extra_id_i>: no text has them, and a T5 may read data that was prepared before they were added."""
+        """Leaves out <extra_id_i>: texts never contain them, and a T5 may read data that was prepared without them."""
         return self._identity_of_ids
 
 
 class _PiecesOfWords(dict[str, list[int]]):
-    """Ids of each word's pieces; words that have been seen are remembered, up to a number."""
+    """Maps words to the ids of their pieces. Caches words, up to a limit."""
 
     def __init__(self, vocab: dict[str, int]) -> None:
         super().__init__()
         self._unknown = [vocab[_UNKNOWN]]
-        self._library = load_tokenizers().models.WordPiece(
+        self._library = load_library("tokenizers").models.WordPiece(
             vocab, unk_token=_UNKNOWN, max_input_chars_per_word=MAX_CHARACTERS_OF_WORD
         )
 
@@ -159,7 +158,7 @@ class _PiecesOfWords(dict[str, list[int]]):
 
 
 class _EachCharacter(dict[int, str]):
-    """For str.translate: what stands for a character, found out when it is first met."""
+    """A table for str.translate, whose entries are computed at their first use."""
 
     def __init__(self, replace: Callable[[str], str]) -> None:
         super().__init__()
@@ -171,7 +170,7 @@ class _EachCharacter(dict[int, str]):
 
 
 def _clean(character: str) -> str:
-    """Control and format characters and U+FFFD go, blanks become one kind, ideographs stand alone."""
+    """Removes control and format characters and U+FFFD, unifies blanks, and puts blanks around ideographs."""
     category = unicodedata.category(character)
     if character in "\t\n\r" or category == "Zs":
         return " "
@@ -181,7 +180,7 @@ def _clean(character: str) -> str:
 
 
 def _part_punctuation(character: str) -> str:
-    """Punctuation stands alone, as do the signs of ASCII that Unicode has for symbols ($, +, ^, ...)."""
+    """Puts blanks around punctuation and around ASCII symbols ($, +, ^, ...)."""
     sign = character.isascii() and character.isprintable() and not character.isalnum() and character != " "
     return f" {character} " if sign or unicodedata.category(character).startswith("P") else character
 
@@ -196,7 +195,7 @@ _WITHOUT_MARKS = _EachCharacter(_drop_mark)
 
 
 def cut_words(text: str, lower_case: bool) -> list[str]:
-    """BERT's basic tokenization; `lower_case` takes accents off as well."""
+    """Cuts a text into words by BERT's basic tokenization. `lower_case` also removes accents."""
     text = text.translate(_CLEANED)
     if lower_case:
         text = text.lower()
@@ -206,7 +205,7 @@ def cut_words(text: str, lower_case: bool) -> list[str]:
 
 
 def _read_vocab(path: Path) -> list[str]:
-    """The file's lines without blanks around them."""
+    """Returns the lines of the file without surrounding blanks."""
     try:
         lines = path.read_text("utf-8").removesuffix("\n").split("\n")
     except OSError as error:
@@ -217,7 +216,7 @@ def _read_vocab(path: Path) -> list[str]:
     first_line: dict[str, int] = {}
     for number, token in enumerate(tokens, 1):
         if token and first_line.setdefault(token, number) != number:
-            raise UserError(f"--vocab-file {path}:{number}: {token!r} stands in line {first_line[token]} already")
+            raise UserError(f"--vocab-file {path}:{number}: {token!r} is also in line {first_line[token]}")
     missing = [token for token in _TOKEN_OF_ROLE.values() if token not in first_line and token not in _ADDED]
     if missing:
         raise UserError(

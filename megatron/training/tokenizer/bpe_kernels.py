@@ -1,7 +1,7 @@
-"""Byte-level BPE as compiled loops: each word's ids are taken from a cache of words, or merged.
+"""Byte-level BPE in compiled kernels: the ids of a word come from a cache of words, or from merging.
 
-Text is a flat uint8 array, padded with `PADDING` bytes so that eight bytes can be read at any place in it. Everything
-here works on arrays; `byte_level.py` makes them and states the contract.
+Text is a flat uint8 array, padded with `PADDING` bytes so that eight bytes can be read at any position. `byte_level.py`
+makes the arrays and documents the result.
 
 The merging is that of Sennrich et al. 2016 (arXiv:1508.07909) as GPT-2 applies it: while any neighbouring pair of ids
 has a merge, the pair with the lowest rank, leftmost first, becomes one id. A heap holds the candidate pairs, so that a
@@ -21,7 +21,7 @@ _MAX_CACHED_BYTES = 64
 
 
 class Merges(NamedTuple):
-    """Hash table from a pair of ids to the rank of its merge and the id that it gives."""
+    """Hash table from a pair of ids to the rank and the resulting id of its merge."""
 
     pairs: np.ndarray  # int64 [slots], left << 32 | right, or -1
     ranks: np.ndarray  # int32 [slots]
@@ -32,8 +32,8 @@ class Merges(NamedTuple):
 class WordTable(NamedTuple):
     """Hash table from the bytes of a word to its ids; open addressing, at most half full.
 
-    A slot is (first eight bytes, length << 32 | number of ids, where the rest of the bytes lies in `tails`, the id
-    itself if it is one, else where the ids lie in `ids`). All of a word is compared, so that a find is never wrong.
+    A slot is (first eight bytes, length << 32 | number of ids, position of the other bytes in `tails`, the id if there
+    is one, otherwise the position of the ids in `ids`). Lookups compare whole words, so they are always right.
     """
 
     slots: np.ndarray  # uint64 [slots, 4]
@@ -50,7 +50,7 @@ def _mix(x: Any) -> Any:
 
 @compiled
 def _load(text: Any, i: Any, n: Any) -> Any:
-    """The next min(n, 8) bytes as one little-endian number."""
+    """Returns the next min(n, 8) bytes as one little-endian number."""
     word = (
         np.uint64(text[i])
         | (np.uint64(text[i + 1]) << np.uint64(8))
@@ -71,7 +71,7 @@ def _load(text: Any, i: Any, n: Any) -> Any:
 
 @compiled
 def fill_merges(merges: Merges, pairs: Any, results: Any) -> None:
-    """Enter merge r: pairs[r] gives results[r]. A pair that comes twice keeps its later rank, as in `tokenizers`."""
+    """Enters merge r: pairs[r] becomes results[r]. A pair that occurs twice gets its later rank, as in `tokenizers`."""
     mask = np.uint64(merges.pairs.size - 1)
     for rank in range(pairs.size):
         slot = _mix(np.uint64(pairs[rank])) & mask
@@ -84,7 +84,7 @@ def fill_merges(merges: Merges, pairs: Any, results: Any) -> None:
 
 @compiled
 def _find_merge(merges: Any, left: Any, right: Any) -> Any:
-    """Slot of the merge of two ids, or -1."""
+    """Returns the slot of the merge of two ids, or -1."""
     pair = np.int64(left) << 32 | np.int64(right)
     mask = np.uint64(merges.pairs.size - 1)
     slot = _mix(np.uint64(pair)) & mask
@@ -97,7 +97,7 @@ def _find_merge(merges: Any, left: Any, right: Any) -> Any:
 
 @compiled
 def _merge_word(text: Any, i: Any, n: Any, merges: Any, ids: Any, after: Any, before: Any, heap: Any) -> Any:
-    """Ids of the n bytes at i, written to ids[:count]; returns count. `after` and `before` link what is left."""
+    """Writes the ids of the n bytes at i to ids[:count] and returns count. `after` and `before` link the ids left."""
     for k in range(n):
         ids[k] = merges.byte_ids[text[i + k]]
         after[k] = k + 1 if k + 1 < n else -1
@@ -142,7 +142,7 @@ def _merge_word(text: Any, i: Any, n: Any, merges: Any, ids: Any, after: Any, be
 
 @compiled
 def _find_word(slots: Any, tails: Any, text: Any, i: Any, n: Any) -> Any:
-    """Slot that holds the n bytes at i, or, if it holds no word, the slot where they belong."""
+    """Returns the slot of the word of n bytes at i, or the empty slot where it belongs."""
     mask = np.uint64(slots.shape[0] - 1)
     first = _load(text, i, n)
     hashed = _mix(first) + np.uint64(n)
@@ -172,7 +172,7 @@ def _same_tail(tails: Any, tail: Any, text: Any, i: Any, n: Any) -> Any:
 
 @compiled
 def _keep_word(table: Any, slot: Any, text: Any, i: Any, n: Any, ids: Any, count: Any) -> None:
-    """Enter the word at i in the slot that `_find_word` gave; a table that is full is emptied first."""
+    """Enters the word at i into the slot that `_find_word` returned. Empties a full table first."""
     words, tail, start = np.int64(table.used[0]), np.int64(table.used[1]), np.int64(table.used[2])
     if 2 * words >= table.slots.shape[0] or tail + n // 8 + 1 > table.tails.size or start + count > table.ids.size:
         for k in range(table.slots.shape[0]):
@@ -199,7 +199,7 @@ def _keep_word(table: Any, slot: Any, text: Any, i: Any, n: Any, ids: Any, count
 
 @compiled
 def fill_words(table: WordTable, text: Any, bounds: Any, ids: Any) -> None:
-    """Enter whole words: bytes bounds[k]:bounds[k + 1] are the one id ids[k]. The table must be large enough."""
+    """Enters whole words: bytes bounds[k]:bounds[k + 1] have the id ids[k]. The table must be large enough."""
     for k in range(ids.size):
         n = bounds[k + 1] - bounds[k]
         slot = _find_word(table.slots, table.tails, text, bounds[k], n)
@@ -208,7 +208,7 @@ def fill_words(table: WordTable, text: Any, bounds: Any, ids: Any) -> None:
 
 @compiled_inline
 def _emit(slots: Any, ids: Any, slot: Any, out: Any, total: Any) -> Any:
-    """Copy a known word's ids to out[total:]; returns the new total."""
+    """Copies the ids of a known word to out[total:]. Returns the new total."""
     count = np.int64(slots[slot, 1] & np.uint64(0xFFFFFFFF))
     place = np.int64(slots[slot, 3])
     if count == 1:
@@ -221,10 +221,10 @@ def _emit(slots: Any, ids: Any, slot: Any, out: Any, total: Any) -> Any:
 
 @compiled
 def encode_words(text: Any, ends: Any, counts: Any, merges: Any, whole: Any, cache: Any, out: Any, lengths: Any) -> Any:
-    """Ids of words that follow each other from byte 0 on and end at `ends`; the first counts[0] are text 0, and so on.
+    """Encodes consecutive words, which begin at byte 0 and end at `ends`. The first counts[0] words are text 0, etc.
 
-    Writes them back to back to `out`, which has room for one a byte; lengths[k] of them are text k's. A word that
-    `whole` holds is that one id without any merging. Returns the number of ids.
+    Writes the ids to `out`, which has room for one per byte, and the number of ids of text k to lengths[k]. A word in
+    `whole` gets its single id without merging. Returns the number of ids.
     """
     slots, tails, cached_ids = cache.slots, cache.tails, cache.ids
     heap = [np.int64(0)]
@@ -253,7 +253,7 @@ def encode_words(text: Any, ends: Any, counts: Any, merges: Any, whole: Any, cac
 
 @compiled
 def _encode_unseen(text: Any, i: Any, n: Any, merges: Any, whole: Any, out: Any, heap: Any) -> Any:
-    """Ids of the n bytes at i by the vocabulary's whole words or by merging; returns their number."""
+    """Writes the ids of the n bytes at i, from whole words of the vocabulary or by merging. Returns their number."""
     if whole.used[0] > 0:
         slot = _find_word(whole.slots, whole.tails, text, i, n)
         if whole.slots[slot, 1] != 0:

@@ -1,4 +1,4 @@
-"""The tokenizer that the flags describe, and how its vocabulary is padded."""
+"""Builds the tokenizer that the flags describe, and pads its vocabulary."""
 
 from megatron.core.config_fields import refuse, unsupported_values
 from megatron.core.exceptions import UserError
@@ -12,7 +12,8 @@ from megatron.training.tokenizer.tiktoken import TikTokenizer
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Read the files that the flags name. UserError, naming flag and file, when something is missing or wrong."""
+    """Builds a tokenizer from the files that the flags name. Raises UserError, naming flag and file, if one is missing
+    or invalid."""
     refuse([*unsupported_values(config), *config.validate()], config)
     tokenizer = _build(config)
     if config.vocab_size is not None and config.vocab_size < tokenizer.vocab_size and config.family != "NullTokenizer":
@@ -53,14 +54,14 @@ def _build(config: TokenizerConfig) -> Tokenizer:
 
 
 class PaddedSize(int):
-    """A vocabulary that was rounded up, and what from.
+    """A padded vocabulary size that also has the size before padding.
 
-    To scripts it is the number that they know as `args.padded_vocab_size`. A model that is given it still knows which
-    entries are padding and keeps them out of its softmax, whose value would else depend on the tensor parallel size.
+    Scripts use it as the integer `args.padded_vocab_size`. A model reads `unpadded` and leaves the padding out of its
+    softmax, which would otherwise depend on the tensor parallel size.
     """
 
     unpadded: int
-    """Entries of the vocabulary itself."""
+    """Size of the vocabulary without padding."""
 
     def __new__(cls, padded: int, unpadded: int) -> "PaddedSize":
         assert 0 < unpadded <= padded
@@ -68,18 +69,18 @@ class PaddedSize(int):
         size.unpadded = unpadded
         return size
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # what a copy is made from
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]  # arguments of a copy
         return int(self), self.unpadded
 
 
 def padded_vocab_size(
     vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
 ) -> PaddedSize:
-    """The vocabulary rounded up, so that every tensor parallel rank holds the same number of entries."""
+    """Rounds the vocabulary size up, so that all tensor parallel ranks hold the same number of entries."""
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return PaddedSize(-(-vocab_size // multiple) * multiple, vocab_size)
 
 
 def padding_line(vocab_size: int, padded: int) -> str:
-    """The log line that says how far the vocabulary was padded."""
+    """Returns the log line about the padding of the vocabulary."""
     return f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens (new size: {padded})"

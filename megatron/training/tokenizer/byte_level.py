@@ -1,17 +1,17 @@
-"""Byte-level BPE for whole batches of texts, with the ids that the `tokenizers` library gives, many times faster.
+"""Byte-level BPE for batches of texts: the ids of the `tokenizers` library, many times faster.
 
-Most words of a text have been seen before, so their ids come from a cache; the rest are merged by compiled code. Which
-characters are letters, numbers and spaces is asked of the `tokenizers` library itself, so that both cut the same words
-whatever version of Unicode that library knows.
+Most words of a text were seen before, and their ids come from a cache. Compiled code merges the others. The
+`tokenizers` library itself tells which characters are letters, numbers and spaces, so that both cut the same words with
+any version of Unicode.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron.training.tokenizer.base import EncodedTexts, load_library
 from megatron.training.tokenizer.bpe_kernels import (
     PADDING,
     Merges,
@@ -20,12 +20,11 @@ from megatron.training.tokenizer.bpe_kernels import (
     fill_merges,
     fill_words,
 )
-from megatron.training.tokenizer.third_party import load_tokenizers
 from megatron.training.tokenizer.word_scanners import LETTER, NUMBER, SPACE, cut_cl100k, cut_gpt2
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# Regular expressions for which there is a compiled scanner, by the most digits it puts in a word; 0 is GPT-2's own.
+# Regular expressions that have a compiled scanner, with the largest number of digits in a word; 0 is GPT-2's own.
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,23 +37,15 @@ MAX_DIGITS_OF_PATTERN = {
 }
 
 _CACHED_WORDS = 1 << 19
-_LAST_CODE_POINT_OF_A_CLASS = 0x3FFFF  # no letter, number or space has been given a place beyond plane 3
-
-
-@dataclass(frozen=True)
-class EncodedTexts:
-    """Ids of several texts, back to back, and how many are each text's."""
-
-    ids: np.ndarray  # int32 [sum(lengths)]
-    lengths: np.ndarray  # int64 [texts]
+_LAST_CODE_POINT_OF_A_CLASS = 0x3FFFF  # no letter, number or space is assigned beyond plane 3
 
 
 class ByteLevelEncoder:
     """Encodes batches of texts with one vocabulary, one list of merges and one way to cut words.
 
     `vocab` maps tokens, written in GPT-2's printable bytes, to ids; `merges` are pairs of such tokens, best first.
-    `whole_words_first`: a word that is a token gets its id without merging (`ignore_merges` in a tokenizer.json).
-    Raises ValueError, saying what is missing, when a byte that UTF-8 uses has no token or a merge names an unknown one.
+    With `whole_words_first`, a word that is a token gets its id without merging (`ignore_merges` in a tokenizer.json).
+    Raises ValueError if a byte that UTF-8 uses has no token, or if a merge names an unknown token.
     """
 
     def __init__(
@@ -74,7 +65,7 @@ class ByteLevelEncoder:
         return self.__dict__ | {"_cache": None}
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
-        """Ids of each text. UnicodeEncodeError when a text holds half a surrogate pair."""
+        """Returns the ids of each text. Raises UnicodeEncodeError if a text contains half a surrogate pair."""
         if self._cache is None:
             self._cache = _word_table(_CACHED_WORDS, tails=2 * _CACHED_WORDS, ids=4 * _CACHED_WORDS)
         pieces = [text.encode() for text in texts]
@@ -88,7 +79,7 @@ class ByteLevelEncoder:
         return EncodedTexts(out[:total], lengths)
 
     def _cut(self, text: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where words end, and how many each text has."""
+        """Returns the ends of the words, and the number of words of each text."""
         ends, counts = np.empty(bounds[-1], np.int32), np.empty(bounds.size - 1, np.int64)
         if self._max_digits == 0:
             total = cut_gpt2(text, bounds, self._classes, ends, counts)
@@ -99,7 +90,7 @@ class ByteLevelEncoder:
 
 @functools.cache
 def printable_bytes() -> dict[int, str]:
-    """GPT-2's printable character for each byte: itself where it shows, else the next free one from U+0100 on."""
+    """Returns GPT-2's character for each byte: a printable byte's own, otherwise the next one from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {byte: chr(byte) for byte in shown} | {byte: chr(0x100 + k) for k, byte in enumerate(hidden)}
@@ -107,8 +98,9 @@ def printable_bytes() -> dict[int, str]:
 
 @functools.cache
 def classes_of_code_points() -> np.ndarray:
-    """uint8 [0x110000]: LETTER, NUMBER, SPACE or OTHER, as the `tokenizers` library's regular expressions see it."""
-    tokenizers = load_tokenizers()
+    """Returns the class of each code point in the regular expressions of the `tokenizers` library, uint8 [0x110000]:
+    LETTER, NUMBER, SPACE or OTHER."""
+    tokenizers = load_library("tokenizers")
     points = np.array([p for p in range(_LAST_CODE_POINT_OF_A_CLASS + 1) if not 0xD800 <= p < 0xE000], np.uint32)
     text = points.tobytes().decode("utf-32-le")
     mark = 0xF0000
@@ -129,7 +121,7 @@ def _merge_table(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> M
         pairs = np.array([vocab[left] << 32 | vocab[right] for left, right in merges], np.int64)
         results = np.array([vocab[left + right] for left, right in merges], np.int32)
     except KeyError as error:
-        raise ValueError(f"the merges name {error.args[0]!r}, which is no token") from None
+        raise ValueError(f"the merges name {error.args[0]!r}, which is not a token") from None
     slots = _power_of_two(4 * len(merges))
     table = Merges(np.full(slots, -1, np.int64), np.zeros(slots, np.int32), np.zeros(slots, np.int32), byte_ids)
     fill_merges(table, pairs, results)
@@ -137,7 +129,7 @@ def _merge_table(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> M
 
 
 def _table_of_vocabulary(vocab: Mapping[str, int]) -> WordTable:
-    """Every token that is spelled in printable bytes, as a whole word."""
+    """Returns a table in which each token of printable bytes is a whole word."""
     byte_of = {shown: byte for byte, shown in printable_bytes().items()}
     words = {
         bytes(byte_of[c] for c in token): i for token, i in vocab.items() if token and set(token) <= byte_of.keys()

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.tokenizer.base import Tokenizer
-from megatron.training.tokenizer.byte_level import ByteLevelEncoder, EncodedTexts
-from megatron.training.tokenizer.third_party import load_tokenizers
+from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library
+from megatron.training.tokenizer.byte_level import ByteLevelEncoder
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """GPT-2's tokenizer (Radford et al. 2019) over any vocabulary and merges of its kind.
+    """GPT-2's tokenizer (Radford et al. 2019) with any vocabulary and merges of its kind.
 
     Special tokens are never matched in text: a literal `<|endoftext|>` is ordinary characters. Ids are those of
     `ByteLevelBPETokenizer(vocab, merges)` in the `tokenizers` library.
@@ -31,7 +30,7 @@ class GPT2BPETokenizer(Tokenizer):
             self._encoder = ByteLevelEncoder(self._vocab, self._merges)
         except ValueError as error:
             raise UserError(f"--vocab-file {vocab_file} with --merge-file {merge_file}: {error}") from None
-        tokenizers = load_tokenizers()
+        tokenizers = load_library("tokenizers")
         self._library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=self._vocab, merges=self._merges))
         self._library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._library.decoder = tokenizers.decoders.ByteLevel()
@@ -95,6 +94,6 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             continue
         parts = line.split(" ")
         if len(parts) != 2:
-            raise UserError(f"--merge-file {path}:{number}: {line!r} is not two tokens with one blank between")
+            raise UserError(f"--merge-file {path}:{number}: {line!r} is not two tokens separated by one blank")
         merges.append((parts[0], parts[1]))
     return merges

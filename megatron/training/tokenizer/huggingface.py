@@ -1,4 +1,4 @@
-"""HuggingFaceTokenizer: a folder with a tokenizer.json, or such a file, read by the `tokenizers` library alone."""
+"""HuggingFaceTokenizer: a tokenizer.json, or a folder with one, read by the `tokenizers` library alone."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.tokenizer.base import Tokenizer, pack_ids
-from megatron.training.tokenizer.byte_level import EncodedTexts
+from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
 from megatron.training.tokenizer.huggingface_fast import HuggingFaceFastPath, why_not_fast
-from megatron.training.tokenizer.third_party import load_tokenizers
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Ids of the text alone, without the template's BOS or EOS unless `include_special_tokens`.
+    """A Hugging Face tokenizer. It adds the template's BOS and EOS only with `include_special_tokens`.
 
-    Added tokens (special ones too) are matched in text, as the library does. `eod` is the EOS token of
-    tokenizer_config.json or special_tokens_map.json; a missing EOS is taken from SEP and the reverse, so for BOS and
-    CLS.
+    Added tokens, including special ones, are matched in text, as in the library. `eod` is the EOS token of
+    tokenizer_config.json or special_tokens_map.json. EOS and SEP replace each other if one is missing, and so do BOS
+    and CLS.
     """
 
     type_name = "HuggingFaceTokenizer"
@@ -143,7 +141,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 def _load_library(files: _Files) -> Any:
     try:
-        library = load_tokenizers().Tokenizer.from_file(str(files.tokenizer))
+        library = load_library("tokenizers").Tokenizer.from_file(str(files.tokenizer))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"--tokenizer-model {files.tokenizer}: not a tokenizer.json: {error}") from None
     library.no_truncation()
@@ -152,8 +150,8 @@ def _load_library(files: _Files) -> Any:
 
 
 def _register_special_tokens(library: Any, files: _Files) -> dict[str, str]:
-    """Add the tokens that only the configuration names, as transformers does; returns the special tokens by role."""
-    added_token = load_tokenizers().AddedToken
+    """Adds the tokens that only the configuration names, as transformers does. Returns the special tokens by role."""
+    added_token = load_library("tokenizers").AddedToken
     known = {token.content for token in library.get_added_tokens_decoder().values()}
     for number, token in sorted(
         (files.config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])

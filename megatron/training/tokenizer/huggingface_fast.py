@@ -1,4 +1,4 @@
-"""Which tokenizer.json files are byte-level BPE that compiled loops can encode, and their ids by that way."""
+"""The fast path for each tokenizer.json that is byte-level BPE: compiled kernels instead of the library."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron.training.tokenizer.base import pattern_of_literals
-from megatron.training.tokenizer.byte_level import GPT2_PATTERN, MAX_DIGITS_OF_PATTERN, ByteLevelEncoder, EncodedTexts
+from megatron.training.tokenizer.base import EncodedTexts, pattern_of_literals
+from megatron.training.tokenizer.byte_level import GPT2_PATTERN, MAX_DIGITS_OF_PATTERN, ByteLevelEncoder
 
 # Normalizers that leave ASCII as it is.
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
 def why_not_fast(state: Mapping[str, Any]) -> str | None:
-    """Why a tokenizer.json is not byte-level BPE of the kind that `ByteLevelEncoder` does; None if it is."""
+    """Returns why `ByteLevelEncoder` cannot encode for a tokenizer.json; None if it can."""
     model = state["model"]
     if model.get("type") != "BPE":
         return f"its model is {model.get('type')}, not byte-level BPE"
@@ -25,9 +25,9 @@ def why_not_fast(state: Mapping[str, Any]) -> str | None:
     if normalizer is not None and normalizer["type"] not in _UNICODE_FORMS:
         return f"its normalizer is {normalizer['type']}"
     if _pattern_of(state["pre_tokenizer"]) is None:
-        return "its pre-tokenizer is none for which there is a compiled scanner"
+        return "its pre-tokenizer has no compiled scanner"
     if any(token["single_word"] or token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):
-        return "an added token takes the blanks around it, or only whole words"
+        return "an added token matches the blanks around it, or only whole words"
     normalized = {token["normalized"] for token in state["added_tokens"]}
     if len(normalized) > 1 or (normalizer is not None and True in normalized):
         return "some of its added tokens are matched after the others, in normalized text"
@@ -35,7 +35,7 @@ def why_not_fast(state: Mapping[str, Any]) -> str | None:
 
 
 def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """The regular expression by which words are cut, if there is a scanner for it."""
+    """Returns the regular expression that cuts words; None if it has no compiled scanner."""
     if pre_tokenizer is None:
         return None
     if pre_tokenizer["type"] == "ByteLevel":
@@ -52,7 +52,7 @@ def _pattern_of(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 class HuggingFaceFastPath:
-    """Texts without added tokens go to the encoder whole; others are cut at the added tokens first."""
+    """Encodes texts with a `ByteLevelEncoder`. A text is cut at its added tokens first."""
 
     def __init__(self, library: Any, state: Mapping[str, Any]) -> None:
         model = state["model"]
@@ -66,6 +66,7 @@ class HuggingFaceFastPath:
         self._add_prefix_space = state["pre_tokenizer"].get("add_prefix_space", False)
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
+        """Returns the ids of the texts, equal to the library's."""
         plain: list[str] = []  # stretches of text without added tokens
         cut_texts: dict[int, list[int]] = {}  # text -> its parts: index into `plain`, or ~id of an added token
         for k, text in enumerate(texts):

@@ -1,4 +1,4 @@
-"""NullTokenizer: text that is already numbers."""
+"""NullTokenizer: texts that consist of ids."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Ids written in decimal, one blank between. There are `size` ids and one more, which ends a document.
+    """Reads decimal ids, separated by one blank: 0 to `size` - 1, and `size`, which ends a document.
 
-    `eod` and `pad` name other ids for those roles.
+    `eod` and `pad` select other ids for these roles.
     """
 
     type_name = "NullTokenizer"

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.tokenizer.base import Tokenizer, pack_ids
-from megatron.training.tokenizer.byte_level import EncodedTexts
-from megatron.training.tokenizer.third_party import load_tiktoken
+from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 _LEGACY_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -39,11 +37,11 @@ PATTERNS = {
 
 
 class TikTokenizer(Tokenizer):
-    """Special tokens have the first `num_special_tokens` ids, the file's entries follow by rank.
+    """Ids by a ranked list of byte strings. The first `num_special_tokens` ids are special tokens, the list follows.
 
-    `model` is a JSON list of {"rank": i, "token_bytes": base64} in order of rank, of which as many are used as
-    `vocab_size` leaves room for. Special tokens beyond those named are called <SPECIAL_i>. Their spelling in text is
-    matched, unless `legacy`.
+    `model` is a JSON list of {"rank": i, "token_bytes": base64} in order of rank, cut to fit into `vocab_size`. Special
+    tokens without a name are called <SPECIAL_i>. Their spelling in a text becomes the special token, except with
+    `legacy`.
     """
 
     type_name = "TikTokenizer"
@@ -62,15 +60,15 @@ class TikTokenizer(Tokenizer):
         named = list(special_tokens or (_LEGACY_SPECIAL_TOKENS if legacy else _SPECIAL_TOKENS))
         if len(set(named)) < len(named) or len(named) > num_special_tokens or "</s>" not in named:
             raise UserError(
-                f"--tiktoken-special-tokens {' '.join(named)}: they must differ, hold </s> (it ends a document), and "
-                f"be at most --tiktoken-num-special-tokens {num_special_tokens}"
+                f"--tiktoken-special-tokens {' '.join(named)}: they must differ, contain </s> (it ends a document), "
+                f"and be at most --tiktoken-num-special-tokens {num_special_tokens}"
             )
         named += [f"<SPECIAL_{i}>" for i in range(len(named), num_special_tokens)]
         self._special = {token: i for i, token in enumerate(named)}
         ranks = _read_ranks(Path(model), self._vocab_size, num_special_tokens)
         self._ranks_digest = hashlib.sha256(b"".join(b"%d:%b" % (len(token), token) for token in ranks)).hexdigest()
         self._pattern = PATTERNS[pattern]
-        self._library = load_tiktoken().Encoding(
+        self._library = load_library("tiktoken").Encoding(
             name=Path(model).stem,
             pat_str=self._pattern,
             mergeable_ranks={token: rank + num_special_tokens for token, rank in ranks.items()},
@@ -119,7 +117,7 @@ class TikTokenizer(Tokenizer):
 
 
 def _read_ranks(path: Path, vocab_size: int, num_special_tokens: int) -> dict[bytes, int]:
-    """Byte strings to ranks 0, 1, ...: as many as fit beside the special tokens."""
+    """Reads the ranks of the byte strings, as many as fit beside the special tokens."""
     wanted = vocab_size - num_special_tokens
     try:
         entries = json.loads(path.read_text("utf-8"))

@@ -1,7 +1,7 @@
 """Compiled scanners that cut UTF-8 text into the words within which BPE merges.
 
-A scanner is a regular expression written out as a loop; the classes of code points that it asks for (letter, number,
-space) come in a table, so that they can be those of the library whose words it must cut.
+A scanner is a regular expression written as a loop. The classes of code points (letter, number, space) come from a
+table, so that they equal those of the library whose words it must reproduce.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.core.utils.compiled import compiled, compiled_inline
 
-# Classes of a code point, as the regular expressions that cut words see them.
+# Classes of a code point in the regular expressions that cut words.
 OTHER, LETTER, NUMBER, SPACE = 0, 1, 2, 3
 
 _APOSTROPHE, _BLANK = 39, 32
@@ -18,7 +18,7 @@ _APOSTROPHE, _BLANK = 39, 32
 
 @compiled_inline
 def _class_at(text: Any, i: Any, classes: Any) -> Any:
-    """Class of the code point that starts at byte i, and its length in bytes. The text is valid UTF-8."""
+    """Returns the class of the code point at byte i, and its length in bytes. The text must be valid UTF-8."""
     byte = np.int64(text[i])
     if byte < 0x80:
         return np.int64(classes[byte]), 1
@@ -58,7 +58,7 @@ def _end_of_spaces(text: Any, i: Any, end: Any, classes: Any) -> Any:
 
 @compiled
 def _contraction(text: Any, i: Any, end: Any, fold: Any) -> Any:
-    """Length of 's 't 'm 'd 're 've 'll at byte i, or 0. `fold` ignores case, where U+017F (long s) is an s too."""
+    """Returns the length of 's 't 'm 'd 're 've 'll at byte i, or 0. `fold` ignores case: U+017F (long s) is an s."""
     if text[i] != _APOSTROPHE or i + 1 >= end:
         return 0
     first = np.int64(text[i + 1])
@@ -148,10 +148,10 @@ def _cl100k_word(text: Any, i: Any, end: Any, classes: Any, max_digits: Any) -> 
 
 @compiled
 def cut_gpt2(text: Any, bounds: Any, classes: Any, ends: Any, counts: Any) -> Any:
-    """Cut the texts bounds[k]:bounds[k + 1] by GPT-2's expression.
+    """Cuts the texts bounds[k]:bounds[k + 1] by GPT-2's expression.
 
-    Writes where words end, text after text, to `ends` (int32, with room for one a byte), and the number of each text's
-    words to `counts`. Returns the number of all words.
+    Writes the ends of the words to `ends` (int32, with room for one per byte), and the number of words of each text to
+    `counts`. Returns the number of all words.
     """
     total = 0
     for k in range(bounds.size - 1):
@@ -167,7 +167,7 @@ def cut_gpt2(text: Any, bounds: Any, classes: Any, ends: Any, counts: Any) -> An
 
 @compiled
 def cut_cl100k(text: Any, bounds: Any, classes: Any, max_digits: Any, ends: Any, counts: Any) -> Any:
-    """As `cut_gpt2`, by cl100k's expression with at most `max_digits` digits to a word."""
+    """Cuts texts like `cut_gpt2`, by cl100k's expression with at most `max_digits` digits in a word."""
     total = 0
     for k in range(bounds.size - 1):
         i = bounds[k]

@@ -144,7 +144,7 @@ def test_batches_copies_and_back():
         (b"[PAD]\n\xff", "vocab.txt: not UTF-8"),
         (b"[PAD]\n[UNK]\n[SEP]\na\n", r"vocab.txt: no \[CLS\], \[MASK\] among its 4 lines"),
         (b"[PAD]\n[CLS]\n[SEP]\n[MASK]\n", r"no \[UNK\] among"),
-        (b"[PAD]\na\nb\n a\n", "vocab.txt:4: 'a' stands in line 2 already"),
+        (b"[PAD]\na\nb\n a\n", "vocab.txt:4: 'a' is also in line 2"),
     ],
 )
 def test_errors_name_flag_and_file(tmp_path, content, says):

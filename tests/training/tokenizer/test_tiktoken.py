@@ -76,7 +76,7 @@ def test_errors(model, tmp_path):
         UserError, match=r"a list of 266 entries; --vocab-size 131072 less 1000 special tokens needs 130072"
     ):
         TikTokenizer(model)
-    with pytest.raises(UserError, match=r"--tiktoken-special-tokens <a>: they must differ, hold </s>"):
+    with pytest.raises(UserError, match=r"--tiktoken-special-tokens <a>: they must differ, contain </s>"):
         TikTokenizer(model, "v2", 286, 20, ["<a>"])
     with pytest.raises(UserError, match=r"--tokenizer-model .*none.json: No such file"):
         TikTokenizer(str(tmp_path / "none.json"))

@@ -1,0 +1,36 @@
+"""Changes on disk, each announced before it happens."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.disk import Disk, cannot_write
+
+
+def test_replacing_a_file_announces_every_step(tmp_path: Path) -> None:
+    operations: list[str] = []
+    disk = Disk(lambda operation, path: operations.append(operation))
+    for content in (b"one", b"two"):
+        disk.replace_file(tmp_path / "a", content)
+        assert (tmp_path / "a").read_bytes() == content
+    assert operations == 2 * ["create", "write", "sync", "rename", "sync_directory"]
+
+
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
+def test_a_replacement_that_fails_leaves_the_former_file(tmp_path: Path, step: str) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+
+    def fail(operation: str, path: Path) -> None:
+        if operation == step:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        Disk(fail).replace_file(tmp_path / "a", b"new")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+def test_files_are_created_new(tmp_path: Path) -> None:
+    Disk().write_file(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        Disk().write_file(tmp_path / "a", b"two")
+    assert "a: no" in str(cannot_write(tmp_path / "a", OSError("no")))

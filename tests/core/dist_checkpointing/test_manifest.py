@@ -1,0 +1,51 @@
+"""Indexes and manifests: written, read, and refused if a byte differs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import data_file
+from megatron.core.dist_checkpointing.manifest import (
+    BrokenCheckpoint,
+    FileDigest,
+    Manifest,
+    RankIndex,
+    StoredChunk,
+    read_index,
+)
+from megatron.core.parameters import Box
+
+CHUNK = StoredChunk("w", (4, 6), Box((2, 0), (2, 6)), (3, 9), torch.bfloat16, "w[x]", 128, (1, 2))
+
+
+def test_an_index_comes_back(tmp_path: Path) -> None:
+    index = RankIndex("rank_00000.safetensors", 140, 7, (CHUNK,))
+    path = tmp_path / "rank_00000.json"
+    path.write_bytes(index.to_bytes())
+    digest = FileDigest.of(index.to_bytes())
+    assert read_index(path, digest) == index
+    path.write_bytes(index.to_bytes().replace(b"140", b"141"))
+    with pytest.raises(BrokenCheckpoint, match="does not match the sha256"):
+        read_index(path, digest)
+    path.write_bytes(index.to_bytes() + b" ")
+    with pytest.raises(BrokenCheckpoint, match="bytes, the manifest says"):
+        read_index(path, digest)
+
+
+def test_blocks_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_file, "BLOCK_BYTES", 8)
+    assert CHUNK.nbytes == 12
+    assert [CHUNK.block_position(block) for block in (0, 1)] == [(128, 8), (136, 4)]
+    assert [(part.begin, part.end) for part in map(CHUNK.block_part, (0, 1))] == [(3, 7), (7, 9)]
+
+
+def test_every_byte_of_a_manifest_counts() -> None:
+    manifest = Manifest(5, {"rank_00000.json": FileDigest(3, "ab")}, {"a": 1}, {}, {"tp": 2})
+    content = manifest.to_bytes()
+    assert Manifest.from_bytes(content, Path("m")) == manifest
+    for position in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        with pytest.raises(BrokenCheckpoint):
+            Manifest.from_bytes(bytes(damaged), Path("m"))

@@ -1,0 +1,31 @@
+"""The world that torchrun's environment describes."""
+
+import pytest
+import torch
+
+from megatron.core.exceptions import UserError
+from megatron.core.utils import rendezvous
+
+
+def test_a_world_needs_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert rendezvous.started_by_torchrun()
+    for name in names:
+        with monkeypatch.context() as patch:
+            patch.delenv(name)
+            assert not rendezvous.started_by_torchrun()
+            assert not rendezvous.start_torch_distributed()
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert rendezvous.local_device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert rendezvous.local_device() == torch.device("cuda", 2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UserError, match="LOCAL_RANK 3 has no GPU"):
+        rendezvous.local_device()
