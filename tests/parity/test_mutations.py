@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,19 @@ from parity.cells import cell_of, quick_cells
 from parity.mutated import mean_losses
 from parity.mutations import MUTATIONS, Mutation
 from parity.reference import reference
+from support.programs import python
 
 ROOT = Path(__file__).parents[2]
 
 
 def plant(mutation: Mutation, folder: Path) -> None:
-    """A copy of the product with the bug in it."""
-    # With what is compiled: it counts as long as a file's date stays, and that of the changed one does not.
-    shutil.copytree(ROOT / "megatron", folder / "megatron")
-    shutil.copy(ROOT / "pretrain_gpt.py", folder)
+    """A copy of the product with the bug in it: links to all of its files but one."""
+    shutil.copytree(ROOT / "megatron", folder / "megatron", copy_function=os.symlink)
+    (folder / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
     file = folder / "megatron" / mutation.file
     source = file.read_text()
     assert source.count(mutation.before) == 1, f"{mutation.name} applies {source.count(mutation.before)} times"
+    file.unlink()
     file.write_text(source.replace(mutation.before, mutation.after))
 
 
@@ -36,11 +36,11 @@ def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
     plant(mutation, folder)
     paths = f"{folder}:{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "parity.mutated", mutation.caught_by]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=280)
+    command = [python(fresh=True), "-m", "parity.mutated", mutation.caught_by]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=500)
     assert done.returncode == 0, f"{mutation.name} breaks the program, which everybody sees:\n{done.stderr[-4000:]}"
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert Path(seen["product"]).is_relative_to(folder)
+    assert seen["product"] and all(Path(file).is_relative_to(folder) for file in seen["product"])
     return seen
 
 

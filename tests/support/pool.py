@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -165,6 +166,8 @@ def _serve(end: Connection, rank: int, world_size: int, folder: str, device: str
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(BrokenPipeError):  # the pool was closed because another rank failed
                 end.send_bytes(answer)
+            # Process groups in reference cycles keep threads, which wake up a hundred times a second.
+            gc.collect()
     for child in multiprocessing.active_children():
         child.terminate()
     # Without torch's farewell to the other ranks: these may have ended already.
