@@ -1,7 +1,8 @@
-"""The collectives that the library uses, as one reads them: a group of None or of one rank means nothing to do.
+"""All collectives of the library. With a group of None, or of one rank, they do nothing.
 
-Every communication goes through here, so that its type and bytes can be seen in one place (`recorded`). What begins
-with `start_` returns at once with a `Pending`; on CUDA the host never waits, kernels that come later do.
+Every communication goes through this module, so that its type and bytes can be recorded in one place (`recorded`).
+Functions whose name begins with `start_` return at once with a `Pending`. On CUDA the host never waits, later kernels
+do.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A group in a program without other processes, such as a dry run: it knows its ranks and cannot communicate."""
+    """A group in a program without other processes, such as a dry run: it knows its ranks but cannot communicate."""
 
     ranks: tuple[int, ...]
     """Global ranks, in group order."""
     rank: int
-    """The place in the group that the program plays."""
+    """Rank in the group of the process that the program simulates."""
 
 
 Group = ProcessGroup | PlannedGroup | None
@@ -34,21 +35,21 @@ Group = ProcessGroup | PlannedGroup | None
 
 
 def group_size(group: Group) -> int:
-    """Ranks of a group."""
+    """Returns the number of ranks of a group."""
     if isinstance(group, PlannedGroup):
         return len(group.ranks)
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: Group) -> int:
-    """This rank's place in a group."""
+    """Returns this process's rank in a group."""
     if isinstance(group, PlannedGroup):
         return group.rank
     return 0 if group is None else dist.get_rank(group)
 
 
 def group_ranks(group: Group) -> tuple[int, ...]:
-    """Global ranks of a group, in group order."""
+    """Returns the global ranks of a group, in group order."""
     if isinstance(group, PlannedGroup):
         return group.ranks
     return (dist.get_rank() if dist.is_initialized() else 0,) if group is None else tuple(_ranks_of(group))
@@ -64,23 +65,23 @@ def _ranks_of(group: ProcessGroup) -> list[int]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One call of one collective on this rank."""
+    """One call of a collective on this rank."""
 
     operation: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive."""
     dtype: torch.dtype
-    """Of what goes over the wire."""
+    """Type of the data that is sent."""
     nbytes: int
-    """Of the whole tensor: what each rank has after an all_gather and before a reduce_scatter."""
+    """Bytes of the whole tensor: that of every rank after an all_gather, or before a reduce_scatter."""
     ranks: tuple[int, ...]
-    """Global ranks of the group; of a send or receive, the two ends."""
+    """Global ranks of the group; for a send or receive, (sender, receiver)."""
 
     @property
     def sent_bytes(self) -> float:
-        """What this rank sends, where the algorithm is the one of least traffic (a ring)."""
+        """Bytes that this rank sends with the algorithm of least traffic (a ring)."""
         n = len(self.ranks)
-        share = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0 / n, "send": 1.0, "receive": 0.0}
-        return self.nbytes * share.get(self.operation, (n - 1) / n)
+        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0 / n, "send": 1.0, "receive": 0.0}
+        return self.nbytes * factor.get(self.operation, (n - 1) / n)
 
 
 _records: list[list[Traffic]] = []
@@ -88,7 +89,7 @@ _records: list[list[Traffic]] = []
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Traffic]]:
-    """A list that grows by an entry for each communication of this process that begins within."""
+    """Yields a list to which each communication that starts inside, in this process, adds an entry."""
     log: list[Traffic] = []
     _records.append(log)
     try:
@@ -109,20 +110,22 @@ def _record(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]
 
 
 class Pending:
-    """A communication under way, and the tensor that holds its result once `wait` has returned."""
+    """A running communication and its result."""
 
     def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor) -> None:
         self.tensor = tensor
+        """Has the result after `wait`."""
         self._work = work
         self._kept = kept
-        """Inputs, which must live until the end."""
+        """Other tensors of the communication, which must live until its end."""
 
     def is_done(self) -> bool:
-        """It is known to have ended: `wait` would wait for nothing. Some backends know only once waited for."""
+        """Whether the communication is known to have ended. Some backends know it only after `wait`."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> Tensor:
-        """The result; on CUDA, ready for kernels of the current stream."""
+        """Returns the result; on CUDA, ready for later kernels of the current stream. Raises RuntimeError if the
+        communication has failed, for example because another rank has ended."""
         if self._work is not None:
             self._work.wait()
             self._work, self._kept = None, ()
@@ -130,7 +133,7 @@ class Pending:
 
 
 class HostCopy:
-    """Begins to copy; work may be given to the device meanwhile. `wait` gives the numbers."""
+    """A small tensor that is being copied to the host. The device can be given other work before `wait`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -143,7 +146,7 @@ class HostCopy:
             self._copy = tensor
 
     def wait(self) -> Tensor:
-        """The tensor on the host, once what the device was given before the copy is done."""
+        """Returns the tensor on the host, after the device has done all work that came before the copy."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -151,9 +154,9 @@ class HostCopy:
 
 
 def _live(group: Group) -> ProcessGroup | None:
-    """The group to communicate over; None where it has one rank."""
+    """Returns the group to communicate over; None if it has one rank."""
     if isinstance(group, PlannedGroup):
-        assert len(group.ranks) == 1, f"{group} is only planned: there is nobody to communicate with"
+        assert len(group.ranks) == 1, f"{group} is only planned and cannot communicate"
         return None
     return None if group is None or dist.get_world_size(group) == 1 else group
 
@@ -163,12 +166,12 @@ def _live(group: Group) -> ProcessGroup | None:
 
 
 def all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Tensor:
-    """Reduce in place over a group; returns the tensor."""
+    """Reduces a tensor in place over a group; returns it."""
     return start_all_reduce(tensor, group, op).wait()
 
 
 def start_all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = ReduceOp.SUM) -> Pending:
-    """Begin a reduction in place."""
+    """Starts `all_reduce`."""
     live = _live(group)
     if live is None:
         return Pending(tensor, None)
@@ -177,7 +180,7 @@ def start_all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = Redu
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
-    """Copy the tensor of the rank at place `source` of the group to all its ranks, in place; returns the tensor."""
+    """Copies the tensor of the group's rank `source` to all ranks of the group, in place; returns the tensor."""
     live = _live(group)
     if live is not None:
         _record("broadcast", tensor, lambda: group_ranks(live))
@@ -186,19 +189,19 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: Group) -> list[Tensor]:
-    """The tensors of all ranks of a group, all of one shape and type, in group order."""
+    """Returns the tensors of all ranks of a group, which have one shape and type, in group order."""
     if _live(group) is None:
         return [tensor]
     return list(gather_rows(tensor.contiguous()[None], group))
 
 
 def gather_rows(tensor: Tensor, group: Group) -> Tensor:
-    """[n, ...] of each rank -> [n * ranks, ...], in group order."""
+    """Gathers [n, ...] of each rank into [n * ranks, ...], in group order."""
     return start_gather_rows(tensor, group).wait()
 
 
 def start_gather_rows(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """Begin `gather_rows`; into `out`, of which `tensor` may be this rank's part."""
+    """Starts `gather_rows`. Writes to `out` if it is given; `tensor` may be this rank's part of `out`."""
     live = _live(group)
     if live is None:
         if out is None:
@@ -212,14 +215,14 @@ def start_gather_rows(tensor: Tensor, group: Group, out: Tensor | None = None) -
 
 
 def reduce_scatter_rows(tensor: Tensor, group: Group) -> Tensor:
-    """[n * ranks, ...] of each rank -> this rank's [n, ...] of their sum."""
+    """Sums [n * ranks, ...] over ranks and returns this rank's [n, ...] of the sum."""
     return start_reduce_scatter_rows(tensor, group).wait()
 
 
 def start_reduce_scatter_rows(
     tensor: Tensor, group: Group, out: Tensor | None = None, op: ReduceOp.RedOpType = ReduceOp.SUM
 ) -> Pending:
-    """Begin `reduce_scatter_rows`; into `out`, which may be this rank's part of `tensor`."""
+    """Starts `reduce_scatter_rows`. Writes to `out` if it is given, which may be this rank's part of `tensor`."""
     live = _live(group)
     if live is None:
         return Pending(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor), None)
@@ -233,15 +236,17 @@ def start_reduce_scatter_rows(
 def all_to_all_rows(
     tensor: Tensor, group: Group, output_sizes: Sequence[int] | None = None, input_sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Part i of the rows goes to rank i; the parts that come are laid end to end in group order. Parts are of equal
-    size, or of the sizes given."""
+    """Sends part i of the rows to the group's rank i, and returns the received parts concatenated in group order.
+
+    The parts have equal sizes, or the sizes (numbers of rows) that are given for received and sent parts.
+    """
     return start_all_to_all_rows(tensor, group, output_sizes, input_sizes).wait()
 
 
 def start_all_to_all_rows(
     tensor: Tensor, group: Group, output_sizes: Sequence[int] | None = None, input_sizes: Sequence[int] | None = None
 ) -> Pending:
-    """Begin `all_to_all_rows`."""
+    """Starts `all_to_all_rows`."""
     live = _live(group)
     if live is None:
         return Pending(tensor, None)
@@ -255,11 +260,11 @@ def start_all_to_all_rows(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# From one rank to another
+# Between two ranks
 
 
 def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
-    """Begin to send a contiguous tensor to the global rank `peer`, a member of the group."""
+    """Starts to send a contiguous tensor to the global rank `peer`, a member of the group."""
     live = _live(group)
     assert live is not None and tensor.is_contiguous()
     _record("send", tensor, lambda: (dist.get_rank(), peer))
@@ -267,8 +272,8 @@ def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
 
 
 def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
-    """Begin to receive from the global rank `peer` into a contiguous tensor. A pair's messages arrive in the order in
-    which they were sent."""
+    """Starts to receive from the global rank `peer` into a contiguous tensor. Messages between two ranks arrive in the
+    order of sending."""
     live = _live(group)
     assert live is not None and tensor.is_contiguous()
     _record("receive", tensor, lambda: (peer, dist.get_rank()))
@@ -276,8 +281,8 @@ def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
 
 
 def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
-    """Begin to send `tensor` to the member at place `to` of the group and to receive `out` from the one at `source`,
-    both contiguous and of one type. All members take part, those with nothing to send or to receive with empty tensors.
+    """Starts to send `tensor` to the group's rank `to` and to receive `out` from its rank `source`. Both tensors are
+    contiguous and have one type. All ranks of the group must call this; one without data passes empty tensors.
     """
     live = _live(group)
     assert live is not None and tensor.is_contiguous() and out.is_contiguous()
@@ -286,24 +291,25 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
         _record("send", tensor, lambda: (dist.get_rank(), ranks[to]))
     if out.numel():
         _record("receive", out, lambda: (ranks[source], dist.get_rank()))
-    sent = [tensor.numel() if place == to else 0 for place in range(len(ranks))]
-    received = [out.numel() if place == source else 0 for place in range(len(ranks))]
-    # An all-to-all whose other parts are empty: one launch, where a send and a receive could wait for each other.
-    work = dist.all_to_all_single(out.view(-1), tensor.view(-1), received, sent, group=live, async_op=True)
-    return Pending(out, work, tensor)
+    sent = [tensor.numel() if rank == to else 0 for rank in range(len(ranks))]
+    received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]
+    # An all-to-all with otherwise empty parts: one launch, whereas a send and a receive could wait for each other.
+    incoming, outgoing = out.view(-1), tensor.view(-1)
+    work = dist.all_to_all_single(incoming, outgoing, received, sent, group=live, async_op=True)
+    return Pending(out, work, incoming, outgoing)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The rest
+# Other functions
 
 
 def averages_in_collective(tensor: Tensor, group: Group) -> bool:
-    """The group's backend can average this tensor by itself."""
+    """Whether the group's backend can average this tensor."""
     return tensor.is_cuda and isinstance(group, ProcessGroup) and "nccl" in dist.get_backend_config(group)
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait for all ranks of a group; None: of the world."""
+    """Waits for all ranks of a group; None means the world."""
     if dist.is_available() and dist.is_initialized():
         if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
             dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
@@ -312,7 +318,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:
-    """A function of torch.distributed that goes by one name or the other, depending on the release."""
+    """Returns a function of torch.distributed whose name depends on the release of torch."""
     function = getattr(dist, new, None)
     if function is not None:
         return function

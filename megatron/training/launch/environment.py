@@ -23,6 +23,7 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.launch.errors import end_process_at_exit
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
         groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
         with default_groups(groups, pipeline):
             yield Environment(rank, started, device, groups, pipeline.loss_rank)
+    except BaseException as error:
+        if mine and dist.is_initialized() and dist.get_world_size() > 1:
+            end_process_at_exit(error)
+        raise
     finally:
         if mine and dist.is_initialized():
             dist.destroy_process_group()

@@ -4,6 +4,7 @@ When a rank fails, torchrun prints a traceback of its own after everything that 
 "Root Cause", come from a file that the failed rank writes (TORCHELASTIC_ERROR_FILE), so that our sentence comes last.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -65,3 +66,27 @@ def write_launcher_error_file(text: str) -> None:
     message = {"message": text.splitlines()[0], "extraInfo": details}
     with contextlib.suppress(OSError):  # the error was printed already, and is the one to report
         Path(path).write_text(json.dumps({"message": message}))
+
+
+def end_process_at_exit(error: BaseException) -> None:
+    """Ends this process, at its exit, without shutting the interpreter down. Call it after a failure among other ranks.
+
+    A communication that another rank does not finish leaves one of torch's threads running. Such a thread may need
+    Python's lock, to free a tensor, while the interpreter shuts down. That ends it inside C++ code, and the process
+    with "terminate called without an active exception" and the code of an abort. So the process runs its exit
+    functions, flushes its output and ends at once. The exit code is that of the error, even if a script catches the
+    error.
+    """
+    code = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # those that were registered before this one, and would come after it
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by the program
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(end)

@@ -1,7 +1,9 @@
 """Mistakes of a user: printed once, exit code 2."""
 
+import atexit
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,12 @@ from support.programs import python
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.core.exceptions import UserError
-from megatron.training.launch.errors import exit_with_error_of_rank, exit_with_problems, write_launcher_error_file
+from megatron.training.launch.errors import (
+    end_process_at_exit,
+    exit_with_error_of_rank,
+    exit_with_problems,
+    write_launcher_error_file,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,3 +72,32 @@ def test_the_sentence_comes_last_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1 and done.stderr.count("the flag --x is wrong") == 2
     assert done.stderr.rstrip("=\n ").endswith("error: the flag --x is wrong")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("a sentence"), 2),
+        (RuntimeError("another rank is gone"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(143), 143),
+        (SystemExit("a sentence"), 1),
+        (SystemExit(), 0),
+    ],
+)
+def test_a_failed_rank_runs_its_exit_functions_and_ends_without_the_interpreters_shutdown(
+    error: BaseException, code: int, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    child = os.fork()
+    if child == 0:  # the functions that pytest registered are not for it
+        atexit._clear()
+        with log.open("w", buffering=1) as file:
+            sys.stdout = file
+            atexit.register(print, "an exit function that was there before")
+            end_process_at_exit(error)
+            atexit._run_exitfuncs()
+            print("never reached")
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    assert log.read_text() == "an exit function that was there before\n"
