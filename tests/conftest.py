@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -18,3 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in asked or "not gpu" in asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on a CPU
+
+
+@pytest.fixture(autouse=True)
+def no_model_parallel_groups_left() -> Iterator[None]:
+    """Ends the groups that a test made by Megatron-LM's functions, so that the next test can make its own."""
+    yield
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()

@@ -52,7 +52,7 @@ def test_the_command_of_the_course(checkout):
     assert done.stderr.splitlines() == [
         "warning: --vocab: read as --vocab-file",
         "warning: --dataset-impl: no effect: there is one format, .bin and .idx",
-        "warning: --chunk-size: no effect: workers take blocks of the input",
+        "warning: --chunk-size: no effect: workers process blocks of the input",
         "warning: without --append-eod nothing marks where a document ends, and the next one follows at once",
     ]
     assert output(checkout, "codeparrot") == golden("gpt2_noeod_text")

@@ -266,7 +266,7 @@ def test_norms_and_zeros_are_those_of_weights_and_gradients(corpus):
 
         def watched(*inputs: Any) -> Any:
             slots = [(slot, unit) for unit in run.optimizer.units for slot in unit.slots]
-            gradients = [slot.of(unit.grad_buffer) for slot, unit in slots]
+            gradients = [slot.box_view_in(unit.grad_buffer) for slot, unit in slots]
             found["norm"] = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
             found["zeros"] = sum(int((gradient == 0).sum()) for gradient in gradients)
             assert float(grad_norm(run.optimizer.units, run.environment.groups)) == pytest.approx(found["norm"])

@@ -60,7 +60,7 @@ def load_and_train(layout: tuple[str, int, int], dtype: torch.dtype, root: str) 
             parameter.zero_()
     ddp, optimizer = wrap(model, groups, instances, **STRATEGIES[strategy])
     chunks = [*ddp.weight_chunks(), *optimizer.state_chunks()]
-    loaded = load(Path(root), chunks, group=groups.dp_cp, say=lambda *words: None)
+    loaded = load(Path(root), chunks, group=groups.dp_cp, log=lambda *words: None)
     assert loaded is not None
     optimizer.load_common_state(loaded.manifest.common)
     found = pieces(chunks)
@@ -118,7 +118,7 @@ def two_chunks(strategy: str, root: str, reads: bool) -> Pieces:
     if reads:
         for chunk in live:
             chunk.tensor.fill_(-1.0)
-        assert load(Path(root), live, group=groups.dp_cp, say=lambda *words: None) is not None
+        assert load(Path(root), live, group=groups.dp_cp, log=lambda *words: None) is not None
     else:
         for chunk in optimizer.state_chunks():
             first = chunk.range[0]
