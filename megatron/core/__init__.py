@@ -1,6 +1,6 @@
-"""The library: parallel transformer parts that take explicit arguments.
+"""The library: parallel parts of transformers, which take explicit arguments.
 
-Names below are imported when they are first used, so that `import megatron.core` stays cheap.
+The names below are imported at their first use, so that `import megatron.core` is fast.
 """
 
 import importlib
@@ -10,7 +10,7 @@ _HOMES = {
     "ModelParallelConfig": "megatron.core.model_parallel_config",
     "Timers": "megatron.core.timers",
 }
-"""Where the names that are not modules live."""
+"""The modules of names that are not modules themselves."""
 
 _MODULES = ("dist_checkpointing", "parallel_state", "tensor_parallel")
 

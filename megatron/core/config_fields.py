@@ -1,6 +1,6 @@
-"""How a dataclass field states a command-line flag, once.
+"""How a dataclass field declares a command-line flag.
 
-A config dataclass is the only place where a flag is written down:
+A config dataclass is the only place where a flag is declared:
 
     @dataclass(kw_only=True)
     class ScheduleConfig:
@@ -11,8 +11,8 @@ A config dataclass is the only place where a flag is written down:
         '''Look for non-finite losses and gradients.'''
 
 The name of the flag is the field's name, its type, choices and number of words come from the annotation, its help is
-the string below the field. `flag` is needed only where the published command line differs from that rule; `not_a_flag`
-marks what cannot be given on a command line.
+the string below the field. `flag` is needed only if Megatron-LM's command line differs from that rule; `not_a_flag`
+marks a field without a flag.
 """
 
 import ast
@@ -33,32 +33,33 @@ _METADATA_KEY = "flag"
 
 @dataclasses.dataclass(frozen=True)
 class FlagDeclaration:
-    """What a field says about its flag beyond name, annotation and docstring."""
+    """The properties of a field's flag that do not follow from name, annotation and docstring."""
 
     exposed: bool = True
     """False: the field has no flag."""
     on: str | None = None
-    """Spelling of the flag, where it is not the field's name with dashes. For a bool: the flag that sets it to True."""
+    """Spelling of the flag, if it is not the field's name with dashes. For a bool: the flag that sets it to True."""
     off: str | None = None
     """For a bool: the flag that sets it to False."""
     aliases: tuple[str, ...] = ()
-    """Other spellings that mean the same."""
+    """Other spellings of the flag."""
     parse: Callable[[str], Any] | None = None
-    """Turns one word of the command line into the value, where the annotation does not say how. Raises ValueError."""
+    """Converts one word of the command line to the value, if the annotation does not say how. Raises ValueError."""
     nargs: str | int | None = None
     group: str | None = None
-    """Help section, where it is not the dataclass's own."""
+    """Help section, if it is not that of the dataclass."""
     supported: tuple[Any, ...] | None = None
-    """The values that work so far; any other parses and is refused with "not yet: ...". None: all values work."""
+    """The supported values; any other value is parsed and refused with "not yet: ...". None: all values are
+    supported."""
     no_effect: str | None = None
-    """The flag is accepted and changes nothing here; this sentence says why and is printed once when it is given."""
+    """The flag is accepted but has no effect; this sentence says why, and is printed if the flag is given."""
     only_with: str | None = None
-    """Field without which this one is never looked at, as "field" (not at its default) or "field=value"; a line says so
-    when this one is given without it."""
+    """This field has an effect only with another one, given as "field" (not at its default) or "field=value". A warning
+    is printed if it is given without the other one."""
     or_with: str | None = None
-    """A switch with which the field is looked at too, whatever `only_with` says."""
+    """A bool field that also makes this one effective, independently of `only_with`."""
     gathers: bool = False
-    """For a list: given again, the flag adds to it. Otherwise what is given last stands."""
+    """For a list: a repeated flag appends to it. Otherwise the last value counts."""
     hints: Mapping[str, str] | None = None
     """Words that people try as the value, and what to give instead; said where such a word is refused."""
     words: Mapping[str, Any] | None = None
@@ -66,7 +67,8 @@ class FlagDeclaration:
 
 
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
-    """A dataclass field whose flag needs more than the default rule; keywords as in `FlagDeclaration`."""
+    """Returns a dataclass field whose flag needs more than the default rule. Keywords are those of
+    `FlagDeclaration`."""
     for name in ("aliases", "supported"):
         if name in declaration and isinstance(declaration[name], Sequence) and not isinstance(declaration[name], str):
             declaration[name] = tuple(declaration[name])
@@ -79,30 +81,31 @@ def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclass
 def not_yet(
     default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any
 ) -> Any:
-    """A dataclass field whose feature is still to come: every value but the default is refused."""
+    """Returns a dataclass field whose feature is not supported yet: every value but the default is refused."""
     only = default if default_factory is dataclasses.MISSING else default_factory()
     return flag(default, default_factory=default_factory, supported=(only,), **declaration)
 
 
 def not_a_flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING) -> Any:
-    """A dataclass field that only code can set."""
+    """Returns a dataclass field without a flag."""
     return flag(default, default_factory=default_factory, exposed=False)
 
 
 def declaration_of(field: "dataclasses.Field[Any]") -> FlagDeclaration:
-    """The declaration of a field; the plain rule for a field that was written without `flag`."""
+    """Returns the declaration of a field; the default rule for a field that was written without `flag`."""
     return field.metadata.get(_METADATA_KEY, FlagDeclaration())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is wrong with values
+# Problems: descriptions of wrong values
 #
-# A problem is one sentence in which `{field}` stands for a field and its value, `{field:name}` for its name alone. The
-# library spells fields as attributes, the command line as flags.
+# A problem is a sentence in which `{field}` stands for a field and its value, and `{field:name}` for its name alone.
+# The
+# library spells fields as attributes, the command line spells them as flags.
 
 
 def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] = str) -> str:
-    """The sentence with fields spelled out; `config` has an attribute for each field named in it."""
+    """Returns the sentence with fields filled in; `config` has an attribute for each field named in it."""
     words = []
     for literal, field, spec, _ in string.Formatter().parse(problem):
         words.append(literal)
@@ -114,7 +117,7 @@ def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] =
 
 
 def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
-    """A problem for each of these fields that is given and not a number from `least` on."""
+    """Yields a problem for each of these fields that is not None and not a finite number of at least `least`."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not least <= value < math.inf:
@@ -122,12 +125,12 @@ def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
 
 
 def fields_of_problem(problem: str) -> set[str]:
-    """The fields that a problem speaks of."""
+    """Returns the names of the fields in a problem."""
     return {field for _, field, _, _ in string.Formatter().parse(problem) if field is not None}
 
 
 def value_text(value: Any) -> str:
-    """A value as it would be written on the command line."""
+    """Returns a value as it is written on the command line."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, list | tuple):
@@ -136,7 +139,7 @@ def value_text(value: Any) -> str:
 
 
 def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] | None = None) -> list[str]:
-    """A problem for each field that holds a value whose feature is still to come."""
+    """Returns a problem for each field with a value that is not supported yet."""
     problems = []
     for field in dataclasses.fields(config) if fields is None else fields:
         supported = declaration_of(field).supported
@@ -148,7 +151,7 @@ def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] |
 
 
 def refuse(problems: Iterable[str], config: Any) -> None:
-    """Raise UserError if there are problems, all of them in one message."""
+    """Raises one UserError with all problems, if there are any."""
     sentences = [describe_problem(problem, config) for problem in problems]
     if sentences:
         raise UserError("; ".join(sentences))
@@ -160,7 +163,7 @@ def refuse(problems: Iterable[str], config: Any) -> None:
 
 @functools.cache
 def field_docstrings(config_class: type) -> dict[str, str]:
-    """The string written below each field of a dataclass and of its bases, by field name, white space folded."""
+    """Returns the docstrings below the fields of a dataclass and its bases, by field name, with white space folded."""
     found: dict[str, str] = {}
     for cls in reversed(config_class.__mro__):
         if not dataclasses.is_dataclass(cls):

@@ -1,7 +1,7 @@
-"""Random numbers as functions of where they are used, not of what was drawn before.
+"""Random numbers as functions of a counter instead of a generator state.
 
 Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11) in integer torch operations: the
-same bits on every device and for every way of cutting the work, and no generator state to save.
+same bits on every device and for every way to split the work, and no state to save.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ Word = Tensor | int
 
 
 def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four independent uniform 32-bit words (int64 tensors in [0, 2^32)) for every element of the broadcast counter.
+    """Returns four independent uniform 32-bit words (int64 tensors in [0, 2^32)) for each element of the broadcast
+    counter.
 
     At least one counter word is a tensor. Words and keys are taken modulo 2^32.
     """
@@ -36,17 +37,17 @@ def philox(counter: tuple[Word, Word, Word, Word], key: tuple[int, int]) -> tupl
 
 
 def stream_key(seed: int, label: str) -> tuple[int, int]:
-    """The Philox key of a named stream: two words that depend on every character of the label and on the seed."""
+    """Returns the Philox key of a named stream: two words that depend on the seed and on every character of the
+    label."""
     digest = hashlib.sha256(f"{seed}\0{label}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
 def standard_normal(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """N(0, 1) values in float64, one for every element of `index` (int64, up to 2^63): Box-Muller on one Philox block
-    each.
+    """Returns N(0, 1) values in float64, one for each element of `index` (int64, up to 2^63), by the Box-Muller
+    transform of one Philox block each.
 
-    Computed in float64 so that rounding to a model's dtype hides the last-digit differences between devices' log and
-    cos.
+    In float64, so that rounding to the model's type removes the differences of log and cos between devices.
     """
     first, second, _, _ = philox((index, index >> 32, 0, 0), key)
     radius = torch.sqrt(-2.0 * torch.log((first.double() + 0.5) * 2.0**-32))
@@ -54,5 +55,5 @@ def standard_normal(index: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def uniform(index: Tensor, key: tuple[int, int]) -> Tensor:
-    """Uniform values in the open interval (0, 1) in float64, one for every element of `index`."""
+    """Returns uniform values in the open interval (0, 1) in float64, one for each element of `index`."""
     return (philox((index, index >> 32, 0, 0), key)[0].double() + 0.5) * 2.0**-32

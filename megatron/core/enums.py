@@ -1,14 +1,14 @@
-"""Enumerations that the whole library shares."""
+"""Enumerations of the whole library."""
 
 import enum
 
 
 class ModelType(enum.Enum):
-    """What a model is made of, as the training app asks for it."""
+    """The structure of a model."""
 
     encoder_or_decoder = 1
 
     @property
     def encoder_and_decoder(self) -> "ModelType":
-        """Kept for scripts that still name the type of T5 apart; there is one type."""
+        """Former name of the type of T5, kept for scripts. There is only one type."""
         return ModelType.encoder_or_decoder

@@ -1,9 +1,9 @@
-"""The one exception that is meant for the person at the keyboard."""
+"""The exception for mistakes of users."""
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong: a flag, a file, a line.
+    """A mistake of the user: in a flag, a file or a call.
 
     The message names it and says what would work. Entry points (tools, pretrain_*.py) print the message without a
-    traceback and exit with a non-zero code; library callers see an ordinary ValueError.
+    traceback and exit with a non-zero code. In the library it is an ordinary ValueError.
     """

@@ -1,4 +1,4 @@
-"""Grammars of flags whose one word says more than a number: patterns over layers, tuples of integers, stages."""
+"""Parsers of flag values with a grammar: patterns over layers, tuples of integers, pipeline stages."""
 
 import contextlib
 import re
@@ -7,9 +7,9 @@ _TOKEN = re.compile(r"\s*(\d+|[\[\](),+*])")
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """`4`, or a list expression over digits with `+`, `*` and parentheses: `([0]*3+[1]*58)`.
+    """Parses `4`, or a list expression over digits with `+`, `*` and parentheses: `([0]*3+[1]*58)`.
 
-    Raises ValueError for anything else. Nothing is evaluated as Python.
+    Raises ValueError for anything else. Does not evaluate the text as Python.
     """
     if "[" not in text:
         try:
@@ -24,12 +24,13 @@ def layer_pattern(text: str) -> int | list[int]:
 
 
 def integer_tuple(text: str) -> tuple[int, ...]:
-    """`127,0` or `(127,0)`."""
+    """Parses `127,0` or `(127,0)`. Raises ValueError if a word is not an integer."""
     return tuple(int(word) for word in text.strip().strip("()").split(",") if word.strip())
 
 
 def window(text: str) -> tuple[int, ...]:
-    """Two integers: tokens that are seen before and after, -1 for all. Raises ValueError for anything else."""
+    """Parses two integers: the numbers of tokens before and after that a token attends to, -1 for all. Raises
+    ValueError for anything else."""
     numbers: tuple[int, ...] = ()
     with contextlib.suppress(ValueError):
         numbers = integer_tuple(text)
@@ -43,11 +44,11 @@ _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d+)")
 
 
 def pipeline_layout(text: str) -> list[str]:
-    """What stands on each pipeline stage: `Et*2|(tt|)*2,L` gives ["Ett", "tt", "tt", "L"].
+    """Parses the layout of pipeline stages: `Et*2|(tt|)*2,L` gives ["Ett", "tt", "tt", "L"].
 
     Letters: E embedding, t transformer layer, m multi-token prediction layer, L loss. `x*n` repeats a letter or a bar,
-    `(...)*n` what stands in the parentheses, which do not nest. Commas mean nothing, nor do backslashes, which hid
-    parentheses from a shell. Raises ValueError for the rest.
+    `(...)*n` the text in the parentheses, which do not nest. Commas, spaces and backslashes (which escape parentheses
+    in a shell) are ignored. Raises ValueError for anything else.
     """
     letters = text.replace(",", "").replace(" ", "").replace("\\", "")
     for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):

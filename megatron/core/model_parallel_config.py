@@ -1,6 +1,6 @@
-"""How a model is split over ranks, and what its communication looks like.
+"""How a model is split over ranks, and how the ranks communicate.
 
-`ModelParallelConfig` is what every parallel part of the library is configured by; `TransformerConfig` extends it.
+`ModelParallelConfig` configures every parallel part of the library; `TransformerConfig` extends it.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,76 +12,76 @@ import torch
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, too_small, unsupported_values
 
-_OLD_OVERLAP = "these switches went with old Transformer Engine releases"
+_OLD_OVERLAP = "it belongs to old Transformer Engine releases"
 
 
 @dataclass
 class ModelParallelConfig:
-    """Sizes of the grid of ranks, number formats, and how the ranks exchange data.
+    """Sizes of the grid of ranks, number formats, and communication between ranks.
 
-    Raises UserError when a value is impossible or its feature is still to come.
+    Raises UserError for a value that is impossible or not supported yet.
     """
 
     # Model parallelism -----------------------------------------------------------------------------------------------
 
     tensor_model_parallel_size: int = 1
-    """Ranks that share the matrices of one layer."""
+    """Number of ranks over which the matrices of each layer are split."""
 
     pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = flag(
         None,
         supported=[None, "nccl"],
-        no_effect="pipeline stages exchange over the communication library of all other groups",
+        no_effect="pipeline stages use the communication library of all other groups",
     )
-    """Communication library between pipeline stages, where it is not that of the other groups."""
+    """Communication library between pipeline stages. Default: that of the other groups."""
 
     pipeline_model_parallel_size: int = 1
-    """Stages that the layers are cut into."""
+    """Number of ranks over which the layers are divided (pipeline stages)."""
 
     virtual_pipeline_model_parallel_size: int | None = not_a_flag(None)
-    """Model chunks that one pipeline stage holds (interleaved schedule); None: one."""
+    """Number of model chunks on each pipeline rank (interleaved schedule); None: one."""
 
     sequence_parallel: bool = flag(False, only_with="tensor_model_parallel_size")
-    """Split norms, dropout and residuals over the tensor parallel ranks, along the sequence."""
+    """Split norms, dropout and residuals over the tensor parallel ranks along the sequence."""
 
     context_parallel_size: int = 1
-    """Ranks that share one sequence, attention included."""
+    """Number of ranks over which each sequence is split, in all layers including attention."""
 
     hierarchical_context_parallel_sizes: list[int] | None = flag(None, only_with="context_parallel_size")
     """Sizes of the levels of `--cp-comm-type a2a+p2p`; their product is the context parallel size."""
 
     max_seqlen_per_dp_cp_rank: int | None = flag(None, only_with="hybrid_context_parallel")
-    """Longest part of a packed sequence that one rank takes under hybrid context parallelism."""
+    """With hybrid context parallelism: largest number of tokens of a packed sequence on one rank."""
 
     hybrid_context_parallel: bool = not_yet(False)
-    """Give each packed sequence as many context parallel ranks as its length needs."""
+    """Split each packed sequence over as many context parallel ranks as its length needs."""
 
     expert_model_parallel_size: int = 1
-    """Ranks that the experts of a layer are spread over."""
+    """Number of ranks over which the experts of a layer are divided."""
 
     expert_tensor_parallel_size: int | None = flag(None, only_with="num_moe_experts")
-    """Ranks that share the matrices of one expert; as --tensor-model-parallel-size when not given."""
+    """Number of ranks over which the matrices of each expert are split. Default: as --tensor-model-parallel-size."""
 
-    moe_extended_tp: bool = flag(False, no_effect="--expert-tensor-parallel-size took its place")
-    """Of older releases: split experts over tensor parallel ranks too."""
+    moe_extended_tp: bool = flag(False, no_effect="--expert-tensor-parallel-size has replaced it")
+    """Flag of older releases: split experts over tensor parallel ranks too."""
 
     # Initial values --------------------------------------------------------------------------------------------------
 
     perform_initialization: bool = flag(True, off="--no-initialization")
-    """Draw initial weights; without, they hold whatever was in memory until a checkpoint is loaded."""
+    """Draw initial weights. Otherwise they have arbitrary values until a checkpoint is loaded."""
 
-    use_cpu_initialization: bool = flag(False, no_effect="initial weights are the same numbers wherever they are drawn")
+    use_cpu_initialization: bool = flag(False, no_effect="initial weights have the same values on every device")
     """Draw initial weights on the CPU."""
 
     # Number formats --------------------------------------------------------------------------------------------------
 
     fp16: bool = False
-    """Compute in float16, with a loss scale; float32 main weights and gradients."""
+    """Compute in float16 with a loss scale; main weights and gradients are float32."""
 
     bf16: bool = False
-    """Compute in bfloat16; float32 main weights and gradients."""
+    """Compute in bfloat16; main weights and gradients are float32."""
 
     params_dtype: torch.dtype = not_a_flag(torch.float32)
-    """Type of the weights that layers compute with; follows fp16, bf16 and fp64."""
+    """Type of the weights that layers compute with. Set by fp16, bf16 and fp64."""
 
     # Hooks of the training loop --------------------------------------------------------------------------------------
 
@@ -89,13 +89,13 @@ class ModelParallelConfig:
     """Named timers (megatron.core.Timers)."""
 
     finalize_model_grads_func: Callable[..., Any] | None = not_a_flag(None)
-    """Called with (model chunks, number of tokens) when all micro-batches of a step are done."""
+    """Called with (model chunks, number of tokens) after all micro-batches of a step."""
 
     grad_scale_func: Callable[..., Any] | None = not_a_flag(None)
     """Multiplies the loss by the loss scale."""
 
     no_sync_func: Callable[..., Any] | list[Callable[..., Any]] | None = not_a_flag(None)
-    """Gives a context in which gradients are accumulated without being reduced."""
+    """Returns a context manager inside which gradients are accumulated without being reduced."""
 
     grad_sync_func: Callable[..., Any] | None = not_a_flag(None)
     """Starts the reduction of the gradients of given parameters."""
@@ -106,23 +106,23 @@ class ModelParallelConfig:
     # Arithmetic ------------------------------------------------------------------------------------------------------
 
     deterministic_mode: bool = False
-    """Only kernels whose result is the same at every run. Slower on a GPU."""
+    """Use only kernels whose results are equal in every run. Slower on a GPU."""
 
     enable_autocast: bool = not_a_flag(False)
     """Run the forward pass under torch.autocast."""
 
     autocast_dtype: torch.dtype | None = not_a_flag(None)
-    """Type of that autocast; as params_dtype when None."""
+    """Type of the autocast; None: as params_dtype."""
 
     num_microbatches_with_partial_activation_checkpoints: int | None = not_a_flag(None)
-    """Micro-batches in flight for which only part of the layers recompute their activations."""
+    """Number of micro-batches in flight for which only a part of the layers recomputes its activations."""
 
     # Fusions and tensor parallel overlap -----------------------------------------------------------------------------
 
     gradient_accumulation_fusion: bool = flag(
         False,
         off="--no-gradient-accumulation-fusion",
-        no_effect="weight gradients always accumulate in the product itself, without a kernel to build",
+        no_effect="weight gradients are always accumulated by the matrix product itself, without an extra kernel",
     )
     """Accumulate weight gradients inside the matrix product."""
 
@@ -135,19 +135,19 @@ class ModelParallelConfig:
     """Reduce input gradients of a linear layer while its weight gradient is computed."""
 
     use_te_rng_tracker: bool = not_a_flag(False)
-    """Use Transformer Engine's generator states; ours need none."""
+    """Use Transformer Engine's random number generator states. Has no effect: ours need no states."""
 
     tp_comm_overlap: bool = flag(
         False,
-        no_effect="tensor parallel communication always runs beside those products of its layer that do not wait for "
-        "it; cutting a product into pieces to hide the rest is not yet there",
+        no_effect="tensor parallel communication always overlaps with the matrix products that do not depend on it; "
+        "splitting a product to overlap the rest is not supported yet",
     )
-    """Overlap tensor parallel communication with the matrix products beside it."""
+    """Overlap tensor parallel communication with matrix products."""
 
     tp_comm_bulk_wgrad: bool = flag(
         True, off="--disable-tp-comm-bulk-wgrad", aliases=["--no-tp-comm-bulk-wgrad"], only_with="tp_comm_overlap"
     )
-    """With --tp-comm-overlap: gather inputs while input gradients are computed."""
+    """With --tp-comm-overlap: all-gather inputs while input gradients are computed."""
 
     tp_comm_bulk_dgrad: bool = flag(
         True, off="--disable-tp-comm-bulk-dgrad", aliases=["--no-tp-comm-bulk-dgrad"], only_with="tp_comm_overlap"
@@ -170,18 +170,18 @@ class ModelParallelConfig:
     tp_comm_split_ag: bool = flag(
         True, off="--disable-tp-comm-split-ag", aliases=["--no-tp-comm-split-ag"], no_effect=_OLD_OVERLAP
     )
-    """Of older releases: split all-gathers into pieces."""
+    """Flag of older releases: split all-gathers into pieces."""
 
     tp_comm_atomic_ag: bool = not_a_flag(False)
-    """Of older releases: all-gather with atomic kernels."""
+    """Flag of older releases: all-gather with atomic kernels."""
 
     tp_comm_split_rs: bool = flag(
         True, off="--disable-tp-comm-split-rs", aliases=["--no-tp-comm-split-rs"], no_effect=_OLD_OVERLAP
     )
-    """Of older releases: split reduce-scatters into pieces."""
+    """Flag of older releases: split reduce-scatters into pieces."""
 
     tp_comm_atomic_rs: bool = not_a_flag(False)
-    """Of older releases: reduce-scatter with atomic kernels."""
+    """Flag of older releases: reduce-scatter with atomic kernels."""
 
     cross_entropy_loss_fusion: bool = flag(False, no_effect="cross entropy has one implementation, which is fused")
     """Compute the cross entropy in one kernel."""
@@ -189,7 +189,7 @@ class ModelParallelConfig:
     cross_entropy_fusion_impl: Literal["native", "te"] = flag(
         "native", no_effect="cross entropy has one implementation, which is fused"
     )
-    """Whose fused cross entropy to use."""
+    """Implementation of the fused cross entropy."""
 
     tp_comm_overlap_disable_qkv: bool = not_a_flag(False)
     """With tp_comm_overlap: leave the QKV projection out."""
@@ -201,16 +201,17 @@ class ModelParallelConfig:
     """Library that sets up the overlapped tensor parallel communication."""
 
     overlap_moe_expert_parallel_comm: bool = flag(False, only_with="num_moe_experts")
-    """Hide the exchange of tokens between experts: a micro-batch's forward and the backward of the one before take
-    turns, and one computes while the other's tokens are under way. A rank then holds the activations of one micro-batch
-    (with virtual pipeline stages: of one chunk) more. The numbers are the same. A pipeline needs virtual stages."""
+    """Hide the communication of tokens between experts: the forward of a micro-batch and the backward of the previous
+    one take turns, so that one computes while the other communicates. Needs memory for the activations of one more
+    micro-batch (with virtual pipeline stages, of one more chunk). The results are equal. A pipeline needs virtual
+    stages."""
 
     delay_wgrad_compute: bool = flag(False, only_with="overlap_moe_expert_parallel_comm")
-    """With --overlap-moe-expert-parallel-comm: products that give weight gradients wait until their backward has an
-    exchange under way, which they hide before the other micro-batch does."""
+    """With --overlap-moe-expert-parallel-comm: defer weight gradients until the communication of their backward runs,
+    to hide it before the other micro-batch does."""
 
     ep_overlap_early_attn_memory_release: bool = flag(
-        False, no_effect="backward gives each activation's memory back as soon as it is done with it"
+        False, no_effect="backward frees each activation as soon as it is no longer needed"
     )
     """With --overlap-moe-expert-parallel-comm: free attention's activations early."""
 
@@ -219,18 +220,18 @@ class ModelParallelConfig:
     pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v"] | None = flag(
         None, only_with="pipeline_model_parallel_size"
     )
-    """Order of work on the pipeline's stages: 1f1b; interleaved (several model chunks a rank); zb-h1 (1f1b with weight
-    gradients late, in its bubbles); zb-v (the same with two chunks a rank, first and last stage on the first rank).
-    When not given: interleaved with virtual stages, else 1f1b."""
+    """Pipeline schedule: 1f1b; interleaved (several model chunks on each rank); zb-h1 (1f1b with weight gradients
+    deferred into its bubbles); zb-v (zero bubble with two chunks on each rank, and the first and last stage on the
+    first rank). Default: interleaved with virtual stages, else 1f1b."""
 
     pipeline_dtype: torch.dtype | None = not_a_flag(None)
-    """Type of what pipeline stages exchange; as params_dtype when None."""
+    """Type of the messages between pipeline stages; None: as params_dtype."""
 
     variable_seq_lengths: bool = not_a_flag(False)
-    """Sequence lengths differ between micro-batches; stages tell each other."""
+    """Sequence lengths differ between micro-batches, and stages send them to each other."""
 
     overlap_p2p_comm: bool = flag(False, off="--no-overlap-p2p-communication", only_with="pipeline_model_parallel_size")
-    """Exchange activations between stages while they compute."""
+    """Overlap the communication between pipeline stages with computation."""
 
     batch_p2p_comm: bool = not_a_flag(True)
     """Post sends and receives of a stage as one batch."""
@@ -238,37 +239,37 @@ class ModelParallelConfig:
     batch_p2p_sync: bool = not_a_flag(True)
     """Synchronise the device after a batch of sends and receives."""
 
-    use_ring_exchange_p2p: bool = flag(False, no_effect="it needs a torch that was built with ring_exchange")
-    """Exchange activations with a kernel that only a special build of torch has."""
+    use_ring_exchange_p2p: bool = flag(False, no_effect="it needs a build of torch with ring_exchange")
+    """Send activations between pipeline stages with a kernel that only a special build of torch has."""
 
     deallocate_pipeline_outputs: bool = not_a_flag(False)
-    """Free a stage's output once the next stage has it."""
+    """Free the output of a stage after it was sent to the next one."""
 
     defer_embedding_wgrad_compute: bool = flag(
-        False, no_effect="weight gradients of all layers are put off by --pipeline-schedule zb-h1 or zb-v"
+        False, no_effect="--pipeline-schedule zb-h1 or zb-v defers the weight gradients of all layers"
     )
-    """Compute the output layer's weight gradient while the pipeline drains."""
+    """Defer the weight gradient of the output layer until the pipeline drains."""
 
     wgrad_deferral_limit: int = flag(0, only_with="defer_embedding_wgrad_compute")
-    """Micro-batches for which it is put off; 0: all."""
+    """With --defer-embedding-wgrad-compute: number of micro-batches for which it is deferred; 0: all."""
 
     overlap_p2p_comm_warmup_flush: bool = flag(
         False,
         on="--overlap-p2p-communication-warmup-flush",
-        no_effect="unless --no-overlap-p2p-communication is given, the exchange is overlapped everywhere",
+        no_effect="communication between stages always overlaps, unless --no-overlap-p2p-communication is given",
     )
-    """Overlap the exchange between stages in warm-up and drain too."""
+    """Overlap the communication between pipeline stages in warm-up and drain too."""
 
     microbatch_group_size_per_vp_stage: int | None = flag(
         None,
         on="--microbatch-group-size-per-virtual-pipeline-stage",
         only_with="pipeline_model_parallel_size",
     )
-    """Micro-batches that a model chunk runs in a row; as --pipeline-model-parallel-size when not given."""
+    """Number of micro-batches that a model chunk runs in a row. Default: as --pipeline-model-parallel-size."""
 
     mtp_standalone: bool = flag(False, only_with="mtp_num_layers")
-    """The multi-token prediction layers have a pipeline stage of their own: known from
-    --pipeline-model-parallel-layout, without which it is refused."""
+    """The multi-token prediction layers have their own pipeline stage. Refused unless --pipeline-model-parallel-layout
+    says the same."""
 
     # Offloading of activations ---------------------------------------------------------------------------------------
 
@@ -276,10 +277,10 @@ class ModelParallelConfig:
     """Keep activations of some layers in host memory."""
 
     cpu_offloading_num_layers: int = not_yet(0)
-    """Layers whose activations are kept in host memory."""
+    """Number of layers whose activations are kept in host memory."""
 
     _cpu_offloading_context: AbstractContextManager[Any] | None = not_a_flag(None)
-    """The context under which activations are moved."""
+    """The context manager inside which activations are moved."""
 
     cpu_offloading_activations: bool = not_a_flag(True)
     """With cpu_offloading: move activations."""
@@ -288,17 +289,17 @@ class ModelParallelConfig:
     """With cpu_offloading: move weights."""
 
     cpu_offloading_double_buffering: bool = not_a_flag(False)
-    """With cpu_offloading: use two buffers in turn."""
+    """With cpu_offloading: alternate between two buffers."""
 
     # Timing ----------------------------------------------------------------------------------------------------------
 
     barrier_with_L1_time: bool = flag(True, off="--no-barrier-with-level-1-timing")
-    """Put a barrier before timers of level 1 and below are read, so that they compare over ranks."""
+    """Put a barrier before timers of level 0 and 1, so that their times can be compared between ranks."""
 
     # Ours ------------------------------------------------------------------------------------------------------------
 
     seed: int = 1234
-    """Seed of initial weights, dropout and data order. Larger than 0."""
+    """Seed of initial weights, dropout and data order. Must be larger than 0."""
 
     fp64: bool = False
     """Compute in float64: slow, but exact enough to compare layouts. Only the cosines and sines of rotary positions

@@ -1,7 +1,7 @@
-"""How many micro-batches a step has: constant, or growing with the samples consumed.
+"""The number of micro-batches of a step: constant, or growing with the consumed samples.
 
-`BatchSchedule` is what the library and the app use. The functions below it are the published facade, which keeps one
-schedule for user scripts; nothing in the library calls them.
+The library and the app use `BatchSchedule`. The functions below it are Megatron-LM's, for user scripts: they keep one
+schedule. Nothing in the library calls them.
 """
 
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RampUp:
-    """--rampup-batch-size: from `start` in steps of `increment` over `samples` samples."""
+    """--rampup-batch-size: the batch size grows from `start` in steps of `increment` over `samples` samples."""
 
     start: int
     increment: int
     samples: int
 
     def size(self, consumed_samples: int, final: int) -> int:
-        """Global batch size after so many samples."""
+        """Returns the global batch size after `consumed_samples`; `final` is its last value."""
         if consumed_samples > self.samples:
             return final
         samples_per_increment = self.samples / ((final - self.start) / self.increment)
@@ -32,18 +32,19 @@ class RampUp:
 
 @dataclass
 class BatchSchedule:
-    """Sizes of the global batch over a run. Raises UserError where micro-batches and replicas do not fit into it."""
+    """The global batch size over a run. Raises UserError for a size that is no multiple of micro-batch size x data
+    parallel size."""
 
     final_global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
     rampup: RampUp | None = None
     decrease_if_needed: bool = False
-    """Round a global batch size that does not divide down to one that does, instead of refusing it."""
+    """Round a global batch size that does not divide evenly down instead of refusing it."""
     scheduled_global_batch_size: int = field(init=False)
-    """What the schedule says now."""
+    """Global batch size of the schedule now."""
     global_batch_size: int = field(init=False)
-    """Samples that a step takes now: as scheduled, or rounded down."""
+    """Number of samples of a step now: the scheduled size, possibly rounded down."""
 
     def __post_init__(self) -> None:
         for name in ("final_global_batch_size", "micro_batch_size", "data_parallel_size"):
@@ -56,8 +57,8 @@ class BatchSchedule:
 
     @classmethod
     def from_config(cls, config: Any, data_parallel_size: int) -> "BatchSchedule":
-        """From an object with `global_batch_size` (None: one micro-batch a replica), `micro_batch_size`,
-        `rampup_batch_size` and `decrease_batch_size_if_needed`."""
+        """Returns the schedule of a config with `global_batch_size` (None: one micro-batch on each data parallel rank),
+        `micro_batch_size`, `rampup_batch_size` and `decrease_batch_size_if_needed`."""
         size = config.global_batch_size or config.micro_batch_size * data_parallel_size
         words = config.rampup_batch_size
         return cls(
@@ -70,21 +71,21 @@ class BatchSchedule:
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of a step on each data parallel rank, now."""
+        """Number of micro-batches of a step on each data parallel rank, now."""
         return self.global_batch_size // self.samples_at_once
 
     @property
     def final_num_microbatches(self) -> int:
-        """The same when the batch has its full size; evaluation uses it throughout."""
+        """Number of micro-batches at the final batch size. Evaluation always uses it."""
         return self._rounded_down(self.final_global_batch_size) // self.samples_at_once
 
     @property
     def samples_at_once(self) -> int:
-        """Samples that all data parallel ranks take in one micro-batch."""
+        """Number of samples in one micro-batch of all data parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
     def update(self, consumed_samples: int, check: bool = True) -> None:
-        """Set the sizes for the step that begins after so many samples."""
+        """Sets the sizes for the step that starts after `consumed_samples`."""
         final = self.final_global_batch_size
         self.scheduled_global_batch_size = self.rampup.size(consumed_samples, final) if self.rampup else final
         self.global_batch_size = self._rounded_down(self.scheduled_global_batch_size, check)
@@ -118,7 +119,7 @@ class BatchSchedule:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The published facade
+# Megatron-LM's functions
 
 _schedule: BatchSchedule | None = None
 
@@ -131,7 +132,7 @@ def init_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Keep a schedule for the functions below; raises UserError if there is one."""
+    """Creates the schedule of the functions below. Raises UserError if there is one already."""
     if _schedule is not None:
         raise UserError(
             "the micro-batches calculator exists already: call reconfigure_num_microbatches_calculator, or "
@@ -155,7 +156,7 @@ def reconfigure_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Keep another schedule in its place."""
+    """Replaces the schedule."""
     global _schedule
     if rampup_batch_size is not None and len(rampup_batch_size) != 3:
         raise UserError(f"--rampup-batch-size takes three numbers: start, increment, samples; got {rampup_batch_size}")
@@ -166,13 +167,13 @@ def reconfigure_num_microbatches_calculator(
 
 
 def use_schedule(schedule: BatchSchedule) -> None:
-    """Keep a schedule that somebody else advances."""
+    """Sets a schedule that the caller advances."""
     global _schedule
     _schedule = schedule
 
 
 def unset_num_microbatches_calculator() -> None:
-    """Forget the schedule."""
+    """Removes the schedule."""
     global _schedule
     _schedule = None
 
@@ -187,27 +188,27 @@ def _kept() -> BatchSchedule:
 
 
 def get_num_microbatches() -> int:
-    """Micro-batches of a step on each data parallel rank, now."""
+    """Number of micro-batches of a step on each data parallel rank, now."""
     return _kept().num_microbatches
 
 
 def get_current_global_batch_size() -> int:
-    """Global batch size that the schedule says now."""
+    """Returns the scheduled global batch size now."""
     return _kept().scheduled_global_batch_size
 
 
 def get_current_running_global_batch_size() -> int:
-    """Samples that a step takes now: the scheduled size, or rounded down."""
+    """Returns the number of samples of a step now: the scheduled size, possibly rounded down."""
     return _kept().global_batch_size
 
 
 def get_micro_batch_size() -> int:
-    """Samples of a micro-batch on one data parallel rank."""
+    """Returns the number of samples of a micro-batch on one data parallel rank."""
     return _kept().micro_batch_size
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
-    """Set the sizes for the step that begins after so many samples."""
+    """Sets the sizes for the step that starts after `consumed_samples`."""
     kept = _kept()
     before = kept.global_batch_size
     kept.update(consumed_samples, consistency_check)

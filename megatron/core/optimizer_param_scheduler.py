@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of the samples consumed, and the scheduler that applies them.
+"""Learning rate and weight decay as pure functions of the consumed samples, and the scheduler that applies them.
 
-The functions work on a float64 scalar tensor, so that a device can advance its own schedule: a step whose update was
-not applied does not count, and the host need not know.
+The functions take a float64 scalar tensor, so that the device can advance the schedule by itself: a step whose update
+was not applied does not count, and the host does not have to know.
 """
 
 import logging
@@ -37,7 +37,7 @@ class LearningRateSchedule:
 
 
 def learning_rate(num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
-    """The rate after `num_steps` samples: float64 scalar to float64 scalar.
+    """Returns the learning rate after `num_steps` samples: a float64 scalar from a float64 scalar.
 
     Warm-up, up to and including its last step: linear. Then, with r = (n - warmup) / (decay - warmup) in [0, 1], min_lr
     + c (max_lr - min_lr) where c is 1 - r (linear) or (1 + cos(pi r)) / 2 (cosine); max_lr sqrt(warmup / n)
@@ -70,7 +70,7 @@ def _decay_coefficient(num_steps: Tensor, s: LearningRateSchedule) -> Tensor:
 
 
 def _wsd_coefficient(done: Tensor, style: str | None) -> Tensor:
-    """1 at the begin of the annealing (done = 0), 0 at its end."""
+    """Returns 1 at the start of the annealing (done = 0) and 0 at its end."""
     if style == "cosine":
         return _cosine(done)
     if style == "exponential":
@@ -85,7 +85,8 @@ def _cosine(done: Tensor) -> Tensor:
 
 
 def weight_decay(num_steps: Tensor, start: float, end: float, steps: int, style: str) -> Tensor:
-    """The decay after `num_steps` samples: from start to end over `steps`, linearly or along half a cosine."""
+    """Returns the weight decay after `num_steps` samples: from `start` to `end` over `steps`, linear or half a
+    cosine."""
     done = (num_steps / steps).clamp(max=1.0)
     grown = done if style == "linear" else _cosine(1.0 - done)
     return start + grown * (end - start)
@@ -95,7 +96,7 @@ class OptimizerParamScheduler:
     """Writes `lr` and `weight_decay` into an optimizer's parameter groups as samples are consumed.
 
     A group's own `max_lr`, `min_lr`, `start_wd`, `end_wd` replace those given here; `lr_mult` and `wd_mult` multiply.
-    Where a group's `lr` is a tensor it is advanced in place on its device, and nothing waits. Steps are samples: call
+    If a group's `lr` is a tensor, it is updated in place on its device, without waiting. Steps are samples: call
     `step(increment=global batch size)` after a successful update, or `advance_on_device` after any.
     """
 
@@ -171,7 +172,7 @@ class OptimizerParamScheduler:
 
     @property
     def num_steps(self) -> int:
-        """Samples counted so far. Waits for the device."""
+        """Number of samples counted so far. Waits for the device."""
         return int(self._count.item())
 
     def rate(self, num_steps: Tensor, schedule: LearningRateSchedule) -> Tensor:
@@ -182,11 +183,11 @@ class OptimizerParamScheduler:
         return learning_rate(num_steps, schedule)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """The learning rate of a group now, without its `lr_mult`. Waits for the device."""
+        """Returns the current learning rate of a group, without its `lr_mult`. Waits for the device."""
         return self.rate(self._count, self._schedule_of(param_group)).item()
 
     def get_wd(self, param_group: dict[str, Any] | None = None) -> float:
-        """The weight decay of a group now, without its `wd_mult`. Waits for the device."""
+        """Returns the current weight decay of a group, without its `wd_mult`. Waits for the device."""
         return float(self._wd_of(param_group or {}))
 
     def _setting(self, group: dict[str, Any], name: str) -> Any:
@@ -214,12 +215,13 @@ class OptimizerParamScheduler:
     # The steps -------------------------------------------------------------------------------------------------------
 
     def step(self, increment: int) -> None:
-        """So many samples more have been consumed."""
+        """Advances the schedule by `increment` samples."""
         self._count += increment
         self._apply()
 
     def advance_on_device(self, update_applied: Tensor, increment: int) -> None:
-        """As `step`, where the bool scalar `update_applied` is True; elsewhere nothing. Does not wait."""
+        """Advances the schedule by `increment` samples if the bool scalar `update_applied` is True. Does not wait for
+        the device."""
         self._count += update_applied * increment
         self._apply()
 
@@ -243,7 +245,7 @@ class OptimizerParamScheduler:
     # State -----------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule and how far it is; JSON types. Waits for the device."""
+        """Returns the schedule and the number of samples, as JSON types. Waits for the device."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(
@@ -252,11 +254,12 @@ class OptimizerParamScheduler:
         spelling: Callable[[str], str] = str,
         say: Callable[[str], object] = logger.warning,
     ) -> None:
-        """Continue a schedule.
+        """Continues a schedule from `state_dict`.
 
-        Where it differs from this run's: `override_opt_param_scheduler` keeps this run's, otherwise
-        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; each choice is said. With neither, UserError naming
-        all that differs. `spelling` is how a setting is called where people read of it.
+        For settings that differ from this run's, `override_opt_param_scheduler` keeps this run's, otherwise
+        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; `say` is called with a line for each. Without
+        either, raises UserError naming all differences. `spelling` returns the name of a setting in messages, such as
+        its flag.
         """
         differing = [name for name in _STATE if self._differs(name, state_dict)]
         refused = []
@@ -278,7 +281,7 @@ class OptimizerParamScheduler:
         self._apply()
 
     def _differs(self, name: str, state_dict: dict[str, Any]) -> bool:
-        """Whether a setting is another one there, and matters: weight decay that stays takes no time to grow."""
+        """Whether a setting differs and has an effect: wd_incr_steps has none if weight decay is constant."""
         styles = {self.wd_incr_style, state_dict.get("wd_incr_style", self.wd_incr_style)}
         if name == "num_steps" or name not in state_dict or (name == "wd_incr_steps" and styles == {"constant"}):
             return False

@@ -1,4 +1,4 @@
-"""Where packed documents begin and end: the published record."""
+"""PackedSeqParams: Megatron-LM's record of the boundaries of packed documents."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from torch.distributed import ProcessGroup
 
 @dataclass
 class PackedSeqParams:
-    """Boundaries of the documents that lie end to end in a batch of one row ("thd" layout).
+    """The boundaries of documents that are concatenated in a batch of one row ("thd" layout).
 
-    `megatron.core.tokens.Tokens` is the form that layers use; a model takes either.
+    Layers use `megatron.core.tokens.Tokens` instead; a model takes either.
     """
 
     qkv_format: str | None = None

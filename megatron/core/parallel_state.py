@@ -1,7 +1,7 @@
-"""The published functions about process groups, for user scripts: one collection of groups and one-line getters.
+"""Megatron-LM's functions about process groups, for user scripts.
 
-`initialize_model_parallel` leaves a `ProcessGroupCollection` as the default of public constructors; the getters read
-it. Nothing in the library imports this module: there, groups are arguments.
+`initialize_model_parallel` makes a `ProcessGroupCollection` the default of public constructors; the getters read it.
+Nothing in the library imports this module: inside, groups are arguments.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ Group = ProcessGroup | None
 
 @dataclass
 class _Extras:
-    """What the published functions know beside the collection."""
+    """The state of these functions beside the collection."""
 
     virtual_stages: int | None = None
     virtual_stage: int | None = None
     v_shaped: bool = False
-    """The second chunks come back from a pipeline's last rank to its first."""
+    """Two chunks on each rank, the second of which run from the last rank back to the first."""
     overrides: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Sizes and ranks that a test has set."""
+    """Sizes and ranks that were set by hand, for tests."""
     gloo_groups: dict[str, Group] = field(default_factory=dict)
 
 
@@ -77,11 +77,11 @@ def initialize_model_parallel(
     sharp_enabled_group: str | None = None,
     create_all_gather_group: bool | None = False,
 ) -> None:
-    """Cut the world into groups and make them the default.
+    """Divides the world into groups and makes them the default.
 
-    Joins torchrun's world where torch.distributed is not up yet; without torchrun the world is this process. Groups are
-    made when they are first used. Raises UserError when sizes do not fit the world, when groups exist already, and for
-    what is still to come.
+    Starts torch.distributed from torchrun's environment if needed; without torchrun the world is this process. Torch
+    groups are made at their first use. Raises UserError if sizes do not fit the world, if groups exist already, and for
+    arguments that are not supported yet.
     """
     _refuse_what_is_to_come(
         pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend not in (None, "nccl"),
@@ -106,7 +106,9 @@ def initialize_model_parallel(
         order=order,
         optimizer_instances=num_distributed_optimizer_instances,
     )
-    if hierarchical_context_parallel_sizes is not None:  # an error belongs here, not where the groups are first used
+    if (
+        hierarchical_context_parallel_sizes is not None
+    ):  # raises an error here instead of at the first use of the groups
         hierarchical_groups(range(context_parallel_size), hierarchical_context_parallel_sizes)
     collection = ProcessGroupCollection.from_grid(
         grid,
@@ -128,7 +130,7 @@ def _refuse_what_is_to_come(**asked: bool) -> None:
 
 
 def destroy_model_parallel() -> None:
-    """Forget all groups, so that others can be made."""
+    """Destroys all groups, so that others can be made."""
     global _extras
     if has_default_collection():
         process_groups_config.default_collection().close()
@@ -137,7 +139,7 @@ def destroy_model_parallel() -> None:
 
 
 def is_initialized() -> bool:
-    """Groups exist."""
+    """Whether groups exist."""
     return has_default_collection()
 
 
@@ -145,7 +147,7 @@ model_parallel_is_initialized = is_initialized
 
 
 def is_unitialized() -> bool:
-    """Groups do not exist."""
+    """Whether no groups exist."""
     return not has_default_collection()
 
 
@@ -177,12 +179,13 @@ def _override(name: str, what: str, value: int | None) -> None:
         _extras.overrides[name, what] = value
 
 
-# The published functions that differ in the group's name only are made here, one line each below.
+# Functions that differ only in the group's name are made by the functions below.
 
 
 def _group_getter(name: str) -> Callable[..., Group]:
     def get_group(check_initialized: bool = True) -> Group:
-        """The torch group; None for a lone process, or before groups exist if `check_initialized` is False."""
+        """Returns the torch group; None for a single process, or before groups exist if `check_initialized` is
+        False."""
         return _group(name, check_initialized)
 
     return get_group
@@ -197,12 +200,12 @@ def _rank_getter(name: str) -> Callable[[], int]:
 
 
 def _first_rank_getter(name: str) -> Callable[[], int]:
-    """Global rank of a group's first member."""
+    """Returns a getter of the global rank of a group's first member."""
     return lambda: _groups().ranks(name)[0]
 
 
 def _size_setter(name: str) -> Callable[[int | None], None]:
-    """What tests pretend a size to be; None undoes it."""
+    """Returns a setter of a size for tests; None removes the setting."""
     return lambda world_size: _override(name, "size", world_size)
 
 
@@ -229,48 +232,57 @@ get_pipeline_model_parallel_first_rank = _first_rank_getter("pp")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
+    """Returns the global rank of the last stage of this rank's pipeline."""
     return _groups().ranks("pp")[-1]
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
+    """Returns the global rank of the next stage; after the last one, of the first."""
     ranks = _groups().ranks("pp")
     return ranks[(_rank("pp") + 1) % len(ranks)]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
+    """Returns the global rank of the previous stage; before the first one, of the last."""
     ranks = _groups().ranks("pp")
     return ranks[(_rank("pp") - 1) % len(ranks)]
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Returns the number of chunks on each rank; None without virtual stages."""
     return _extras.virtual_stages
 
 
 def set_virtual_pipeline_model_parallel_world_size(world_size: int | None, *, v_shaped: bool = False) -> None:
-    """`v_shaped` (our own keyword): of two chunks a rank, the second come back from the last rank to the first."""
+    """Sets the number of chunks on each rank. With `v_shaped` (our own keyword) there are two, the second of which run
+    from the last rank back to the first."""
     _extras.virtual_stages, _extras.v_shaped = world_size, v_shaped
 
 
 def is_pipeline_v_shaped() -> bool:
-    """The second chunks come back from the last rank to the first, which has both ends of the model (ours)."""
+    """Whether the second chunks run from the last rank back to the first, which has both ends of the model (our own
+    function)."""
     return _extras.v_shaped
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Returns the chunk that was set as the current one; None without virtual stages."""
     return _extras.virtual_stage
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Sets the current chunk."""
     _extras.virtual_stage = rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """This rank has the first stage; unless `ignore_virtual`, the chunk `vp_stage` of it is the model's first."""
+    """Whether this rank has the first stage; without `ignore_virtual`, whether its chunk `vp_stage` is the first
+    one."""
     return _rank("pp") == 0 and (ignore_virtual or _chunk(vp_stage) == 0)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """This rank has the last stage; unless `ignore_virtual`, the chunk `vp_stage` of it is the model's last."""
+    """Whether this rank has the last stage; without `ignore_virtual`, whether its chunk `vp_stage` is the last one."""
     last_chunk = (_extras.virtual_stages or 1) - 1
     last_rank = 0 if _extras.v_shaped else _size("pp") - 1
     return _rank("pp") == last_rank and (ignore_virtual or _chunk(vp_stage) == last_chunk)
@@ -287,7 +299,8 @@ get_position_embedding_group = _group_getter("pos_embd")
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """This rank holds an end of its pipeline; unless `ignore_virtual`, chunk `vp_stage` of it is that end."""
+    """Whether this rank is in the embedding group; without `ignore_virtual`, whether its chunk `vp_stage` is an end of
+    the model."""
     if _groups().rank("embd") < 0:
         return False
     if ignore_virtual:
@@ -299,6 +312,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 
 def is_rank_in_position_embedding_group() -> bool:
+    """Whether this rank has position embeddings."""
     return _groups().rank("pos_embd") >= 0
 
 
@@ -317,11 +331,12 @@ def _data(with_context_parallel: bool, partial: bool = False) -> str:
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False, independent_all_gather: bool = False
 ) -> Group:
+    """Returns the data (and context) parallel group; with `partial_data_parallel`, that of one optimizer instance."""
     return _group(_data(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Group:
-    """The group, or a twin of it, that moves host tensors."""
+    """Returns the data parallel group for host tensors: the group itself, or a gloo group of the same ranks."""
     return _gloo(_data(with_context_parallel, partial_data_parallel))
 
 
@@ -336,14 +351,17 @@ def _gloo(name: str) -> Group:
 
 
 def has_separate_all_gather_group() -> bool:
+    """Returns False: there is no separate group for all-gathers."""
     return False
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """Returns the size of the data parallel group."""
     return _size(_data(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """Returns this rank's index in the data parallel group."""
     return _rank(_data(with_context_parallel, partial_data_parallel))
 
 
@@ -351,6 +369,7 @@ set_data_parallel_rank = _rank_setter("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Returns the global rank of the first member of the data parallel group."""
     return _groups().ranks(_data(with_context_parallel))[0]
 
 
@@ -358,15 +377,17 @@ get_context_parallel_group = _group_getter("cp")
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Returns the global ranks of the context parallel group."""
     return list(_groups().ranks("cp"))
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Group]:
-    """One group a level, innermost first."""
+    """Returns one group for each level, innermost first."""
     return _group("hcp", check_initialized)
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Group:
+    """Raises UserError: hybrid context parallelism is not supported yet."""
     raise UserError("not yet: hybrid context parallelism")
 
 
@@ -375,6 +396,7 @@ get_context_parallel_rank = _rank_getter("cp")
 
 
 def get_tensor_and_data_parallel_group(check_initialized: bool = True, with_context_parallel: bool = False) -> Group:
+    """Returns the group of tensor and data (and context) parallel ranks."""
     return _group("tp_dp_cp" if with_context_parallel else "tp_dp", check_initialized)
 
 
@@ -384,7 +406,7 @@ get_tensor_and_context_parallel_rank = _rank_getter("tp_cp")
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Group:
-    """The ranks that share fp8 scales."""
+    """Returns the group of ranks with common fp8 scales."""
     if tp_only_amax_red:
         return _group("tp_cp" if with_context_parallel else "tp")
     return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
@@ -416,6 +438,7 @@ def _expert_data(partial: bool) -> str:
 
 
 def get_expert_data_parallel_group(check_initialized: bool = True, partial_expert_data_parallel: bool = False) -> Group:
+    """Returns the expert data parallel group; with `partial_expert_data_parallel`, that of one optimizer instance."""
     return _group(_expert_data(partial_expert_data_parallel), check_initialized)
 
 
@@ -425,14 +448,17 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Group:
+    """Returns the expert data parallel group for host tensors."""
     return _gloo(_expert_data(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Returns this rank's index in the expert data parallel group."""
     return _rank(_expert_data(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Returns the size of the expert data parallel group."""
     return _size(_expert_data(partial_expert_data_parallel))
 
 
@@ -445,6 +471,7 @@ get_inter_distributed_optimizer_instance_group = _group_getter("inter_dist_opt")
 
 
 def get_global_memory_buffer() -> Any:
+    """Raises UserError: there is no global memory buffer."""
     raise UserError("there is no global memory buffer: torch's caching allocator serves temporary tensors")
 
 
@@ -452,12 +479,12 @@ get_global_symmetric_memory_buffer = get_global_memory_buffer
 
 
 def destroy_global_memory_buffer() -> None:
-    """There is none to destroy."""
+    """Does nothing: there is no such buffer."""
 
 
 destroy_global_symmetric_memory_buffer = destroy_global_memory_buffer
 
 
 def get_all_ranks() -> str:
-    """This rank along tensor, data, context, pipeline and expert axes, joined by underscores."""
+    """Returns this rank's indices along the tensor, data, context, pipeline and expert axes, joined by underscores."""
     return "_".join(str(_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))

@@ -1,8 +1,8 @@
-"""What a parameter says about itself.
+"""Descriptors of parameters: canonical name and shape, the part on this rank, and how gradients are summed.
 
-Initialisation, gradient finalisation, clipping, the optimizer, checkpoints and conversion read the descriptor of a
-parameter; nobody keeps a table of names. A layer declares its parameters with `declare`; the model that owns the layer
-names them with `name_parameters` once it is built, and draws their initial values with `initialize_parameters`.
+Initialisation, gradient finalisation, clipping, the optimizer, checkpoints and conversion read the descriptor; no code
+keeps a table of parameter names. A layer declares its parameters with `declare`. The model that contains the layer
+names them with `name_parameters` after it is built, and draws their initial values with `initialize_parameters`.
 """
 
 import dataclasses
@@ -18,22 +18,24 @@ from megatron.core.collectives import Pending
 from megatron.core.counter_rng import standard_normal, stream_key, uniform
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which part of the whole tensor is held
+# The part of the whole tensor on a rank
 
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned part of a canonical tensor: `start` and `shape`, one entry a dimension."""
+    """A rectangular part of a canonical tensor: `start` and `shape` have one entry for each dimension."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Box":
+        """Returns the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -42,14 +44,14 @@ class Box:
 
 
 class Initializer(Protocol):
-    """Fills a whole tensor in place. The kinds below can also give any box of it without making the rest."""
+    """Fills a whole tensor in place. The classes below can also compute any box of it without the rest."""
 
     def __call__(self, tensor: Tensor, /) -> object: ...
 
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std)."""
+    """Normal distribution with mean 0."""
 
     std: float
 
@@ -57,15 +59,17 @@ class Normal:
         return nn.init.normal_(tensor, mean=0.0, std=self.std)
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        """Returns the values at canonical indices, in float64."""
         return standard_normal(index, key) * self.std
 
 
 @dataclass(frozen=True)
 class XavierUniform:
-    """U(-a, a) with a = sqrt(6 / (fan in + fan out)) of the whole [out, in] tensor (Glorot and Bengio 2010)."""
+    """Uniform in (-a, a) with a = sqrt(6 / (fan in + fan out)) of the whole [out, in] tensor (Glorot and Bengio
+    2010)."""
 
     stacked: int = 0
-    """How many dimensions, the first ones, number tensors that are drawn each by itself, such as experts'."""
+    """Number of leading dimensions that index separate tensors, such as experts, each with its own fans."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         for part in tensor.flatten(0, self.stacked - 1) if self.stacked else (tensor,):
@@ -74,6 +78,7 @@ class XavierUniform:
         return tensor
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        """Returns the values at canonical indices, in float64."""
         fan_in = global_shape[-1]
         bound = math.sqrt(6.0 / (fan_in + math.prod(global_shape[self.stacked : -1])))
         return (uniform(index, key) * 2.0 - 1.0) * bound
@@ -81,7 +86,7 @@ class XavierUniform:
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """One value for all elements."""
 
     value: float
 
@@ -89,12 +94,13 @@ class Constant:
         return nn.init.constant_(tensor, self.value)
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        """Returns the values at canonical indices, in float64."""
         return torch.full_like(index, self.value, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class EachOf:
-    """An initialiser of one tensor, for a stack of them along the first dimension."""
+    """Applies an initialiser to each tensor of a stack along the first dimension."""
 
     init: Initializer
 
@@ -105,7 +111,7 @@ class EachOf:
 
 
 def each_of(init: Initializer) -> Initializer:
-    """An initialiser of a stack of tensors [n, ..., in], each drawn by `init` as a matrix [out, in]."""
+    """Returns an initialiser of a stack of tensors [n, ..., in], in which `init` draws each as a matrix [out, in]."""
     if isinstance(init, Normal | Constant):
         return init
     return dataclasses.replace(init, stacked=1) if isinstance(init, XavierUniform) else EachOf(init)
@@ -119,43 +125,45 @@ def each_of(init: Initializer) -> Initializer:
 class ParameterInfo:
     """The descriptor of one parameter on one rank.
 
-    A rank holds exactly one box of the canonical tensor. The stored tensor is that box in row-major order, reshaped as
-    the layer likes, followed by `padding` elements that belong to no canonical index (the rows that round a vocabulary
-    up); those are zero and stay zero. So a flat range of the stored tensor is a flat range of the box. Where a plain
-    [rows, columns] shape would leave a rank with several boxes, the canonical shape has more dimensions instead: the
-    gate and up halves of a gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
+    A rank holds exactly one box of the canonical tensor. The stored tensor is that box in row-major order, in any
+    shape, followed by `padding` elements without a canonical index (the rows that round up a vocabulary), which are
+    zero and stay zero. So a flat range of the stored tensor is a flat range of the box. If a rank would hold several
+    boxes of a [rows, columns] tensor, the canonical shape has more dimensions instead: the gate and up halves of a
+    gated MLP are [2, ffn, h], of which a tensor parallel rank holds [2, ffn / tp, h].
     """
 
     global_shape: tuple[int, ...]
-    """Shape of the canonical tensor: all ranks together, vocabulary unpadded."""
+    """Shape of the canonical tensor: that of all ranks together, without padding of the vocabulary."""
     box: Box
-    """The part of it that this rank holds."""
+    """The part of the canonical tensor on this rank."""
     init: Initializer
     name: str = ""
     """Canonical name: layer numbers counted over the whole model, expert numbers global. Set by `name_parameters`."""
     part_of: str = ""
-    """The canonical name where it is not the parameter's own path: the whole name (the copy of a tied embedding on the
-    last pipeline stage), or, with leading dots, a relative one, as of Python's imports: one dot begins in the module
-    that holds the parameter (".weight": another box of the weight beside it), each further one in the module around."""
+    """The canonical name, if it is not the parameter's own path. Either a whole name (for the copy of a tied embedding
+    on the last pipeline stage) or, with leading dots, a relative one as in Python's imports: one dot starts in the
+    module that has the parameter (".weight": another box of the weight beside it), each further dot one module
+    above."""
     padding: int = 0
-    """Elements at the end of the stored tensor that belong to no canonical index."""
+    """Number of elements at the end of the stored tensor without a canonical index."""
     grid: Literal["dense", "expert"] = "dense"
-    """Which grid of ranks replicates it: expert parameters are reduced over the expert data parallel group."""
+    """The grid of ranks that replicates the parameter: gradients of experts are reduced over expert data parallel
+    ranks."""
     partial_gradient_axes: frozenset[str] = frozenset()
-    """Grid axes over which every rank has only its tokens' part of the gradient although it holds the same values, such
-    as `tp` for a norm under sequence parallelism: these are summed when gradients are finalised."""
+    """Grid axes along which all ranks hold the same values, but each has only the gradient of its own tokens, such as
+    `tp` for a norm under sequence parallelism. `finalize_model_grads` sums the gradients along them."""
     sharded_axes: frozenset[str] = frozenset()
-    """Grid axes over which `box` differs. Over all other axes of its grid the parameter is a replica."""
+    """Grid axes along which `box` differs. Along all other axes of its grid the parameter is replicated."""
     tied: bool = False
-    """Also held, as the same canonical tensor, by another pipeline stage (embedding and head)."""
+    """Whether another pipeline stage has a copy of the same canonical tensor (embedding and head)."""
     tied_over: Literal["embd", "pos_embd"] = "embd"
-    """Of a tied parameter: the group of the ranks of a pipeline that hold a copy."""
+    """For a tied parameter: the group of the ranks of a pipeline with a copy."""
     embedding_or_output: bool = False
-    """Takes the learning rate of --decoupled-lr."""
+    """Whether --decoupled-lr sets its learning rate."""
 
     @property
     def decays(self) -> bool:
-        """Weight decay applies: matrices do, biases and one-dimensional parameters do not."""
+        """Whether weight decay applies: it does to matrices, not to biases and one-dimensional parameters."""
         return len(self.global_shape) > 1 and not self.name.endswith(".bias")
 
 
@@ -167,9 +175,9 @@ def declare(
     box: Box | None = None,
     **facts: Any,
 ) -> nn.Parameter:
-    """Attach a descriptor to a parameter; without `box` this rank holds all of it. Returns the parameter.
+    """Attaches a descriptor to a parameter and returns the parameter. Without `box` this rank has the whole tensor.
 
-    `facts` are further fields of `ParameterInfo`. Whatever `parameter` holds beyond the box is its padding.
+    `facts` are further fields of `ParameterInfo`. Elements of `parameter` beyond the box are its padding.
     """
     shape = tuple(global_shape if global_shape is not None else parameter.shape)
     box = box or Box.whole(shape)
@@ -180,11 +188,11 @@ def declare(
 
 
 def info_of(parameter: Tensor) -> ParameterInfo:
-    """The descriptor of a parameter; one that was never declared describes itself as whole on every rank."""
+    """Returns the descriptor of a parameter. A parameter that was never declared gets one: whole on every rank."""
     info = getattr(parameter, "info", None)
     if info is None:
         shape = tuple(parameter.shape)
-        # The published mark of a user's own norm: every tensor parallel rank sees its own tokens only.
+        # Megatron-LM's mark of a user's own norm: each tensor parallel rank sees only its own tokens.
         partial = frozenset({"tp"} if getattr(parameter, "sequence_parallel", False) else ())
         info = ParameterInfo(shape, Box.whole(shape), _Undeclared(), partial_gradient_axes=partial)
         parameter.info = info  # type: ignore[attr-defined]
@@ -192,8 +200,8 @@ def info_of(parameter: Tensor) -> ParameterInfo:
 
 
 def add_partial_gradient_axis(axis: str, *modules: object) -> None:
-    """Say that every rank along a grid axis has only a part of the gradients of these modules' parameters. What is no
-    module has none."""
+    """Adds a grid axis to `partial_gradient_axes` of all parameters of these modules. Ignores objects that are no
+    modules."""
     for module in modules:
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             info = info_of(parameter)
@@ -203,14 +211,15 @@ def add_partial_gradient_axis(axis: str, *modules: object) -> None:
 
 @dataclass(frozen=True)
 class _Undeclared:
-    """The value that the parameter's own module gave it stands."""
+    """Keeps the value that the parameter's own module has set."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 def has_initial_value(info: ParameterInfo) -> bool:
-    """The descriptor says what the parameter starts from; of one that was never declared only its module knew."""
+    """Whether the descriptor has the initial value; for a parameter that was never declared, only its module knows
+    it."""
     return not isinstance(info.init, _Undeclared)
 
 
@@ -219,10 +228,10 @@ def has_initial_value(info: ParameterInfo) -> bool:
 
 
 def canonical_names(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters of a module, each parameter once, with global numbers for numbered children.
+    """Yields names and parameters of a module, each parameter once, with global numbers for numbered children.
 
-    A child of a ModuleList that has an attribute `canonical_index` (a layer's number over the whole model, from 0; an
-    expert's global number) goes by that number instead of its local position.
+    A child of a ModuleList with an attribute `canonical_index` (number of a layer in the whole model, from 0; global
+    number of an expert) is named by that number instead of its local index.
     """
     seen: set[nn.Parameter] = set()
     for name, parameter in _walk(module, prefix):
@@ -242,13 +251,13 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def name_parameters(module: nn.Module) -> None:
-    """Write the canonical name into the descriptor of every parameter of a whole model (or model chunk)."""
+    """Writes the canonical name into the descriptor of every parameter of a model (or model chunk)."""
     for name, parameter in canonical_names(module):
         parameter.info = dataclasses.replace(info_of(parameter), name=canonical_name(name, info_of(parameter)))  # type: ignore[attr-defined]
 
 
 def canonical_name(path: str, info: ParameterInfo) -> str:
-    """The canonical name of a parameter that stands at `path` in its model."""
+    """Returns the canonical name of a parameter at `path` in its model."""
     relative = info.part_of.lstrip(".")
     if relative == info.part_of:
         return info.part_of or path
@@ -260,15 +269,15 @@ def canonical_name(path: str, info: ParameterInfo) -> str:
 # Drawing the initial values
 
 _DRAWN_AT_ONCE = {"cpu": 1 << 15, "cuda": 1 << 22}
-"""Elements: few on a CPU, so that the integer temporaries stay in its caches; many on a GPU, to launch little."""
+"""Elements per call: few on a CPU, so that integer temporaries stay in its caches; many on a GPU, for few launches."""
 
 
 @torch.no_grad()
 def initialize_parameters(module: nn.Module, seed: int) -> None:
-    """Give every named parameter its initial value: a function of (seed, canonical name, canonical index) alone.
+    """Sets the initial value of every named parameter: a function of (seed, canonical name, canonical index) alone.
 
-    Parameters on the meta device are left alone. An initialiser that is not one of ours gets the whole tensor, with
-    torch's default CPU generator seeded from (seed, name) for the call.
+    Skips parameters on the meta device. An initialiser that is not one of ours is called with the whole tensor, while
+    torch's default CPU generator is seeded from (seed, name).
     """
     for _, parameter in canonical_names(module):
         if parameter.device.type != "meta":
@@ -277,7 +286,7 @@ def initialize_parameters(module: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def initialize_parameter(parameter: nn.Parameter, seed: int) -> None:
-    """Draw one named parameter in place; see `initialize_parameters`."""
+    """Sets the initial value of one named parameter; see `initialize_parameters`."""
     info = info_of(parameter)
     if isinstance(info.init, _Undeclared):
         return
@@ -286,7 +295,7 @@ def initialize_parameter(parameter: nn.Parameter, seed: int) -> None:
 
 
 def draw_range(target: Tensor, info: ParameterInfo, start: int, key: tuple[int, int]) -> None:
-    """Draw the flat range [start, start + numel) of the box into the one-dimensional `target`."""
+    """Writes the initial values of the flat range [start, start + numel) of the box to the one-dimensional `target`."""
     if not isinstance(info.init, Normal | XavierUniform | Constant):
         whole = torch.empty(info.global_shape, dtype=torch.float32)
         with torch.random.fork_rng(devices=[]):
@@ -302,9 +311,10 @@ def draw_range(target: Tensor, info: ParameterInfo, start: int, key: tuple[int, 
 
 
 def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Row-major index in the canonical tensor (int64) of `count` elements of the box, from flat position `start`."""
+    """Returns the row-major indices in the canonical tensor (int64) of `count` elements of the box, from flat index
+    `start`."""
     position = torch.arange(start, start + count, dtype=torch.int64, device=device)
-    if info.box.shape[1:] == info.global_shape[1:]:  # whole rows: the box is one run of the canonical tensor
+    if info.box.shape[1:] == info.global_shape[1:]:  # whole rows: the box is one range of the canonical tensor
         row_size = math.prod(info.global_shape[1:])
         return position + (info.box.start[0] if info.box.start else 0) * row_size
     index, stride = torch.zeros_like(position), 1
@@ -318,39 +328,40 @@ def canonical_index(info: ParameterInfo, start: int, count: int, device: torch.d
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where gradients go
+# Main gradients
 
 
 class InputsToGather(Protocol):
-    """Inputs of a product of which each rank of a group has some rows."""
+    """Inputs of a matrix product, of which each rank of a group has some rows."""
 
     def start_gather(self) -> Pending:
-        """Begin to gather all rows, [t, in]."""
+        """Starts to gather all rows, [t, in]."""
 
 
 class MainGrad(Protocol):
-    """Takes the gradient of one parameter as soon as backward has it, in place of `.grad`."""
+    """Accumulates the gradient of one parameter as soon as backward has computed it, instead of `.grad`."""
 
     defers_weight_grad: bool
-    """At the moment products are kept as their factors, to be run later: their inputs may then be something that
-    gathers them, so that no more than this rank's rows is kept."""
+    """Whether products that are added now are deferred. Their inputs may then be an `InputsToGather`, so that only this
+    rank's rows are kept."""
 
     def add_product(self, output_gradient: Tensor, inputs: "Tensor | InputsToGather") -> None:
-        """Accumulate output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear."""
+        """Accumulates output_gradient^T @ inputs ([t, out], [t, in] -> [out, in]): the weight gradient of a linear
+        layer."""
 
     def add_grouped_product(
         self, output_gradient: Tensor, inputs: Tensor, accumulate: Callable[[Tensor, Tensor, Tensor], None]
     ) -> None:
-        """Accumulate by accumulate(gradient, output_gradient, inputs): the stacked weights of experts, of which each
-        has some rows of both."""
+        """Accumulates by accumulate(gradient, output_gradient, inputs): for the stacked weights of experts, each of
+        which has some rows of both."""
 
     def add(self, gradient: Tensor) -> None:
-        """Accumulate a gradient shaped as the stored parameter."""
+        """Accumulates a gradient shaped as the stored parameter."""
 
     def add_rows(self, index: Tensor, gradient: Tensor) -> None:
-        """Accumulate rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""
+        """Accumulates rows of a table: `gradient` [t, h] into the rows `index` (int64 [t]), which may repeat."""
 
 
 def main_grad_accumulator(parameter: Tensor) -> MainGrad | None:
-    """The main_grad that a data parallel wrapper gave this parameter; None means ordinary `.grad`."""
+    """Returns the accumulator that a data parallel wrapper gave this parameter; None means ordinary `.grad`."""
     return getattr(parameter, "main_grad_accumulator", None)

@@ -1,11 +1,11 @@
-"""The process groups of one rank, built once and handed to whatever communicates.
+"""The process groups of one rank, built once and passed to all code that communicates.
 
-A collection built from a `RankGrid` knows size, rank and members of every group without communication, and makes a
-torch group when its attribute is first read. Making one waits for the group's other members, as a collective does: so
-read the attribute where you communicate, and ask `size`, `rank` or `ranks` for numbers.
+A collection built from a `RankGrid` knows size, rank and members of every group without communication. It makes a torch
+group when its attribute is first read. This waits for the other members of the group, like a collective: so read the
+attribute only to communicate, and call `size`, `rank` or `ranks` for numbers.
 
-In a single process without torch.distributed a group of one is None; a larger one, as a dry run has, is a
-`PlannedGroup`, which knows its ranks and cannot communicate.
+Without torch.distributed a group of one rank is None. A larger group, as in a dry run, is a `PlannedGroup`, which knows
+its ranks but cannot communicate.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +25,15 @@ EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
 
 
 class ProcessGroupCollection:
-    """Groups of this rank under the published names; frozen once it is built from a grid or handed to the library.
+    """The groups of this rank under Megatron-LM's names. Frozen after it was built from a grid or passed to the
+    library.
 
-    A user may also fill one by hand: `ProcessGroupCollection(tp=..., dp=...)` or by assignment. Reading a group that
-    was not given is then a UserError that names it.
+    A user can also fill one by hand: `ProcessGroupCollection(tp=..., dp=...)` or by assignment. Reading a group that
+    was not given then raises a UserError that names it.
     """
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = GROUP_AXES
-    """Along which axes of the grid each group extends. Beside these: `embd`, `pos_embd`, and the list `hcp`."""
+    """The grid axes along which each group extends. The groups `embd`, `pos_embd` and the list `hcp` have no axes."""
 
     tp: Group
     pp: Group
@@ -76,7 +77,7 @@ class ProcessGroupCollection:
         position_embedding_ranks: EmbeddingRanks = first_only,
         timeout: timedelta | None = None,
     ) -> "ProcessGroupCollection":
-        """The frozen collection of one rank of a grid. Makes no group yet."""
+        """Returns the frozen collection of one rank of a grid. Makes no torch group yet."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
@@ -89,7 +90,7 @@ class ProcessGroupCollection:
         return collection.freeze()
 
     def freeze(self) -> "ProcessGroupCollection":
-        """No group can be set from here on. Returns self."""
+        """Prevents setting further groups. Returns self."""
         self.__dict__["_frozen"] = True
         return self
 
@@ -101,7 +102,7 @@ class ProcessGroupCollection:
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for a name that is not set: a group to be made, or a mistake.
+        # Only called for a name that is not set: a group to be made, or a mistake.
         if name not in _NAMES:
             raise AttributeError(f"ProcessGroupCollection has no attribute {name!r}")
         if self.grid is None:
@@ -116,7 +117,7 @@ class ProcessGroupCollection:
 
     @property
     def global_rank(self) -> int:
-        """This process's rank in the world."""
+        """Rank of this process in the world."""
         if self.grid is not None:
             return self._rank
         return dist.get_rank() if dist.is_initialized() else 0
@@ -124,9 +125,10 @@ class ProcessGroupCollection:
     # Numbers, without communication ----------------------------------------------------------------------------------
 
     def ranks(self, name: str, of: int | None = None) -> tuple[int, ...]:
-        """Global ranks of a group, in group order. For `embd` and `pos_embd`, of this rank's pipeline.
+        """Returns the global ranks of a group, in group order. For `embd` and `pos_embd`, those of this rank's
+        pipeline.
 
-        `of` asks for the group of another rank, which a collection filled by hand does not know.
+        `of` selects the group of another rank; a collection filled by hand does not know it.
         """
         if self.grid is None:
             assert of in (None, self.global_rank), of
@@ -138,11 +140,11 @@ class ProcessGroupCollection:
         return self.grid.named_group(name, rank)
 
     def size(self, name: str) -> int:
-        """Number of ranks of a group."""
+        """Returns the number of ranks of a group."""
         return len(self.ranks(name))
 
     def rank(self, name: str) -> int:
-        """This rank's place in a group; -1 where it is no member."""
+        """Returns this rank's index in a group; -1 if it is no member."""
         if self.grid is None:
             group = getattr(self, name)
             return group_rank(group)
@@ -150,7 +152,7 @@ class ProcessGroupCollection:
         return ranks.index(self._rank) if self._rank in ranks else -1
 
     def hierarchical_ranks(self) -> list[tuple[int, ...]]:
-        """Members of this rank's group at each level of hierarchical context parallelism, innermost first."""
+        """Returns the ranks of this rank's group at each level of hierarchical context parallelism, innermost first."""
         sizes = self._hierarchical_sizes or [self.size("cp")]
         levels = hierarchical_groups(self.ranks("cp"), sizes)
         return [next(ranks for ranks in level if self._rank in ranks) for level in levels]
@@ -158,7 +160,8 @@ class ProcessGroupCollection:
     # Torch's groups --------------------------------------------------------------------------------------------------
 
     def _make(self, ranks: tuple[int, ...]) -> Group:
-        """The torch group of some ranks: one for each set, the world's own for all. None for a rank outside it."""
+        """Returns the torch group of some ranks: one for each set of ranks, and the world's own for all ranks. None if
+        this rank is no member."""
         if self._rank not in ranks:
             return None
         if not dist.is_initialized():
@@ -166,19 +169,19 @@ class ProcessGroupCollection:
         if len(ranks) == dist.get_world_size():
             return dist.group.WORLD
         if ranks not in self._made:
-            # Only members take part, so that ranks may need different groups at different times.
+            # Made by the members alone, because ranks need groups at different times.
             self._made[ranks] = create_group_among_members(ranks, self._timeout)
         return self._made[ranks]
 
     def has_channel(self, source: int, destination: int) -> bool:
-        """`channel` was asked for these two before."""
+        """Whether `channel` has already made the group of these two ranks."""
         return (source, destination) in self.__dict__.get("_channels", {})
 
     def channel(self, source: int, destination: int) -> Group:
-        """For what the global rank `source` sends to `destination`, one of which is this rank: a group of the two.
+        """Returns the group of two global ranks for messages from `source` to `destination`. One of them is this rank.
 
-        A GPU's communicator does one thing after the other, so what goes the other way has a group of its own. Both
-        ranks ask at the same time, for several channels in the same order.
+        A GPU's communicator runs one operation after the other, so each direction has its own group. Both ranks must
+        call this at the same time, and for several channels in the same order.
         """
         channels = self.__dict__.setdefault("_channels", {})
         if (source, destination) not in channels:
@@ -187,7 +190,7 @@ class ProcessGroupCollection:
         return channels[source, destination]
 
     def close(self) -> None:
-        """Give up the torch groups that were made, so that a process can build another collection."""
+        """Destroys the torch groups that were made, so that the process can build another collection."""
         for made in (self.__dict__.get("_made", {}), self.__dict__.get("_channels", {})):
             for group in made.values():
                 dist.destroy_process_group(group)
@@ -204,9 +207,10 @@ _default: ProcessGroupCollection | None = None
 
 
 def default_collection() -> ProcessGroupCollection:
-    """Where initialize_model_parallel() left the groups; a lone process needs no such call.
+    """Returns the collection that initialize_model_parallel() has made; in a single process, one without groups.
 
-    Public constructors that a user calls without groups ask here; nothing inside the library does.
+    Only public constructors that a user calls without groups call this. Raises UserError among several ranks if no
+    collection was made.
     """
     if _default is not None:
         return _default
@@ -219,11 +223,11 @@ def default_collection() -> ProcessGroupCollection:
 
 
 def has_default_collection() -> bool:
-    """A default was set."""
+    """Whether a default collection was set."""
     return _default is not None
 
 
 def set_default_collection(collection: ProcessGroupCollection | None) -> None:
-    """Set or clear (None) what `default_collection` gives."""
+    """Sets the default collection and freezes it; None removes it."""
     global _default
     _default = collection.freeze() if collection is not None else None

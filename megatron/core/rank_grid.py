@@ -1,7 +1,8 @@
-"""Which ranks form which group: integers only, no communication.
+"""The ranks of each process group: integers only, no communication.
 
-Two grids share the world. The dense grid has the axes tp, cp, dp, pp; the expert grid has etp, ep, edp, pp, with
-ETP * EP * EDP = TP * CP * DP. A rank is a point of each; a group is the set of ranks that differ along some axes only.
+The ranks of the world form two grids. The dense grid has the axes tp, cp, dp, pp; the expert grid has etp, ep, edp, pp,
+with ETP * EP * EDP = TP * CP * DP. Each rank is a point of both grids. A group is a set of ranks that differ only along
+some axes of one grid.
 """
 
 import itertools
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 from megatron.core.exceptions import UserError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-"""Published default; the first name varies fastest. `--use-tp-pp-dp-mapping` gives tp-cp-ep-pp-dp."""
+"""Megatron-LM's default; the first axis varies fastest. `--use-tp-pp-dp-mapping` gives tp-cp-ep-pp-dp."""
 
 _DENSE_AXES = ("tp", "cp", "dp", "pp")
 _EXPERT_AXIS_OF = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-"""Name of an expert axis, by its place in the order string."""
+"""Names of the expert axes, by their names in the order string."""
 
 GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -33,38 +34,38 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "tp_ep": ("etp", "ep"),
     "tp_ep_pp": ("etp", "ep", "pp"),
     "expt_dp": ("edp",),
-    # Of one instance of the sharded optimizer's state, if there are several; else its ranks are all of them.
+    # Within one instance of the sharded optimizer state, or across instances. With one instance, `intra` has all ranks.
     "intra_dp_cp": ("dp", "cp"),
     "intra_expt_dp": ("edp",),
     "inter_dist_opt": (),
     "inter_expt_dp": (),
     "intra_dist_opt": ("tp", "cp", "dp", "pp"),
 }
-"""Published names of groups, and along which axes of a grid each extends."""
+"""Megatron-LM's names of groups, and the grid axes along which each extends."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """One grid: axis names and sizes, fastest first. An axis may lie in two pieces, under one name."""
+    """One grid: names and sizes of its axes, fastest first. An axis can consist of two pieces with the same name."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     def stride(self, name: str) -> int:
-        """How far apart neighbours along an axis of one piece are."""
+        """Returns the distance between neighbouring ranks along an axis of one piece."""
         return math.prod(self.sizes[: self.names.index(name)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each axis."""
-        place, pieces = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
+        """Returns the index of a rank along each axis."""
+        index, sizes = dict.fromkeys(self.names, 0), dict.fromkeys(self.names, 1)
         for name, size in zip(self.names, self.sizes, strict=True):
             rank, along = divmod(rank, size)
-            place[name] += along * pieces[name]
-            pieces[name] *= size
-        return place
+            index[name] += along * sizes[name]
+            sizes[name] *= size
+        return index
 
     def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
-        """Ranks, ascending, that differ from `rank` along the axes `along` at most."""
+        """Returns the ranks, ascending, that differ from `rank` only along the axes `along`."""
         base, steps, stride = rank, [], 1
         for name, size in zip(self.names, self.sizes, strict=True):
             if name in along:
@@ -77,7 +78,7 @@ class Axes:
         return tuple(ranks)  # strides ascend, and a faster axis spans less than the next stride: already sorted
 
     def groups(self, along: Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along some axes: a partition of the world, ordered by first rank."""
+        """Returns all groups along some axes: a partition of the world, ordered by first rank."""
         offsets = self.group(0, along)
         across = [name for name in self.names if name not in along]
         return [tuple([first + offset for offset in offsets]) for first in self.group(0, across)]
@@ -88,18 +89,19 @@ _OF_EXPERTS = ("intra_expt_dp", "inter_expt_dp")
 
 
 def first_and_last(pipeline: Sequence[int]) -> list[int]:
-    """Ranks of a pipeline that hold the word embedding or the output layer: its first and its last."""
+    """Returns the ranks of a pipeline with the word embedding or the output layer: the first and the last."""
     return [pipeline[0]] if len(pipeline) == 1 else [pipeline[0], pipeline[-1]]
 
 
 def first_only(pipeline: Sequence[int]) -> list[int]:
-    """Ranks of a pipeline that hold position embeddings: its first."""
+    """Returns the ranks of a pipeline with position embeddings: the first."""
     return [pipeline[0]]
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Sizes of all axes for a world of ranks, and the groups that follow. Raises UserError where sizes do not fit."""
+    """The sizes of all axes of a world of ranks, and the groups that follow. Raises UserError for sizes that do not
+    fit."""
 
     world_size: int
     tensor: int = 1
@@ -107,11 +109,11 @@ class RankGrid:
     pipeline: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """None: as `tensor`."""
+    """None: equal to `tensor`."""
     order: str = DEFAULT_ORDER
     optimizer_instances: int = 1
-    """Instances of the sharded optimizer's state. Each lies on neighbours among the data (and context) parallel ranks,
-    `intra_dp_cp`; the ranks that hold the same part of it are `inter_dist_opt`."""
+    """Number of instances of the sharded optimizer state. Each is sharded over neighbouring data (and context) parallel
+    ranks, `intra_dp_cp`; the ranks with the same shard are `inter_dist_opt`."""
     dense: Axes = field(init=False)
     experts: Axes = field(init=False)
 
@@ -133,8 +135,9 @@ class RankGrid:
         names = [name for name in order if name in dense]
         object.__setattr__(self, "dense", Axes(tuple(names), tuple(dense[name] for name in names)))
         pieces = [(_EXPERT_AXIS_OF[name], expert[name]) for name in order if name in expert]
-        # Data parallel ranks of an expert that share a sequence or a layer come before the pipeline, if it is to be one
-        # pipeline for both grids: then the axis lies in two pieces.
+        # Both grids must have the same pipelines. If pp is faster than dp, the data parallel ranks of an expert that
+        # have
+        # the same sequence or layer come before pp, the others after it: the axis then has two pieces.
         inner = self.tensor * self.context // (expert_tensor * self.expert)
         if order.index("pp") < order.index("dp") and inner > 1:
             at = next(i for i, (name, _) in enumerate(pieces) if name == "pp")
@@ -156,20 +159,20 @@ class RankGrid:
         return self.axis_size("dp")
 
     def axis_size(self, name: str) -> int:
-        """Size of an axis of either grid."""
+        """Returns the size of an axis of either grid."""
         axes = self.dense if name in self.dense.names else self.experts
         return math.prod(size for axis, size in zip(axes.names, axes.sizes, strict=True) if axis == name)
 
     def group(self, rank: int, along: Sequence[str]) -> tuple[int, ...]:
-        """The group of `rank` along axes of one grid: dense (tp, cp, dp, pp) or expert (etp, ep, edp, pp)."""
+        """Returns the group of `rank` along axes of one grid: dense (tp, cp, dp, pp) or expert (etp, ep, edp, pp)."""
         return self._axes_of(along).group(rank, along)
 
     def groups(self, along: Sequence[str]) -> list[tuple[int, ...]]:
-        """All groups along axes of one grid."""
+        """Returns all groups along axes of one grid."""
         return self._axes_of(along).groups(along)
 
     def named_group(self, name: str, rank: int) -> tuple[int, ...]:
-        """The group of `rank` under one of the names of GROUP_AXES."""
+        """Returns the group of `rank` with one of the names of GROUP_AXES."""
         if name not in _OF_AN_INSTANCE or self.optimizer_instances == 1:
             return self.group(rank, GROUP_AXES[name])
         if name == "intra_dist_opt":
@@ -177,7 +180,7 @@ class RankGrid:
         return next(group for group in self._instances_of(name, rank) if rank in group)
 
     def named_groups(self, name: str) -> list[tuple[int, ...]]:
-        """All groups under one of the names of GROUP_AXES: a partition of the world."""
+        """Returns all groups with one of the names of GROUP_AXES: a partition of the world."""
         if name not in _OF_AN_INSTANCE or self.optimizer_instances == 1:
             return self.groups(GROUP_AXES[name])
         if name == "intra_dist_opt":
@@ -187,13 +190,14 @@ class RankGrid:
         return [group for ranks in self.groups(whole) for group in self._instances_of(name, ranks[0])]
 
     def _instances_of(self, name: str, rank: int) -> list[tuple[int, ...]]:
-        """The data parallel group of `rank` cut into instances, or into ranks that hold the same part of one."""
+        """Returns the data parallel group of `rank` divided into instances, or into sets of ranks with the same
+        shard."""
         whole = self.named_group("expt_dp" if name in _OF_EXPERTS else "dp_cp", rank)
         number = self.optimizer_instances
         return hierarchical_groups(whole, [len(whole) // number, number])[name.startswith("inter")]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along every axis of both grids."""
+        """Returns the index of a rank along every axis of both grids."""
         return {**self.dense.coordinates(rank), **self.experts.coordinates(rank)}
 
     def _axes_of(self, along: Sequence[str]) -> Axes:
@@ -232,7 +236,7 @@ class RankGrid:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in a few words: `0 to 7`, `0 to 120 by 8`, or a list."""
+    """Returns a short text for ranks: `0 to 7`, `0 to 120 by 8`, or a list."""
     if len(ranks) > 3:
         step = ranks[1] - ranks[0]
         if tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1, step)):
@@ -243,21 +247,22 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of `number` next below and next above `near`, which is none itself."""
+    """Returns the divisors of `number` next below and next above `near`, which is no divisor itself."""
     known = divisors(number)
     return [d for d in known if d < near][-1:] + [d for d in known if d > near][:1]
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending; of one beyond 2^32 those that have a factor up to 2^16 beside them."""
+    """Returns the divisors of a number, ascending. Above 2^32, only those d where d or number / d is at most 2^16."""
     small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
 def hierarchical_groups(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Cut one group into levels, innermost first: the groups of each level. The sizes' product is the group's size.
+    """Returns the groups of each level of a hierarchy over one group, innermost first.
 
-    Level 0 joins neighbours; level i joins ranks that stand prod(sizes[:i]) apart.
+    A group of level 0 has neighbouring ranks; a group of level i has ranks at a distance of prod(sizes[:i]). Raises
+    UserError if the product of the sizes is not the size of the group.
     """
     if math.prod(sizes) != len(ranks):
         raise UserError(

@@ -1,6 +1,6 @@
-"""Named timers with levels. Starting and stopping one costs no synchronisation; reading it waits for its last stop.
+"""Named timers with levels. Starting and stopping a timer does not wait for the device; reading it does.
 
-On a GPU a timer records events in the current stream, so that it measures what the device did between them.
+On a GPU a timer records events in the current stream, and measures the time of the device between them.
 """
 
 import time
@@ -17,13 +17,14 @@ LogOption = Literal["max", "minmax", "all"]
 
 
 class ScalarWriter(Protocol):
-    """What `write` needs of a TensorBoard or similar writer."""
+    """The interface of a TensorBoard writer that `Timers.write` uses."""
 
-    def add_scalar(self, tag: str, value: float, iteration: int) -> object: ...
+    def add_scalar(self, tag: str, value: float, iteration: int) -> object:
+        """Writes one number."""
 
 
 class Timer:
-    """Adds up the time between starts and stops."""
+    """Sums the time between starts and stops."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +35,8 @@ class Timer:
         self._seconds = 0.0
 
     def start(self, barrier: bool = False) -> None:
-        """Begin a span. `barrier` waits for all ranks first."""
+        """Starts a span; with `barrier`, after a barrier over all ranks. Raises RuntimeError if the timer runs
+        already."""
         if self._running:
             raise RuntimeError(f"timer {self.name!r} is running already")
         if barrier:
@@ -42,7 +44,8 @@ class Timer:
         self._begun, self._running = self._now(), True
 
     def stop(self, barrier: bool = False) -> None:
-        """End the span."""
+        """Ends the span; with `barrier`, after a barrier over all ranks. Raises RuntimeError if the timer does not
+        run."""
         if not self._running:
             raise RuntimeError(f"timer {self.name!r} is not running")
         if barrier:
@@ -51,12 +54,13 @@ class Timer:
         self._running = False
 
     def reset(self) -> None:
-        """Forget all spans."""
+        """Drops all spans."""
         self._spans.clear()
         self._seconds = 0.0
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds of all spans since the last reset, one that is running included. Waits for a GPU's last event."""
+        """Returns the seconds of all spans since the last reset, including a running one. Waits for the last event of a
+        GPU."""
         running = self._running
         if running:
             self.stop(barrier)
@@ -84,7 +88,7 @@ class Timer:
 
 
 class _Silent(Timer):
-    """A timer above the log level."""
+    """A timer above the log level: does nothing."""
 
     def start(self, barrier: bool = False) -> None: ...
 
@@ -94,8 +98,8 @@ class _Silent(Timer):
 class Timers:
     """Timers by name: `timers("forward-backward", log_level=1).start()`.
 
-    A timer whose level is above `log_level` does nothing. `log_option` says what `log` shows of all ranks' times: the
-    largest, smallest and largest, or all.
+    A timer whose level is above `log_level` does nothing. `log_option` selects which times of the ranks `log` shows:
+    the largest (max), the smallest and the largest (minmax), or all.
     """
 
     MAX_LOG_LEVEL = 2
@@ -112,7 +116,8 @@ class Timers:
         self._silent = _Silent("above the log level")
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
-        """The timer of this name, made on first use with the level given (default: the most detailed)."""
+        """Returns the timer of this name. The first call creates it with the given level (default: the highest). Raises
+        UserError for another level than before."""
         if name not in self._levels:
             level = self.MAX_LOG_LEVEL if log_level is None else log_level
             if not 0 <= level <= self.MAX_LOG_LEVEL:
@@ -127,7 +132,8 @@ class Timers:
     def get_all_timers_string(
         self, names: Sequence[str] | None = None, normalizer: float = 1.0, reset: bool = True, barrier: bool = False
     ) -> str | None:
-        """Times of all ranks in ms / `normalizer`, a line a timer; None if no timer ran. All ranks call this."""
+        """Returns one line per timer with the times of all ranks in ms / `normalizer`; None if no timer ran. All ranks
+        must call this."""
         times = self._of_all_ranks(names, reset, barrier)
         lines = []
         for name, seconds in times.items():
@@ -151,7 +157,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Print that on one rank (default: the last). All ranks call."""
+        """Prints `get_all_timers_string` on one rank (default: the last). All ranks must call this."""
         text = self.get_all_timers_string(names, normalizer, reset, barrier)
         world, here = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         if text is not None and here == (world - 1 if rank is None else rank):
@@ -166,7 +172,8 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Hand the largest time of each timer, in seconds, to a writer. All ranks call; those without one pass None."""
+        """Writes the largest time of each timer, in seconds / `normalizer`, to a writer. All ranks must call this;
+        ranks without a writer pass None."""
         for name, seconds in self._of_all_ranks(names, reset, barrier).items():
             if writer is not None:
                 writer.add_scalar(f"{name}-time", max(seconds) / normalizer, iteration)
@@ -179,7 +186,7 @@ class Timers:
         return " ".join(f"{value:.2f}" for value in milliseconds)
 
     def _of_all_ranks(self, names: Sequence[str] | None, reset: bool, barrier: bool) -> dict[str, list[float]]:
-        """Seconds of each timer on every rank."""
+        """Returns the seconds of each timer on every rank."""
         chosen = [name for name in (names if names is not None else self._timers) if name in self._timers]
         if barrier:
             barrier_of()

@@ -115,6 +115,7 @@ class DistributedDataParallel(nn.Module):
     # The model -------------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module."""
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

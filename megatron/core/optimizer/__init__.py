@@ -1,4 +1,4 @@
-"""Optimizers over the flat buffers of wrapped models."""
+"""Optimizers that update the flat buffers of models wrapped in DistributedDataParallel."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,11 +38,11 @@ def get_megatron_optimizer(
     *,
     stop_on_nonfinite: bool = False,
 ) -> MegatronOptimizer:
-    """The optimizer of a config over model chunks that are wrapped in DistributedDataParallel.
+    """Returns the optimizer of a config for model chunks that are wrapped in DistributedDataParallel.
 
-    `config_overrides` gives picked parameters other settings (`ParamKey`). `stop_on_nonfinite`: see `FlatOptimizer`.
-    `use_gloo_process_groups` chooses nothing here. Raises UserError for a chunk that is not wrapped: the wrapper holds
-    the buffers that the optimizer updates.
+    `config_overrides` gives the parameters that a `ParamKey` matches other settings. `stop_on_nonfinite`: see
+    `FlatOptimizer`. `use_gloo_process_groups` has no effect. Raises UserError for a chunk that is not wrapped, because
+    the optimizer updates the buffers of the wrapper.
     """
     if dump_param_to_param_group_map is not None:
         raise UserError(

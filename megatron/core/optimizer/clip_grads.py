@@ -1,7 +1,8 @@
-"""Norms and zeros of gradients and weights over the whole model, each element counted once, without a wait.
+"""Norms and zero counts of the whole model's gradients or weights. Each element counts once; nothing waits for the
+device.
 
-The result is the same to the bit on every rank: it decides by what weights are scaled that several ranks hold. A rank
-without any unit, all of whose pipeline stages are empty, adds nothing and takes part: it names one of its chunks.
+The results are equal to the bit on every rank, because they scale the updates of weights that several ranks hold. A
+rank whose pipeline stages are all empty has no unit. It adds nothing but takes part, and passes one of its chunks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +29,17 @@ def _weights(unit: Unit) -> Tensor:
 
 
 def counted_gradients(
-    units: Sequence[Unit], groups: ProcessGroupCollection, grid: str, owned: Callable[[Unit], Tensor] = _gradients
+    units: Sequence[Unit], groups: ProcessGroupCollection, grid: str, shard_of: Callable[[Unit], Tensor] = _gradients
 ) -> Iterator[Tensor]:
-    """Gradients of one grid that this rank adds to a sum over the model: what it owns, no copies, no padding.
-    One-dimensional. With another `owned` tensor of a unit: what lies in that."""
+    """Yields the gradients of one grid that this rank adds to a sum over the model: its shards, without copies that
+    another rank counts and without padding, as one-dimensional views. `shard_of` selects another shard of a unit, such
+    as its weights."""
     tied: set[str] = set()
     for unit in units:
         if unit.plan.grid == grid:
             for parameter_slice in unit.parameter_slices:
                 if is_counted_on_this_rank(parameter_slice.info, groups) and parameter_slice.info.name not in tied:
-                    yield parameter_slice.view_in(owned(unit))
+                    yield parameter_slice.view_in(shard_of(unit))
                 if parameter_slice.info.tied:  # two chunks of this rank may hold a copy each
                     tied.add(parameter_slice.info.name)
 
@@ -45,7 +47,7 @@ def counted_gradients(
 def grad_norm(
     units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
 ) -> Tensor:
-    """2-norm of the whole model's gradient: a float64 scalar tensor, not finite where any gradient is not.
+    """Returns the 2-norm of the whole model's gradient: a float64 scalar tensor, not finite if any gradient is not.
 
     Norms of single parameters are computed in the gradients' type; their squares are summed in float64.
     """
@@ -59,7 +61,7 @@ def grad_norm(
 def weight_norm(
     units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
 ) -> Tensor:
-    """2-norm of the whole model's weights, as it computes with them: a float64 scalar tensor."""
+    """Returns the 2-norm of the whole model's weights in the model's type: a float64 scalar tensor."""
 
     def of_grid(weights: list[Tensor]) -> Tensor:
         dtype = torch.promote_types(weights[0].dtype, torch.float32)
@@ -71,7 +73,7 @@ def weight_norm(
 def count_zeros(
     units: Sequence[Unit], groups: ProcessGroupCollection, chunk: DistributedDataParallel | None = None
 ) -> Tensor:
-    """How many elements of the whole model's gradient are exactly zero: a float64 scalar tensor."""
+    """Returns how many elements of the whole model's gradient are exactly zero: a float64 scalar tensor."""
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
         return torch.stack([gradient.numel() - gradient.count_nonzero() for gradient in gradients]).sum().double()
@@ -80,7 +82,8 @@ def count_zeros(
 
 
 def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients are divided by so that their norm is at most `max_norm`; 1 where it is already, or with 0."""
+    """Returns the divisor of gradients that limits their norm to `max_norm`: 1 if it is smaller already, or if
+    `max_norm` is 0."""
     if max_norm <= 0.0:
         return torch.ones_like(norm)
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
@@ -91,16 +94,16 @@ def _sum_over_model(
     groups: ProcessGroupCollection,
     of_grid: Callable[[list[Tensor]], Tensor],
     chunk: DistributedDataParallel | None,
-    owned: Callable[[Unit], Tensor] = _gradients,
+    shard_of: Callable[[Unit], Tensor] = _gradients,
 ) -> Tensor:
     home = units[0] if units else chunk
-    assert home is not None, "a rank without units has to name a chunk"
+    assert home is not None, "a rank without units must pass a chunk"
     parts: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
     names: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[str, str | None]] = {}
     for grid in GRIDS:
-        # Every rank goes through both grids: another stage may have experts where this one has none.
+        # Every rank handles both grids: another stage may have experts if this one has none.
         model, replicas = _groups_of_model(home.shardings[grid], grid)
-        tensors = list(counted_gradients(units, groups, grid, owned))
+        tensors = list(counted_gradients(units, groups, grid, shard_of))
         part = of_grid(tensors) if tensors else torch.zeros((), dtype=torch.float64, device=home.device)
         key = groups.ranks(model), groups.ranks(replicas) if replicas else ()
         parts[key] = parts[key] + part if key in parts else part
@@ -109,7 +112,7 @@ def _sum_over_model(
 
 
 def _groups_of_model(sharding: Sharding, grid: str) -> tuple[str, str | None]:
-    """Names of the group of the ranks that hold one model between them, and of that of its replicas, if any."""
+    """Returns the names of two groups: the ranks that together hold one model, and its replicas (None without)."""
     if sharding.shards == 1:
         return _MODEL_PARALLEL_GROUP[grid], sharding.data_group
     return "intra_dist_opt", sharding.replica_group if sharding.instances > 1 else None
@@ -118,7 +121,7 @@ def _groups_of_model(sharding: Sharding, grid: str) -> tuple[str, str | None]:
 def _sum_over_ranks(part: Tensor, groups: ProcessGroupCollection, model: str, replicas: str | None) -> Tensor:
     if groups.size(model) > 1:
         all_reduce(part, getattr(groups, model))
-        # Replicas add the same numbers up in groups of their own, where a ring may run another way.
+        # Each replica sums the same numbers in its own group, possibly in another order.
         if replicas and groups.size(replicas) > 1:
             broadcast(part, getattr(groups, replicas))
     return part

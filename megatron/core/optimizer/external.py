@@ -19,12 +19,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class ExternalOptimizer(MegatronOptimizer):
-    """Lets a script's own optimizer take part in the loop: gradients are clipped and copied into `.grad` for its step.
+    """Lets the training loop use a script's own optimizer: gradients are clipped and copied into `.grad` for its step.
 
-    Every step waits for the device, to learn whether the gradient is finite, and costs a second copy of the gradients;
-    there are no main weights, so that a bfloat16 model is updated in bfloat16. Where that matters, use
-    `get_megatron_optimizer`. The schedule of the flags drives the learning rate; weight decay stays as the script set
-    it. float16 needs a loss scale and is refused.
+    Every step waits for the device to learn whether the gradient is finite, and needs a second copy of the gradients.
+    There are no main weights: a bfloat16 model is updated in bfloat16. If that matters, use `get_megatron_optimizer`.
+    The schedule of the flags sets the learning rate; weight decay stays as the script has set it.
+
+    Raises UserError for float16, which needs a loss scale; for sharded weights; and for parameters that the model does
+    not train.
     """
 
     def __init__(
@@ -48,15 +50,15 @@ class ExternalOptimizer(MegatronOptimizer):
         self.units = [unit for chunk in wrapped for unit in chunk.units]
         if any(unit.sharding.shards > 1 for unit in self.units):
             raise UserError(
-                f"the script's own {name} updates whole weights, and data parallel ranks share them out "
+                f"the script's own {name} updates whole weights, but data parallel ranks shard them "
                 f"({sharding_strategy_of(wrapped[0].ddp_config).value}): leave out --use-distributed-optimizer and "
                 "full sharding, or use --optimizer"
             )
         self.device = self.units[0].device
-        self._places = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}
-        strangers = sum(parameter not in self._places for parameter in self.get_parameters())
-        if strangers:
-            raise UserError(f"{name} holds {strangers} tensors that the model does not train; use model.parameters()")
+        self._slots = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}
+        unknown = sum(parameter not in self._slots for parameter in self.get_parameters())
+        if unknown:
+            raise UserError(f"{name} has {unknown} tensors that the model does not train; use model.parameters()")
         for group in self.param_groups:
             own = group.get("weight_decay", 0.0)
             group.setdefault("start_wd", own)
@@ -68,26 +70,26 @@ class ExternalOptimizer(MegatronOptimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's own."""
+        """The state of the script's optimizer."""
         return self.optimizer.state
 
     @torch.no_grad()
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
-        """As any optimizer's, but waits for the device."""
+        """Clips and updates; see `MegatronOptimizer.step_on_device`. Waits for the device."""
         norm = grad_norm(self.units, self.groups)
         applied = norm.isfinite()
         if loss_is_finite is not None:
             applied &= true_on_all_ranks(loss_is_finite, self.groups)
         if applied.item():
             divisor = clip_divisor(norm, self.config.clip_grad)
-            for parameter, (unit, slot) in self._places.items():
+            for parameter, (unit, slot) in self._slots.items():
                 parameter.grad = (slot.view_in(unit.grad_buffer) / divisor).to(parameter.dtype)
             self.optimizer.step()
             self.zero_grad()
         return StepUpdate(norm, applied)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for parameter in self._places:
+        for parameter in self._slots:
             parameter.grad = None
 
     def get_loss_scale(self) -> Tensor:
@@ -97,20 +99,21 @@ class ExternalOptimizer(MegatronOptimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """It works on the model's weights themselves."""
+        """Does nothing: the optimizer updates the model's weights themselves."""
 
-    # State: tensors shaped as their parameter are chunks, numbers are common -----------------------------------------
+    # State: tensors shaped as their parameter are chunks, numbers are common state
+    # -----------------------------------------
 
     def state_chunks(self) -> Iterator[Chunk]:
         self._begin_state()
-        for parameter, (_, slot) in self._places.items():
+        for parameter, (_, slot) in self._slots.items():
             for kind, value in self.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                     flat = value.view(-1)[: slot.info.box.numel]
                     yield optimizer_state_chunk(kind, slot.info, flat, holders=replica_ranks(slot.info, self.groups))
 
     def common_state(self) -> dict[str, Any]:
-        """Of all parameters of the model: ranks that hold different ones tell each other."""
+        """Returns the numbers in the state of all parameters of the model, gathered over model parallel ranks."""
         self._begin_state()
         own = {
             slot.info.name: {
@@ -118,33 +121,33 @@ class ExternalOptimizer(MegatronOptimizer):
                 for kind, value in self.state.get(parameter, {}).items()
                 if _is_number(value)
             }
-            for parameter, (_, slot) in self._places.items()
+            for parameter, (_, slot) in self._slots.items()
         }
         if self.groups.size("mp") == 1:
             return own
         known: dict[str, Any] = {}
         group = self.groups.mp
         assert isinstance(group, ProcessGroup)
-        for of_rank in RankCoordinator(group).gather(own):
-            known |= of_rank
+        for numbers in RankCoordinator(group).gather(own):
+            known |= numbers
         return known
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
         self._begin_state()
-        for parameter, (_, slot) in self._places.items():
+        for parameter, (_, slot) in self._slots.items():
             for kind, value in state[slot.info.name].items():
-                held = self.state[parameter][kind]
-                if isinstance(held, Tensor):
-                    held.fill_(value)
+                own = self.state[parameter][kind]
+                if isinstance(own, Tensor):
+                    own.fill_(value)
                 else:
                     self.state[parameter][kind] = value
 
     @torch.no_grad()
     def _begin_state(self) -> None:
-        """Make the state tensors of an optimizer that never stepped, so that a checkpoint can be loaded into them.
+        """Creates the state tensors of an optimizer that has not stepped, so that a checkpoint can be loaded into them.
 
-        There is no other way to have them made than a step: with zero gradients and rate, after which weights and
-        counts are put back.
+        Only a step creates them: this one has zero gradients and a learning rate of 0; afterwards weights and step
+        counts are restored.
         """
         if self.state:
             return

@@ -1,4 +1,4 @@
-"""FlatOptimizer: an update rule over the flat buffers of units, decided and computed on the device."""
+"""FlatOptimizer: applies an update rule to the flat shards of units. All decisions are made on the device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,31 +29,32 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 @dataclass
 class UnitState:
-    """What the optimizer keeps for what this rank owns of one unit: flat tensors of its main type."""
+    """The optimizer's state of one unit's shard: flat tensors in the main type."""
 
     unit: Unit
     weights: Tensor
-    """The main weights: the unit's own, or a wider copy where those are too narrow to be updated."""
+    """The main weights: the unit's shard itself, or a copy in the main type if the model's type is narrower."""
     moments: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, unit: Unit, rule: UpdateRule) -> "UnitState":
+        """Returns the initial state of a unit: its weights, and moments of zero."""
         main = unit.plan.main_dtype
         weights = unit.weight_shard.to(main) if unit.plan.needs_main_weights else unit.weight_shard
         return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
 
     def reload(self) -> None:
-        """Widen the model's weights into the main weights."""
+        """Copies the model's weights to the main weights."""
         if self.unit.plan.needs_main_weights:
             self.weights.copy_(self.unit.weight_shard)
 
 
 class FlatOptimizer(MegatronOptimizer):
-    """An update rule over the flat buffers of wrapped model chunks; everything it decides, it decides on the device.
+    """Applies an update rule to the flat shards of wrapped model chunks. All decisions are made on the device.
 
-    A step whose loss or gradient is not finite changes nothing but the loss scale. With `stop_on_nonfinite` no later
-    step changes anything either (`halted`), so that the state stays at the last good step until the host takes note;
-    overflowing gradients under a float16 loss scale are no reason to stop.
+    A step whose loss or gradient is not finite changes only the loss scale. With `stop_on_nonfinite`, no later step
+    changes anything either (`halted`), so that the state remains that of the last good step until the host notices.
+    Gradients that overflow under a float16 loss scale do not stop the optimizer.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class FlatOptimizer(MegatronOptimizer):
     # Groups ----------------------------------------------------------------------------------------------------------
 
     def _param_group(self, settings: GroupSettings, ranges: Sequence[ParameterRange]) -> dict[str, Any]:
-        """`lr` is a float64 scalar tensor on the device, which a scheduler advances there."""
+        """Returns the dictionary of a group. `lr` is a float64 scalar tensor that a scheduler updates on the device."""
         given = {key: value for key, value in vars(settings).items() if value is not None}
         rate = settings.lr_mult * (settings.max_lr or self.config.lr or 0.0)
         return {
@@ -96,22 +97,22 @@ class FlatOptimizer(MegatronOptimizer):
         }
 
     def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[Segments]:
-        """What this rank owns of the ranges of a group, as lists of tensors, a list for each type."""
+        """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
         by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
-        for run in ranges:
-            state = self.states[run.unit]
+        for members in ranges:
+            state = self.states[members.unit]
             first, end = state.unit.shard_range
-            owned = slice(max(run.start, first) - first, min(run.stop, end) - first)
-            if owned.start < owned.stop:
-                by_type.setdefault(state.weights.dtype, []).append((state, owned))
+            part = slice(max(members.start, first) - first, min(members.stop, end) - first)
+            if part.start < part.stop:
+                by_type.setdefault(state.weights.dtype, []).append((state, part))
         return [
             Segments(
-                [state.weights[owned] for state, owned in alike],
-                [state.unit.gradient_shard[owned] for state, owned in alike],
-                {name: [state.moments[name][owned] for state, owned in alike] for name in self.rule.moments},
+                [state.weights[part] for state, part in alike],
+                [state.unit.gradient_shard[part] for state, part in alike],
+                {name: [state.moments[name][part] for state, part in alike] for name in self.rule.moments},
                 [
-                    state.unit.weight_shard[owned] if state.unit.plan.needs_main_weights else None
-                    for state, owned in alike
+                    state.unit.weight_shard[part] if state.unit.plan.needs_main_weights else None
+                    for state, part in alike
                 ],
             )
             for alike in by_type.values()
@@ -128,7 +129,7 @@ class FlatOptimizer(MegatronOptimizer):
         if loss_is_finite is not None:
             loss_finite = true_on_all_ranks(loss_is_finite, self.groups)
         if self.stop_on_nonfinite:
-            # Gradients of a float16 model overflow whenever the loss scale is too large; that is no accident.
+            # Gradients of a float16 model overflow when the loss scale is too large, which is expected.
             good = loss_finite if self.config.fp16 else loss_finite & gradients_finite
             self.halted |= ~good
         applied = gradients_finite & loss_finite & ~self.halted
@@ -140,7 +141,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     def _update(self, applied: Tensor, divisor: Tensor) -> None:
         for chunk in self.chunks:
-            chunk.finish_param_sync()  # of the update before, if no forward has come in between
+            chunk.finish_param_sync()  # the all-gather of the previous update, if no forward has waited for it
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
         for group, segments in zip(self.param_groups, self._segments, strict=True):
@@ -154,7 +155,7 @@ class FlatOptimizer(MegatronOptimizer):
         for chunk in self.chunks:
             chunk.start_param_sync()
 
-    # What loops ask --------------------------------------------------------------------------------------------------
+    # Queries of the training loop ------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.get_parameters():
@@ -167,16 +168,16 @@ class FlatOptimizer(MegatronOptimizer):
         return [slot.parameter for unit in self.units for slot in unit.slots]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """This rank's part of what the norm is taken of: no copies, no padding; one-dimensional views."""
+        """Returns this rank's gradients in the norm, without copies and padding, as one-dimensional views."""
         return [g for grid in ("dense", "expert") for g in counted_gradients(self.units, self.groups, grid)]
 
     def get_grad_norm(self) -> Tensor:
-        """2-norm of the whole model's gradient as it lies in the buffers, loss scale included."""
+        """Returns the 2-norm of the whole model's gradient as it is in the buffers, including the loss scale."""
         return grad_norm(self.units, self.groups, self.chunks[0])
 
     @torch.no_grad()
     def clip_grad_norm(self, clip_grad: float) -> Tensor:
-        """Scale the gradients in the buffers to a norm of at most `clip_grad`; returns the norm before."""
+        """Scales the gradients in the buffers to a norm of at most `clip_grad`; returns the norm before."""
         norm = self.get_grad_norm()
         divisor = clip_divisor(norm, clip_grad)
         for unit in self.units:
@@ -184,12 +185,13 @@ class FlatOptimizer(MegatronOptimizer):
         return norm
 
     def count_zeros(self) -> Tensor:
-        """Elements of the whole model's gradient that are exactly zero."""
+        """Returns how many elements of the whole model's gradient are exactly zero, as a float64 scalar tensor."""
         return count_zeros(self.units, self.groups, self.chunks[0])
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Moments of each parameter: shaped as it where this rank keeps all of them, else its part, one-dimensional."""
+        """The moments of each parameter: shaped as the parameter if units are replicated, else the one-dimensional
+        slice in this rank's shard."""
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for state in self.states:
             whole = state.unit.sharding.shards == 1

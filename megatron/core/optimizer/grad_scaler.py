@@ -1,4 +1,4 @@
-"""Loss scales: what the loss is multiplied by so that float16 gradients do not vanish. Their state is on the device."""
+"""Loss scales: factors of the loss that keep float16 gradients from underflowing. Their state is on the device."""
 
 from typing import Protocol
 
@@ -9,40 +9,43 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 class GradScaler(Protocol):
-    """A loss scale and how it follows overflows."""
+    """A loss scale and its reaction to overflows."""
 
     scale: Tensor
     """float32 scalar."""
 
     def update(self, overflowed: Tensor, counted: Tensor) -> None:
-        """After a step: did any gradient overflow. Where `counted` is False the step leaves no trace. Both are bool
-        scalars on the device."""
+        """Updates the scale after a step in which some gradient `overflowed` or not. If `counted` is False, nothing
+        changes. Both are bool scalars on the device."""
 
-    def state_dict(self) -> dict[str, float | int]: ...
+    def state_dict(self) -> dict[str, float | int]:
+        """Returns the state as numbers. Waits for the device."""
 
-    def load_state_dict(self, state: dict[str, float | int]) -> None: ...
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Loads what `state_dict` returned."""
 
 
 class ConstantGradScaler:
-    """--loss-scale."""
+    """The constant scale of --loss-scale."""
 
     def __init__(self, scale: float, device: torch.device) -> None:
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
 
     def update(self, overflowed: Tensor, counted: Tensor) -> None:
-        """A constant stays."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, float | int]:
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        """The flag of this run wins over a checkpoint's."""
+        """Does nothing: the flag of this run takes precedence over the checkpoint."""
 
 
 class DynamicGradScaler:
-    """Halves the scale when overflows use up the hysteresis, doubles it after a window of clean steps.
+    """Halves the scale after `hysteresis` overflows, and doubles it after `growth_interval` steps without overflow.
 
-    The hysteresis is refilled when the scale grows, not by a clean step: once it is used up, every overflow halves.
+    The count of overflows restarts when the scale grows, not after a step without overflow: once the hysteresis is used
+    up, every further overflow halves the scale.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class DynamicGradScaler:
 
 
 def build_grad_scaler(config: OptimizerConfig, device: torch.device) -> GradScaler | None:
-    """float16 needs a scale: the constant of the config, else a dynamic one. Other types need none."""
+    """Returns the scaler of a config: the constant `loss_scale`, else a dynamic scale for float16, else None."""
     if config.loss_scale:
         return ConstantGradScaler(config.loss_scale, device)
     if not config.fp16:

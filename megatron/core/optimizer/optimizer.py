@@ -1,4 +1,4 @@
-"""MegatronOptimizer: what a training loop asks of an optimizer, whichever it is."""
+"""MegatronOptimizer: the interface between a training loop and any optimizer."""
 
 import abc
 from collections import Counter
@@ -20,20 +20,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 @dataclass(frozen=True)
 class StepUpdate:
-    """What became of a step: scalar tensors on the device, to be read when there is time."""
+    """The result of a step: scalar tensors on the device. Reading them waits for the device."""
 
     grad_norm: Tensor
-    """2-norm of the whole gradient before clipping, without the loss scale; not finite if any gradient is not."""
+    """2-norm of the whole model's gradient before clipping, without the loss scale; not finite if any gradient is
+    not."""
     update_applied: Tensor
-    """bool: weights were updated. False: gradient or loss was not finite, or an earlier step stopped the run."""
+    """bool: whether weights were updated. False if gradient or loss was not finite, or if an earlier step stopped the
+    run."""
     num_zeros: Tensor | None = None
-    """Elements of the gradient that are exactly zero, with log_num_zeros_in_grad."""
+    """Number of gradient elements that are exactly zero; only with log_num_zeros_in_grad."""
 
 
 class MegatronOptimizer(abc.ABC):
-    """What a training loop asks of an optimizer.
+    """The interface of an optimizer for a training loop.
 
-    `step_on_device` never waits for the device; `step` is the published call, which does. `param_groups` are
+    `step_on_device` never waits for the device; `step`, Megatron-LM's call, does. `param_groups` are
     dictionaries with `lr`, `weight_decay` and the settings that a scheduler reads.
     """
 
@@ -42,14 +44,14 @@ class MegatronOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
-        """Clip and update from the finalised gradients, unless they are not finite.
+        """Clips the finalised gradients and updates the weights, unless a gradient is not finite.
 
-        `loss_is_finite` is this rank's bool scalar; one rank's False stops the update on all.
+        `loss_is_finite` is this rank's bool scalar; False on any rank prevents the update on all.
         """
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Published form: (update applied, gradient norm, zeros in the gradient or None); (False, None, None) when the
-        update was not applied. Waits for the device."""
+        """Updates as Megatron-LM does. Returns (True, gradient norm, number of zeros in the gradient or None), or
+        (False, None, None) if the update was not applied. Waits for the device."""
         result = self.step_on_device()
         if not result.update_applied.item():
             return False, None, None
@@ -58,44 +60,44 @@ class MegatronOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop `.grad` of all parameters. Main gradients are zeroed by `zero_grad_buffer` of the wrapped model."""
+        """Sets `.grad` of all parameters to None. `zero_grad_buffer` of the wrapped model zeroes main gradients."""
 
     @abc.abstractmethod
     def get_loss_scale(self) -> Tensor:
-        """What the loss is to be multiplied by: a scalar tensor on the device."""
+        """Returns the factor of the loss: a scalar tensor on the device."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from."""
+        """Returns the scaled loss, from which backward starts."""
         return loss * self.get_loss_scale()  # at least float32: a scale can be beyond float16
 
     @abc.abstractmethod
     def get_parameters(self) -> list[nn.Parameter]:
-        """All parameters that are updated."""
+        """Returns all parameters that are updated."""
 
     @abc.abstractmethod
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Take the model's weights, which something else has set, as the weights to go on from."""
+        """Continues from the model's weights, after they were changed from outside."""
 
     @abc.abstractmethod
     def state_chunks(self) -> Iterator[Chunk]:
-        """The tensors of the state, as checkpoint chunks over live memory."""
+        """Yields the tensors of the state as checkpoint chunks that share their memory."""
 
     @abc.abstractmethod
     def common_state(self) -> dict[str, Any]:
-        """The rest of the state, the same on every rank, as JSON types. Waits for the device."""
+        """Returns the rest of the state, equal on every rank, as JSON types. Waits for the device."""
 
     @abc.abstractmethod
     def load_common_state(self, state: Mapping[str, Any]) -> None:
-        """Undo `common_state`."""
+        """Loads what `common_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the whole state of this rank."""
+        """Returns copies of the whole state of this rank."""
         tensors = {name: chunk.tensor.clone() for name, chunk in self._named_chunks().items()}
         return {"common": self.common_state(), "state": tensors}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo `state_dict`, in the same layout. Raises UserError for a missing or unknown tensor."""
+        """Loads what `state_dict` returned in the same layout. Raises UserError for a missing or unknown tensor."""
         chunks = self._named_chunks()
         odd = sorted(chunks.keys() ^ state_dict["state"].keys())
         if odd:
@@ -110,16 +112,17 @@ class MegatronOptimizer(abc.ABC):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The state dict, over live memory and with each tensor's place, for `dist_checkpointing.save` and `load`.
+        """Returns the state dict for `dist_checkpointing.save` and `load`: its tensors share the optimizer's memory,
+        and each has its position in the whole tensor.
 
-        What a load gives back fits `load_state_dict` under any layout. The arguments change nothing: the state of each
-        parameter knows its place.
+        The result of a load fits `load_state_dict` under any layout. The arguments have no effect.
         """
         tensors = {name: ShardedTensor.from_chunk(chunk) for name, chunk in self._named_chunks().items()}
         return {"common": self.common_state(), "state": tensors}
 
     def _named_chunks(self) -> dict[str, Chunk]:
-        """The chunks by name; further parts of one tensor on this rank, such as another box of it, get a number."""
+        """Returns the chunks by name. Further chunks of one tensor on this rank, such as another box of it, get a
+        number."""
         found: dict[str, Chunk] = {}
         counts: Counter[str] = Counter()
         for chunk in self.state_chunks():
@@ -130,7 +133,7 @@ class MegatronOptimizer(abc.ABC):
 
 
 def true_on_all_ranks(flag: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Whether a bool scalar is True on every rank of the model and all its replicas; on the device."""
+    """Returns whether a bool scalar is True on every rank of the model and its replicas, as a tensor on the device."""
     common = flag.to(torch.int32, copy=True)
     for name in ("dp_cp", "mp"):
         if groups.size(name) > 1:

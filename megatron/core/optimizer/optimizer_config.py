@@ -1,4 +1,4 @@
-"""What the optimizer is told: rates, decay, moments, loss scale, clipping."""
+"""Settings of the optimizer: learning rates, weight decay, moments, loss scale, clipping."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,27 +22,27 @@ def _words(*names: str) -> dict[str, torch.dtype]:
 
 @dataclass
 class OptimizerConfig:
-    """Settings of `get_megatron_optimizer`. Raises UserError when a value is impossible or still to come."""
+    """Settings of `get_megatron_optimizer`. Raises UserError for a value that is impossible or not supported yet."""
 
     # Learning rate and decay -----------------------------------------------------------------------------------------
 
     lr: float | None = None
-    """Learning rate at the top of the schedule."""
+    """Largest learning rate of the schedule."""
 
     min_lr: float | None = None
     """Learning rate at the end of the schedule."""
 
     decoupled_lr: float | None = None
-    """Learning rate of the embedding and the output layer, where it is not --lr."""
+    """Largest learning rate of the embedding and the output layer. Default: as --lr."""
 
     decoupled_min_lr: float | None = flag(None, only_with="decoupled_lr")
     """Learning rate of the embedding and the output layer at the end of the schedule."""
 
     weight_decay: float = 0.01
-    """Weight decay of matrices; biases and norm weights do not decay."""
+    """Weight decay of matrices. Biases and norm weights have none."""
 
     apply_wd_to_qk_layernorm: bool = False
-    """Let the norms of queries and keys (--qk-layernorm) decay too."""
+    """Apply weight decay to the norms of queries and keys (--qk-layernorm) too."""
 
     # Number formats --------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ class OptimizerConfig:
     """Scaling recipe of fp8 weights, as in TransformerConfig."""
 
     fp16: bool = not_a_flag(False)
-    """The model computes in float16: scale the loss."""
+    """The model computes in float16, with a loss scale."""
 
     bf16: bool = not_a_flag(False)
     """The model computes in bfloat16."""
@@ -62,7 +62,7 @@ class OptimizerConfig:
     """Type of the weights that the model computes with."""
 
     use_precision_aware_optimizer: bool = not_yet(False)
-    """Keep main weights, gradients or moments in narrower formats."""
+    """Keep main weights, main gradients or moments in narrower types."""
 
     store_param_remainders: bool = not_a_flag(True)
     """With the precision-aware optimizer: keep only the low half of float32 main weights beside bfloat16 ones."""
@@ -86,34 +86,34 @@ class OptimizerConfig:
     # The update ------------------------------------------------------------------------------------------------------
 
     optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = flag("adam", supported=["adam", "sgd"])
-    """Rule of the update. adam is AdamW: the decay acts on the weights, not on the gradient."""
+    """Update rule. adam is AdamW: weight decay acts on the weights, not on the gradient."""
 
     loss_scale: float | None = None
-    """With --fp16: multiply the loss by this constant; a dynamic scale when not given."""
+    """With --fp16: constant factor of the loss. Default: a dynamic loss scale."""
 
     initial_loss_scale: float = flag(4294967296, only_with="fp16")
-    """With --fp16: dynamic loss scale at the start."""
+    """With --fp16: initial value of the dynamic loss scale."""
 
     min_loss_scale: float = flag(1.0, only_with="fp16")
-    """With --fp16: the dynamic loss scale does not fall below this."""
+    """With --fp16: smallest value of the dynamic loss scale."""
 
     loss_scale_window: float = flag(1000, only_with="fp16")
-    """With --fp16: steps without overflow after which the scale is doubled."""
+    """With --fp16: number of steps without overflow after which the dynamic loss scale is doubled."""
 
     hysteresis: int = flag(2, only_with="fp16")
-    """With --fp16: overflows before the scale is halved."""
+    """With --fp16: number of overflows before the dynamic loss scale is halved."""
 
     adam_beta1: float = 0.9
-    """Decay of Adam's mean of gradients."""
+    """Adam: decay rate of the running mean of gradients."""
 
     adam_beta2: float = 0.999
-    """Decay of Adam's mean of squared gradients."""
+    """Adam: decay rate of the running mean of squared gradients."""
 
     adam_eps: float = 1e-08
-    """Added to the denominator of Adam's update."""
+    """Adam: number added to the denominator of the update."""
 
     decoupled_weight_decay: bool = not_a_flag(True)
-    """AdamW; False: the decay is added to the gradient (Adam with L2)."""
+    """True: AdamW. False: weight decay is added to the gradient (Adam with L2 regularisation)."""
 
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
@@ -124,70 +124,70 @@ class OptimizerConfig:
     """Momentum of Muon."""
 
     muon_split_qkv: bool = flag(True, off="--muon-no-split-qkv", only_with="optimizer=muon")
-    """Orthogonalise queries, keys and values apart."""
+    """Muon: orthogonalise the matrices of queries, keys and values separately."""
 
     muon_use_nesterov: bool = flag(False, only_with="optimizer=muon")
-    """Nesterov momentum in Muon."""
+    """Muon: use Nesterov momentum."""
 
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
         "spectral", only_with="optimizer=muon"
     )
-    """How the size of Muon's update follows from the matrix's shape."""
+    """Muon: how the size of the update depends on the shape of the matrix."""
 
     muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", only_with="optimizer=muon")
-    """Precision of the products in the Newton-Schulz iteration."""
+    """Muon: precision of the matrix products in the Newton-Schulz iteration."""
 
     muon_num_ns_steps: int = flag(5, only_with="optimizer=muon")
-    """Steps of the Newton-Schulz iteration."""
+    """Muon: number of steps of the Newton-Schulz iteration."""
 
     muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("blockwise", only_with="optimizer=muon")
-    """What Muon orthogonalises of a matrix that tensor parallel ranks share."""
+    """Muon: how a matrix that is split over tensor parallel ranks is orthogonalised."""
 
     muon_extra_scale_factor: float = flag(1.0, only_with="optimizer=muon")
-    """Another factor of Muon's update."""
+    """Muon: additional factor of the update."""
 
     # Where the state is ----------------------------------------------------------------------------------------------
 
     use_distributed_optimizer: bool = False
-    """Spread the optimizer's state over data parallel ranks (ZeRO 1): each updates a part of the weights."""
+    """Shard the optimizer's state over data parallel ranks (ZeRO-1): each rank updates its shard of the weights."""
 
     overlap_param_gather: bool = flag(False, only_with="use_distributed_optimizer")
-    """Gather updated weights while the next forward pass begins."""
+    """All-gather updated weights while the next forward pass starts."""
 
     overlap_param_gather_with_optimizer_step: bool = flag(
         False,
-        no_effect="the update is one pass over this rank's part; its weights are gathered layer by layer after it",
+        no_effect="the update is one pass over this rank's shard; weights are gathered layer by layer after it",
     )
-    """Gather updated weights while others are still being updated."""
+    """All-gather updated weights while other weights are still being updated."""
 
     optimizer_cpu_offload: bool = not_yet(False)
     """Keep and update the optimizer's state in host memory."""
 
     optimizer_offload_fraction: float = flag(0.0, only_with="optimizer_cpu_offload")
-    """With --optimizer-cpu-offload: part of the state that is moved."""
+    """With --optimizer-cpu-offload: fraction of the state that is moved to host memory."""
 
     use_torch_optimizer_for_cpu_offload: bool = flag(False, only_with="optimizer_cpu_offload")
     """With --optimizer-cpu-offload: update with torch's optimizer."""
 
     overlap_cpu_optimizer_d2h_h2d: bool = flag(False, only_with="optimizer_cpu_offload")
-    """With --optimizer-cpu-offload: overlap transfers with the update."""
+    """With --optimizer-cpu-offload: overlap copies between device and host with the update."""
 
     pin_cpu_grads: bool = flag(True, off="--no-pin-cpu-grads", only_with="optimizer_cpu_offload")
-    """With --optimizer-cpu-offload: pin gradients in host memory."""
+    """With --optimizer-cpu-offload: keep gradients in pinned host memory."""
 
     pin_cpu_params: bool = flag(True, off="--no-pin-cpu-params", only_with="optimizer_cpu_offload")
-    """With --optimizer-cpu-offload: pin weights in host memory."""
+    """With --optimizer-cpu-offload: keep weights in pinned host memory."""
 
     # Clipping and statistics -----------------------------------------------------------------------------------------
 
     clip_grad: float = 1.0
-    """Scale the gradient down to this 2-norm when it is longer; 0: leave it."""
+    """Largest 2-norm of the gradient; a longer gradient is scaled down to it. 0 turns clipping off."""
 
     log_num_zeros_in_grad: bool = False
-    """Count and log the zeros in the gradient."""
+    """Count and log the zeros of the gradient."""
 
     barrier_with_L1_time: bool = not_a_flag(False)
-    """Barriers before timers of level 1, as in ModelParallelConfig."""
+    """Put barriers before timers of level 1, as in ModelParallelConfig."""
 
     timers: Callable[..., Any] | None = not_a_flag(None)
     """Named timers (megatron.core.Timers)."""

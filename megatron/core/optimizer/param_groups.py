@@ -1,4 +1,4 @@
-"""Which parameters share learning rate and weight decay, and where they lie in the units."""
+"""Parameter groups: which parameters share learning rate and weight decay, and their ranges in the units."""
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,22 +14,23 @@ _QK_NORMS = ("q_layernorm", "k_layernorm")
 
 @dataclass(frozen=True)
 class ParamKey:
-    """Picks parameters: those whose canonical name matches one of the patterns (as in a shell: * ? [abc])."""
+    """Selects the parameters whose canonical name matches one of the patterns (as in a shell: * ? [abc])."""
 
     name: str | tuple[str, ...]
 
     def matches(self, parameter_name: str) -> bool:
+        """Whether a canonical name matches one of the patterns."""
         patterns = (self.name,) if isinstance(self.name, str) else self.name
         return any(fnmatch.fnmatchcase(parameter_name, pattern) for pattern in patterns)
 
 
 ParamGroupOverride = Mapping[str, Any]
-"""Settings of picked parameters: any of max_lr, min_lr, wd_mult, lr_mult, start_wd, end_wd."""
+"""Settings of the selected parameters: any of max_lr, min_lr, wd_mult, lr_mult, start_wd, end_wd."""
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What parameters of one group have in common. None: as the whole run."""
+    """The settings of the parameters of one group. None means the setting of the whole run."""
 
     wd_mult: float = 1.0
     lr_mult: float = 1.0
@@ -44,7 +45,8 @@ class GroupSettings:
 def settings_of(
     info: ParameterInfo, config: OptimizerConfig, overrides: Mapping[ParamKey, ParamGroupOverride] | None = None
 ) -> GroupSettings:
-    """The settings of one parameter; of several overrides that match, later ones win field by field."""
+    """Returns the settings of one parameter. If several overrides match, later ones replace earlier ones field by
+    field."""
     decays = info.decays or (config.apply_wd_to_qk_layernorm and _is_qk_norm_weight(info))
     chosen: dict[str, Any] = {
         "wd_mult": 1.0 if decays else 0.0,
@@ -65,9 +67,10 @@ def _is_qk_norm_weight(info: ParameterInfo) -> bool:
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Neighbouring slots of a unit in one group: elements [start, stop) of its buffers, alignment included."""
+    """Neighbouring slots of a unit in one group: elements [start, stop) of its buffers, including alignment."""
 
     unit: int
+    """Index of the unit."""
     start: int
     stop: int
 
@@ -77,7 +80,8 @@ def parameter_ranges(
     config: OptimizerConfig,
     overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
 ) -> dict[GroupSettings, list[ParameterRange]]:
-    """The ranges of every group. Groups come in the order in which units show them, the decayed ones first."""
+    """Returns the ranges of every group. Groups are in the order of their first parameter, those with weight decay
+    first."""
     groups: dict[GroupSettings, list[ParameterRange]] = {}
     for number, unit in enumerate(units):
         for settings, start, stop in _ranges_of(unit, config, overrides):

@@ -1,4 +1,4 @@
-"""How weights follow from gradients: Adam, AdamW and SGD over flat segments, decided and computed on the device.
+"""Update rules: Adam, AdamW and SGD over flat segments. All decisions are made on the device.
 
 Float32 goes through torch's fused kernels, one launch for a list of segments, or on a GPU, for Adam, through a kernel
 of our own (`adam_triton`), one launch for each segment. Float64, the parity mode, is written out: the fused kernels
@@ -29,23 +29,24 @@ class Segments:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Type of the weights."""
         return self.weights[0].dtype
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one step does, as scalar tensors on the device."""
+    """The inputs of one step, as scalar tensors on the device."""
 
     count: Tensor
-    """float32: updates so far, this one included."""
+    """float32: number of updates including this one."""
     divisor: Tensor
     """float64: loss scale times clipping; gradients are divided by it."""
     skip: Tensor
-    """bool: nothing may change."""
+    """bool: whether the step must change nothing."""
 
 
 class UpdateRule(Protocol):
-    """An optimizer without its bookkeeping."""
+    """The formula of an optimizer."""
 
     moments: tuple[str, ...]
     """Names of the state tensors that every weight has, as checkpoints know them. They start as zeros."""

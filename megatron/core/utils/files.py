@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written aside, synced to disk, then renamed."""
+"""Atomic file writes: a file is written under a temporary name, synced to disk and then renamed."""
 
 import contextlib
 import hashlib
@@ -10,13 +10,13 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def open_atomically(path: str | os.PathLike[str], sync: bool = True) -> Iterator[BinaryIO]:
-    """Open a temporary sibling of `path` for writing; on a clean exit it replaces `path` in one step.
+    """Opens a temporary file beside `path` for writing. At the end it replaces `path` in one step.
 
-    On an exception the temporary file is removed and `path` is as it was. Two writers do not disturb each other: each
-    has its own temporary name and the last rename wins whole.
+    On an exception the temporary file is removed and `path` is unchanged. Several writers do not disturb each other:
+    each has its own temporary name, and the last rename wins.
 
-    `sync` False does not wait for the disk: after a power cut the file may be empty or of zeros. For derived data that
-    is checked when it is read.
+    With `sync` False the file is not synced to disk: after a power failure it may be empty or contain zeros. Use this
+    only for derived data that is checked when it is read.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
@@ -35,13 +35,13 @@ def open_atomically(path: str | os.PathLike[str], sync: bool = True) -> Iterator
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str, sync: bool = True) -> None:
-    """Replace the file at `path` by `content` (text as UTF-8) in one step; `sync` as in `open_atomically`."""
+    """Replaces the file at `path` by `content` (text as UTF-8) in one step; `sync` as in `open_atomically`."""
     with open_atomically(path, sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Make renames inside a directory survive a power cut. File systems that cannot sync a directory are left alone."""
+    """Syncs a directory, so that renames in it survive a power failure. Does nothing on file systems that cannot."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -54,6 +54,6 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def sha256_of_file(path: str | os.PathLike[str]) -> str:
-    """Hex digest of a file's bytes, read in pieces."""
+    """Returns the SHA-256 hex digest of a file, without reading it into memory as a whole."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

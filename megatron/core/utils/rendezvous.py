@@ -1,4 +1,4 @@
-"""Starting torch.distributed: from torchrun's environment, or not at all for a lone process."""
+"""Starts torch.distributed from the environment variables of torchrun."""
 
 import os
 from datetime import timedelta
@@ -12,12 +12,13 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def started_by_torchrun() -> bool:
-    """The environment says which rank of which world this process is."""
+    """Whether the environment has the rank and the world size of this process."""
     return all(name in os.environ for name in _TORCHRUN)
 
 
 def local_device() -> torch.device:
-    """The device of this process: the GPU of its local rank, or the CPU where there is none."""
+    """Returns the device of this process: the GPU of its local rank, or the CPU on a machine without GPU. Raises
+    UserError if there are fewer GPUs than local ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -32,9 +33,9 @@ def local_device() -> torch.device:
 def start_torch_distributed(
     device: torch.device | None = None, timeout: timedelta | None = None, backend: str = "nccl"
 ) -> bool:
-    """Join the world that torchrun describes, unless that was done; returns whether there is a world.
+    """Joins the world that torchrun describes, unless this was done before. Returns whether there is a world.
 
-    `backend` (nccl or gloo) moves the tensors of a GPU. Host tensors always go over gloo.
+    `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo.
     """
     if dist.is_available() and dist.is_initialized():
         return True

@@ -1,4 +1,4 @@
-"""Making torch process groups by hand; published helpers of scripts that build their own."""
+"""Functions that make torch process groups, among them Megatron-LM's for scripts that build their own groups."""
 
 import hashlib
 from collections import Counter
@@ -22,7 +22,8 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> ProcessGroup:
-    """As torch.distributed.new_group: every rank of the world calls, members only with `use_local_synchronization`."""
+    """Makes a group by torch.distributed.new_group. Every rank of the world must call this; with
+    `use_local_synchronization` only the members."""
     return dist.new_group(
         ranks,
         timeout=timeout,
@@ -34,15 +35,15 @@ def create_group(
 
 
 _times_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How often each set of ranks got a group, in each world of this process: beside torch's own list of groups."""
+"""For each world of this process, how many groups each set of ranks has made."""
 
 
 def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None = None) -> ProcessGroup:
-    """The torch group of some ranks, for which only these ranks call.
+    """Makes a torch group of some ranks. Only these ranks must call this.
 
-    torch would name it by its ranks and by the number of groups that the process has, which differs between members
-    that belong to different numbers of groups: they would wait for each other for ever. Here it is named by its ranks
-    and by how often these had a group before.
+    torch names a group by its ranks and by the number of groups that the process has. That number can differ between
+    members, which would then wait for each other forever. So this function names the group by its ranks and by the
+    number of groups that the same ranks made before.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -69,7 +70,8 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[ProcessGroup], list[ProcessGroup]]:
-    """This rank's group at each level of a cut of `ranks`, innermost first; and gloo twins if asked. All ranks call."""
+    """Returns this rank's group at each level of a hierarchy over `ranks`, innermost first, and the gloo groups of the
+    same ranks if asked for. All ranks of the world must call this."""
     plain, gloo = [], []
     for level, groups in enumerate(hierarchical_groups(list(ranks), hierarchical_group_sizes)):
         for members in groups:
@@ -83,7 +85,8 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any = None) -> dict[int, ProcessGroup]:
-    """This rank's group of neighbours for every power of two below the number of ranks, by size. All ranks call."""
+    """Returns this rank's group of neighbours for each power of two below the number of ranks, by size. All ranks of
+    the world must call this."""
     made = {}
     size = 2
     while size < len(ranks):
@@ -99,9 +102,9 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any 
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """Groups that extend along the masked axes of a grid of these sizes, fastest axis first.
+    """Returns the groups along the masked axes of a grid of these sizes, fastest axis first.
 
-    The grid repeats where the world is larger.
+    If the world is larger than the grid, the grid repeats.
     """
     axes = Axes(tuple(map(str, range(len(parallel_size)))), tuple(parallel_size))
     along = [name for name, masked in zip(axes.names, mask, strict=True) if masked]
@@ -111,7 +114,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) -> Any:
-    """NCCL options of a group from a table by group name; None where the table does not name it."""
+    """Returns the NCCL options of a group from a table by group name; None if the table does not have the group."""
     if pg_name not in nccl_comm_cfgs:
         return None
     settings = dict(nccl_comm_cfgs[pg_name])
@@ -124,11 +127,11 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, dict[str, Any]]) ->
 def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Set one entry of such a table."""
+    """Sets one entry of a table of NCCL options."""
     key, value = key_value_pair
     nccl_comm_cfgs.setdefault(pg_name, {})[key] = value
 
 
 def update_pg_timeout(timeout: timedelta, pg: ProcessGroup | None = None) -> None:
-    """Let collectives of a group (default: the world) take this long."""
+    """Sets how long collectives of a group (default: the world) may take."""
     set_group_timeout(timeout, pg)

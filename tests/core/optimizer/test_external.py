@@ -109,7 +109,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
     with pytest.raises(UserError, match=r"--fp16 with the script's own SGD"):
         ExternalOptimizer(OptimizerConfig(lr=0.1, fp16=True), torch.optim.SGD(ddp.parameters(), 0.1), [ddp])
-    with pytest.raises(UserError, match=r"SGD holds 1 tensors"):
+    with pytest.raises(UserError, match=r"SGD has 1 tensors"):
         ExternalOptimizer(OptimizerConfig(lr=0.1), torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), [ddp])
 
 

@@ -27,7 +27,7 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
     ("flags", "note"),
     [
         ("--use-mcore-models", "--use-mcore-models: there are no other models"),
-        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion: weight gradients always"),
+        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion: weight gradients are always"),
         (
             "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap",
             "--overlap-param-gather: has no effect without --use-distributed-optimizer",
