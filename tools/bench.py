@@ -141,7 +141,7 @@ class Stopwatch(Hook):
         self.finished = iteration == self.options.iterations
 
     def milliseconds(self) -> list[float]:
-        """Of each timed step."""
+        """Milliseconds of each timed step."""
         pairs = list(zip(self.marks, self.marks[1:], strict=False))
         if self.on_gpu:
             torch.cuda.synchronize()

@@ -115,7 +115,7 @@ def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """See `norm._RMSNorm` for the formulas. For LayerNorm, dx also loses its mean over the channels."""
+    """Has the formulas of `norm._RMSNorm`. For LayerNorm, dx also loses its mean over the channels."""
 
     @staticmethod
     def forward(

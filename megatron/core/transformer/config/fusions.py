@@ -70,7 +70,7 @@ class FusionConfig:
     batch_invariant_mode: bool = not_yet(False)
     """Use only kernels whose result for a sample does not depend on the other samples of the batch."""
 
-    test_mode: bool = flag(False, no_effect="it only served the published tests")
+    test_mode: bool = flag(False, no_effect="it only served tests of Megatron-LM")
     """Used by Megatron-LM's tests."""
 
     config_logger_dir: str = flag("", no_effect="--print-config shows every value and where it comes from")

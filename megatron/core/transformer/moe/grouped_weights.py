@@ -96,7 +96,7 @@ def _take_apart(module: nn.Module, state: dict[str, Any], prefix: str, *unused: 
 
 
 def _put_together(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
-    if state.get(prefix + "_extra_state", 0) is None:  # published, and empty
+    if state.get(prefix + "_extra_state", 0) is None:  # Megatron-LM saves it, empty
         del state[prefix + "_extra_state"]
     for name in ("weight", "bias"):
         numbered = re.compile(rf"{re.escape(prefix)}{name}(\d+)")
