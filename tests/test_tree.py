@@ -20,21 +20,17 @@ NOTHING_TO_TEST = {
 """Module and reason."""
 
 TESTED_WITH = {
-    "core/collectives.py": "core/test_parallel_state.py",
     "core/datasets/megatron_dataset.py": "core/datasets/test_gpt_dataset.py",
     "core/dist_checkpointing/checkpoint.py": "core/dist_checkpointing/test_reading.py",
     "core/dist_checkpointing/checkpoint_selection.py": "core/dist_checkpointing/test_damage.py",
     "core/dist_checkpointing/common_state.py": "core/dist_checkpointing/test_writing.py",
     "core/dist_checkpointing/data_file.py": "core/dist_checkpointing/test_reading.py",
-    "core/dist_checkpointing/disk.py": "core/dist_checkpointing/test_interrupted_saves.py",
-    "core/dist_checkpointing/manifest.py": "core/dist_checkpointing/test_damage.py",
     "core/dist_checkpointing/planning.py": "core/dist_checkpointing/test_writing.py",
     "core/dist_checkpointing/rank_file.py": "core/dist_checkpointing/test_writing.py",
     "core/transformer/attention_projections.py": "core/transformer/test_attention.py",
     "core/transformer/moe/flex_dispatcher.py": "core/transformer/moe/test_token_dispatcher.py",
     "core/transformer/shared_key_values.py": "core/models/gpt/test_gpt_model_over_ranks.py",
     "core/utils/recomputed.py": "core/transformer/test_recompute.py",
-    "core/utils/rendezvous.py": "core/test_parallel_state.py",
     "training/data/gpt_data.py": "training/data/test_loaders.py",
     "training/data/splits.py": "training/data/test_loaders.py",
     "training/data_preparation/batches.py": "training/data_preparation/test_prepare.py",
@@ -42,11 +38,8 @@ TESTED_WITH = {
     "training/data_preparation/manifest.py": "training/data_preparation/test_prepare.py",
     "training/data_preparation/merging.py": "training/data_preparation/test_prepare.py",
     "training/data_preparation/messages.py": "training/data_preparation/test_prepare.py",
-    "training/data_preparation/progress.py": "training/data_preparation/test_prepare.py",
     "training/data_preparation/worker.py": "training/data_preparation/test_prepare.py",
     "training/tokenizer/bpe_kernels.py": "training/tokenizer/test_byte_level.py",
-    "training/tokenizer/huggingface_fast.py": "training/tokenizer/test_huggingface.py",
-    "training/tokenizer/third_party.py": "training/tokenizer/test_tiktoken.py",
 }
 """Modules without a test file of their name, and the file that runs them. A new module belongs in none of these lists:
 give it a test file."""

@@ -17,7 +17,11 @@ EXAMPLES = {
     "exception": ("def f():\n    raise ValueError('wrong')\nf()", 1),
     "at exit": ("import atexit; atexit.register(print, 'last'); print('first')", 0),
     "threads": ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()", 0),
-    "interrupt": ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
+    "interrupt": (  # a program that was started behind a shell ignores the signal until it asks for it
+        "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)",
+        -signal.SIGINT,
+    ),
     "signal": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     "pool": (
         "import multiprocessing\ndef f(x):\n    return x * x\nif __name__ == '__main__':\n"

@@ -63,7 +63,7 @@ FAST = {
 }
 SLOW = {
     "its normalizer is Lowercase": byte_level_json(normalizer=normalizers.Lowercase()),
-    "takes the blanks": byte_level_json(added=[AddedToken("<tool>", lstrip=True, normalized=False)]),
+    "matches the blanks": byte_level_json(added=[AddedToken("<tool>", lstrip=True, normalized=False)]),
     "matched after the others": byte_level_json(added=[AddedToken("<tool>", normalized=True)]),
     "no compiled scanner|there is a compiled scanner": byte_level_json(pattern=r"\w+|\W+"),
 }
