@@ -75,7 +75,7 @@ def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded:
     said = program.output(0)
     missing = "--overlap-param-gather: has no effect without --use-distributed-optimizer"
     assert (missing in said) != sharded
-    assert "--tp-comm-overlap: tensor parallel communication always runs beside those products" in said
+    assert "--tp-comm-overlap: tensor parallel communication always overlaps with the matrix products" in said
     assert "--overlap-grad-reduce:" not in said  # which is on
 
 
