@@ -15,14 +15,18 @@ endif
 CORPUS ?=
 TEST_WORKERS ?= 2
 
-.PHONY: quickstart test test-all test-gpu checks format clean
+.PHONY: quickstart test test-quick test-all test-gpu checks format clean
 
 quickstart: $(READY)
 	$(PYTHON) tools/quickstart.py $(if $(CORPUS),--corpus $(CORPUS))
 
-# Files stay whole: what one sets up, a world of processes mostly, is there once.
+# tests/support/distribution.py shares tests between the workers; it takes the place of xdist's loadfile.
 test: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m "not slow and not gpu" -n $(TEST_WORKERS) --dist loadfile
+
+# For the loop of an editor, in less than a minute: tests of one process that take milliseconds.
+test-quick: $(READY_DEV)
+	$(PYTHON) -m pytest tests -m "not slow and not gpu" --quick -n $(TEST_WORKERS) --dist loadfile
 
 test-all: $(READY_DEV)
 	$(PYTHON) -m pytest tests -m "not gpu" -n $(TEST_WORKERS) --dist loadfile

@@ -3,14 +3,20 @@
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from support import distribution
 
 # What tests compute is tiny: threads would only wait for each other, and for the other worker's. Before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes import the product: they are to find it compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="only tests of one process that take milliseconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,3 +34,16 @@ def no_model_parallel_groups_left() -> Iterator[None]:
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: distribution.place_of(item.nodeid))
+    if config.getoption("--quick"):
+        left_out = [item for item in items if not distribution.is_quick(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return distribution.make_scheduler(config, log)

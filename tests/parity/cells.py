@@ -1,15 +1,17 @@
 """Which models are tried in which layouts: generated, so that none is forgotten.
 
-Models of one family meet the same values. In the first, every pair of values along two dimensions is met by some cell,
-the models being a dimension too; in the others, which change single parts of a layer, every model meets every value,
-and so does every split of experts. Every larger or special value is met alone; every model meets every value in the
-slow half.
+`make test` (`quick_cells`) runs, for each family of models, cells of up to four ranks that meet every pair of values
+along two dimensions that four ranks hold, the model being a dimension too; every larger or special value; some layouts
+of eight ranks; and the cells that catch the planted bugs. `make test-all` (`slow_cells`) adds the pairs that need eight
+ranks, and every value and every two values with all models of a family.
 """
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from parity.families import FAMILIES, Family
 from parity.layouts import DIMENSIONS, PIPELINE_BEFORE_DATA, Choice, Layout, dimension_of, layout
@@ -18,6 +20,8 @@ from parity.models import Model
 from parity.mutations import MUTATIONS
 
 WORLD = 8
+SMALL_WORLD = 4
+"""Ranks that nearly all cells of `make test` keep to."""
 LOSSES = ("per-token", "default")
 """Sum over sum of the global batch, or mean over micro-batches."""
 
@@ -42,7 +46,7 @@ class Cell:
     def per_token(self) -> bool:
         return self.loss == "per-token"
 
-    @property
+    @cached_property
     def values(self) -> dict[str, str]:
         """What it has along each dimension, model and loss included."""
         own = {dimension: getattr(self.layout, dimension).name for dimension in DIMENSIONS}
@@ -60,12 +64,20 @@ class Cell:
     def __hash__(self) -> int:
         return hash(self.name)
 
+    @property
+    def cost(self) -> float:
+        """CPU seconds, roughly. Tensor and context parallel ranks each run the Python of all tokens' operations."""
+        tensor, context = self.layout.tensor.ranks, self.layout.context.ranks
+        repeated = tensor * context * self.model.steps / self.model.rows
+        exchanges = (tensor > 1) + 2 * (context > 1) + 2 * bool(self.model.experts)
+        return 0.2 + 0.1 * self.layout.ranks + 0.06 * repeated * (1 + exchanges)
 
-def all_combinations(family: Family) -> Iterator[Cell]:
-    """Every model of a family in every layout of its values that eight ranks hold, under each loss."""
+
+def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:
+    """Every model of a family in every layout of its values that so many ranks hold, under each loss."""
     for choices in itertools.product(*family.dimensions.values()):
         whole = Layout(**dict(zip(family.dimensions, choices, strict=True)))
-        if whole.ranks > WORLD:
+        if whole.ranks > most_ranks:
             continue
         for model, loss in itertools.product(family.models, LOSSES):
             cell = Cell(model, whole, loss)
@@ -73,24 +85,34 @@ def all_combinations(family: Family) -> Iterator[Cell]:
                 yield cell
 
 
-@cache
-def covering_cells(family: Family) -> tuple[Cell, ...]:
-    """Few cells that meet all pairs: always the one that meets most of what is left, the one of fewest ranks first."""
-    candidates = sorted(all_combinations(family), key=lambda cell: (cell.layout.ranks, cell.name))
+def covering_cells(family: Family, most_ranks: int, given: Iterable[Cell] = ()) -> tuple[Cell, ...]:
+    """Cells that meet all pairs of a family which so many ranks hold and no given cell meets.
+
+    The next cell is always the one that meets most for its cost; cells that the others make superfluous are dropped.
+    """
+    candidates = sorted(all_combinations(family, most_ranks), key=lambda cell: (cell.layout.ranks, cell.name))
     bits: dict[Pair, int] = {}
     met = [sum(1 << bits.setdefault(pair, len(bits)) for pair in cell.pairs(family)) for cell in candidates]
-    left, chosen = (1 << len(bits)) - 1, []
+    worth = [cell.cost**-0.5 for cell in candidates]
+    known = {pair for cell in given if cell.model in family.models for pair in cell.pairs(family)}
+    wanted = left = sum(1 << bit for pair, bit in bits.items() if pair not in known)
+    chosen: list[int] = []
     while left:
-        best = max(range(len(candidates)), key=lambda number: (met[number] & left).bit_count())
-        chosen.append(candidates[best])
+        best = max(range(len(candidates)), key=lambda number: (met[number] & left).bit_count() * worth[number])
+        chosen.append(best)
         left &= ~met[best]
-    return tuple(chosen)
+    for number in sorted(chosen, key=lambda number: worth[number]):
+        if not wanted & ~functools.reduce(operator.or_, (met[other] for other in chosen if other != number), 0):
+            chosen.remove(number)
+    return tuple(candidates[number] for number in chosen)
 
 
-def further_cells() -> Iterator[Cell]:
-    """The larger and the special values, each alone or as it is most likely to be wrong, with models in turn."""
+def special_cells() -> Iterator[Cell]:
+    """The larger and the special values of `make test`, each alone or with those that it is most likely wrong with."""
     for family in FAMILIES:
-        yield from cells_of(family, family.further)
+        cells = list(cells_of(family, family.further))
+        yield from (cell for cell in cells if cell.layout.ranks <= SMALL_WORLD)
+        yield from cells_of(family, family.eight)
 
 
 def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cell]:
@@ -129,11 +151,10 @@ def singles_and_pairs(family: Family) -> Iterator[Cell]:
 
 @cache
 def quick_cells() -> tuple[Cell, ...]:
-    """For every run of the tests: what covers all pairs (of the families that change single parts of a layer, as far as
-    four ranks hold it), what is special, and what catches each planted bug."""
-    whole, *parts = FAMILIES
-    covering = [*covering_cells(whole), *(c for f in parts for c in covering_cells(f) if c.layout.ranks <= 4)]
-    return tuple(dict.fromkeys([*covering, *further_cells(), *map(cell_of, names_of_catchers())]))
+    """The cells of every run of the tests."""
+    given = dict.fromkeys([*special_cells(), *map(cell_of, names_of_catchers())])
+    covering = [cell for family in FAMILIES for cell in covering_cells(family, SMALL_WORLD, given)]
+    return tuple(dict.fromkeys([*given, *covering]))
 
 
 def names_of_catchers() -> list[str]:
@@ -154,9 +175,9 @@ def slow_cells() -> tuple[Cell, ...]:
     every = [
         cell
         for family in FAMILIES
-        for special in [[*family.further, *family.rare]]
+        for special in [[*family.further, *family.eight, *family.rare]]
         for cell in (
-            *covering_cells(family),
+            *covering_cells(family, WORLD, quick_cells()),
             *with_each_model(family.models, [*singles_and_pairs(family), *cells_of(family, special)]),
         )
     ]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from parity.evidence import Evidence, Masks, Piece, Step, relative
@@ -65,9 +66,9 @@ def _unequal_starts(reference: Evidence, ranks: list[Evidence]) -> Iterator[str]
     whole = assemble(reference.initial)
     for number, rank in enumerate(ranks):
         for piece in rank.initial:
-            if piece.name not in whole or not torch.equal(piece.values.double(), piece.of(whole[piece.name])):
+            if piece.name not in whole or not torch.equal(piece.values.double(), piece.of(whole[piece.name].values)):
                 yield f"initial value of {piece.name} on rank {number} differs"
-    yield from _missing("initial value", reference.initial, [rank.initial for rank in ranks])
+    yield from _missing("initial value", whole, assemble(piece for rank in ranks for piece in rank.initial))
 
 
 def _unequal_masks(reference: Masks, ranks: list[Masks]) -> Iterator[str]:
@@ -161,35 +162,45 @@ def _means(steps: Iterable[Step]) -> dict[tuple[str, int], Tensor]:
 
 def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece], ranks: list[list[Piece]]) -> None:
     """The whole tensors that the ranks' pieces make."""
-    verdict.problems += [f"{text} at {when}" for text in _missing(kind, expected, ranks)]
-    made = assemble(piece for rank in ranks for piece in rank)
-    for name, wanted in assemble(expected).items():
-        if name in made:
-            verdict.note(kind, relative(made[name] - wanted, wanted), f"{name} at {when}")
+    wanted, made = assemble(expected), assemble(piece for rank in ranks for piece in rank)
+    verdict.problems += [f"{text} at {when}" for text in _missing(kind, wanted, made)]
+    for name in wanted.keys() & made.keys():
+        values = wanted[name].values
+        verdict.note(kind, relative(made[name].values - values, values), f"{name} at {when}")
 
 
-def assemble(pieces: Iterable[Piece]) -> dict[str, Tensor]:
-    """Canonical tensors by name, in float64, from all their pieces; what no piece has stays NaN."""
-    made: dict[str, Tensor] = {}
+@dataclass
+class Whole:
+    """A canonical tensor made of pieces."""
+
+    values: Tensor
+    """float64; NaN where there is no piece."""
+    filled: Tensor
+    """bool: where there is a piece."""
+
+
+def assemble(pieces: Iterable[Piece]) -> dict[str, Whole]:
+    """Canonical tensors by name. Of several pieces at one place the first counts: they are compared elsewhere."""
+    made: dict[str, Whole] = {}
+    known: set[Any] = set()
     for piece in pieces:
-        whole = made.setdefault(piece.name, torch.full(piece.global_shape, torch.nan, dtype=torch.float64))
-        index = piece.of(torch.arange(whole.numel()))
-        whole.view(-1)[index] = piece.values.double()
+        if piece.place in known:
+            continue
+        known.add(piece.place)
+        shape = piece.global_shape
+        if piece.name not in made:
+            nothing = torch.full(shape, torch.nan, dtype=torch.float64)
+            made[piece.name] = Whole(nothing, torch.zeros(shape, dtype=torch.bool))
+        whole = made[piece.name]
+        index = piece.of(torch.arange(whole.values.numel()))
+        whole.values.view(-1)[index] = piece.values.double()
+        whole.filled.view(-1)[index] = True
     return made
 
 
-def _missing(kind: str, expected: list[Piece], ranks: list[list[Piece]]) -> Iterator[str]:
-    names, wanted = {piece.name for rank in ranks for piece in rank}, {piece.name for piece in expected}
-    yield from (f"no {kind} of {name}" for name in sorted(wanted - names))
-    yield from (f"{kind} of unknown {name}" for name in sorted(names - wanted))
-    for name, whole in assemble(piece for rank in ranks for piece in rank).items():
-        if bool(whole.isnan().all()) or _has_holes(name, ranks):
+def _missing(kind: str, wanted: dict[str, Whole], made: dict[str, Whole]) -> Iterator[str]:
+    yield from (f"no {kind} of {name}" for name in sorted(wanted.keys() - made.keys()))
+    yield from (f"{kind} of unknown {name}" for name in sorted(made.keys() - wanted.keys()))
+    for name, whole in made.items():
+        if bool(whole.values.isnan().all()) or not bool(whole.filled.all()):
             yield f"parts of {kind} {name} are on no rank"
-
-
-def _has_holes(name: str, ranks: list[list[Piece]]) -> bool:
-    pieces = [piece for rank in ranks for piece in rank if piece.name == name]
-    seen = torch.zeros(pieces[0].global_shape, dtype=torch.bool)
-    for piece in pieces:
-        seen.view(-1)[piece.of(torch.arange(seen.numel()))] = True
-    return not bool(seen.all())

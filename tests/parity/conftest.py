@@ -1,4 +1,4 @@
-"""One world of eight processes for all cells."""
+"""One pool of eight processes for all cells that a worker runs."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from parity.cells import WORLD
 from support.pool import Pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    with Pool(WORLD, seconds=100.0) as pool:
+    with Pool(WORLD) as pool:
         yield pool

@@ -1,6 +1,7 @@
 """Which models meet which values of a layout, and which of them two at a time."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
 from parity.model_list import DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING
@@ -18,7 +19,10 @@ class Family:
     centres: tuple[str, ...] = ()
     """Of any two values one is along one of these; empty: any two."""
     further: list[tuple[str, ...]] = field(default_factory=list)
-    """Layouts, by the names of their values, each met by one model in every run and by all in `make test-all`."""
+    """Layouts, by the names of their values, each met by all models in `make test-all`. In `make test` one model meets
+    each of those that four ranks hold."""
+    eight: list[tuple[str, ...]] = field(default_factory=list)
+    """Layouts of eight ranks that one model meets in `make test`, and all models in `make test-all`."""
     rare: list[tuple[str, ...]] = field(default_factory=list)
     """Layouts that take long, met in `make test-all` alone."""
 
@@ -31,8 +35,11 @@ class Family:
         where a value is not."""
         if not self.centres:
             return True
-        nothing = {(dimension, values[0].name) for dimension, values in self.dimensions.items()}
-        return self.wants(one[0], other[0]) and one not in nothing and other not in nothing
+        return self.wants(one[0], other[0]) and one not in self._nothing and other not in self._nothing
+
+    @cached_property
+    def _nothing(self) -> set[tuple[str, str]]:
+        return {(dimension, values[0].name) for dimension, values in self.dimensions.items()}
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -55,7 +62,6 @@ _PLAIN = Family(
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
     further=[
         *((value.name,) for choices in FURTHER.values() for value in choices if _suits(value, DENSE)),
-        ("sp2", "pp2", "cp2-p2p"),
         ("tp2", "pp2-interleaved", "cp2-a2a"),
         ("sp2", "pp2-zb-h1", "cp2-all_gather"),
         ("tp2", "cp4-a2a"),
@@ -67,10 +73,18 @@ _PLAIN = Family(
         ("sp2", "cp2-p2p", "recompute-all-parts"),
         ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
         ("tp2", "dp2-optim_grads_params", "recompute-norms"),
-        ("cp2-by-layer", "dp4-hybrid"),
         ("pp4-zb-v", "dp2-optim_grads"),
         ("tp2", "pp2", "dp2", "pp-before-dp"),
+    ],
+    eight=[
+        ("pp8-layout",),
+        ("dp8-hybrid",),
+        ("sp2", "pp2", "cp2-p2p"),
+        ("sp2", "cp2-all_gather", "dp2-optim_grads_params"),
         ("cp2-p2p", "pp2", "dp2-optim", "pp-before-dp"),
+        ("sp2", "dp4-hybrid"),
+        ("pp2-interleaved", "dp4-hybrid"),
+        ("cp2-by-layer", "dp4-hybrid"),
     ],
     rare=[
         ("sp2", "cp4-levels"),
@@ -123,12 +137,9 @@ _EXPERTS = Family(
         ("sp2", "pp2", "dp2", "ep2"),
         ("sp2", "pp2", "dp2-optim", "ep2-etp1"),
         ("sp2", "pp2-interleaved", "dp2-optim_grads", "ep4-etp1"),
-        ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
-        ("dp8-optim_grads_params", "ep2-etp2"),
         ("sp4", "ep2-etp1"),
         ("pp4-layout", "dp2-optim_grads_params", "ep2"),
         ("pp2-uneven", "dp2", "ep2"),
-        ("sp2", "pp2", "dp2", "ep2-etp1", "pp-before-dp"),
         ("dp4-average", "ep2"),
         ("sp2", "ep2-etp1", "recompute-moe"),
         ("dp2-optim_grads_params", "ep2", "recompute-experts"),
@@ -136,6 +147,11 @@ _EXPERTS = Family(
         ("cp2-p2p", "ep2", "recompute-moe"),
         ("dp2", "ep2-overlap-late"),
         ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late"),
+    ],
+    eight=[
+        ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
+        ("dp8-optim_grads_params", "ep2-etp2"),
+        ("sp2", "pp2", "dp2", "ep2-etp1", "pp-before-dp"),
     ],
     rare=[
         ("sp2", "pp2-zb-h1", "cp2-all_gather", "ep2"),
@@ -163,10 +179,10 @@ _PREDICTING = Family(
         ("pp2-apart-and-behind", "sp2"),
         ("pp4-apart", "cp2-p2p"),
         ("pp2-zb-h1", "dp2-optim_grads"),
-        ("sp2", "pp2", "dp2", "ep2"),
         ("sp2", "recompute-latents"),
         ("dp2", "ep2", "recompute-shared"),
     ],
+    eight=[("sp2", "pp2", "dp2", "ep2")],
     rare=[("sp2", "cp4-levels")],
 )
 

@@ -14,13 +14,14 @@ _LLAMA = {
 _DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.15}
 
 DENSE = [
-    Model("llama-gqa", settings={**_LLAMA, "num_query_groups": 2}, masked_step=1),
+    Model("llama-gqa", settings={**_LLAMA, "num_query_groups": 2}, masked_step=1, rows=2),
     Model("gpt2", tied=True, positions="learned_absolute", settings=_DROPOUT, rows=2),
     Model(
         "qknorm",
         tied=True,
         settings={"qk_layernorm": True, "num_query_groups": 4, "hidden_dropout": 0.2, "normalization": "RMSNorm"},
         vocabulary=64,
+        rows=2,
     ),
     Model(
         "mqa",
@@ -88,6 +89,7 @@ MODEL_OPTIONS = [
         | {"window_size": (4, 0), "window_attn_skip_freq": 3, "rotary_base_local": 50.0, "rope_scaling_type": "linear"},
         options={"rope_scaling_factor": 4.0},
         vocabulary=64,
+        rows=2,
     ),
     Model(
         "olmo",
@@ -191,6 +193,7 @@ EXPERTS = [
         settings={**_EXPERTS, "moe_router_topk": 2, "moe_router_load_balancing_type": "sinkhorn"}
         | {"moe_grouped_gemm": True, "moe_layer_freq": 2, "moe_z_loss_coeff": 0.02, "num_query_groups": 4},
         vocabulary=64,
+        rows=2,
     ),
     Model(
         "moe-forced",

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 from parity.cells import (
+    SMALL_WORLD,
     WORLD,
     Cell,
     all_combinations,
-    covering_cells,
-    further_cells,
     quick_cells,
     slow_cells,
+    special_cells,
     values_of,
 )
 from parity.families import FAMILIES, Family
@@ -24,25 +24,41 @@ def choices(*tables: dict[str, list[Choice]]) -> list[Choice]:
 
 
 def test_every_value_of_every_dimension_is_met_in_every_run() -> None:
-    assert set(choices(DIMENSIONS, FURTHER)) == values_of(quick_cells())
+    """But for values of eight ranks that differ from one of four ranks in their number alone."""
+    every = set(choices(DIMENSIONS, FURTHER))
+    assert every - values_of(quick_cells()) == {choice("sp8"), choice("cp8-levels"), choice("dp8")}
+    assert every == values_of((*quick_cells(), *slow_cells()))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_two_values_are_met_together(family: Family) -> None:
-    assert set(covering_cells(family)) <= {*quick_cells(), *(slow_cells() if family is not FAMILIES[0] else ())}
-    met = {pair for cell in covering_cells(family) for pair in cell.pairs(family)}
-    every = list(all_combinations(family))
-    missing, possible = [], 0
+@pytest.mark.parametrize("most_ranks", [SMALL_WORLD, WORLD])
+def test_every_two_values_are_met_together(family: Family, most_ranks: int) -> None:
+    """In every run those that four ranks hold, in `make test-all` those that eight do."""
+    cells = quick_cells() if most_ranks == SMALL_WORLD else (*quick_cells(), *slow_cells())
+    met = {pair for cell in cells if cell.model in family.models for pair in cell.pairs(family)}
+    possible = {pair for cell in all_combinations(family, most_ranks) for pair in cell.pairs(family)}
     dimensions = {**family.dimensions, "model": family.models}
+    missing, wanted = [], 0
     for (one, firsts), (other, seconds) in itertools.combinations(sorted(dimensions.items()), 2):
         for first, second in itertools.product(firsts, seconds):
-            if family.wants_pair((one, first.name), (other, second.name)) and any(
-                _has(cell, one, first) and _has(cell, other, second) for cell in every
-            ):
-                possible += 1
-                if ((one, first.name), (other, second.name)) not in met:
+            pair = ((one, first.name), (other, second.name))
+            if family.wants_pair(*pair) and pair in possible:
+                wanted += 1
+                if pair not in met:
                     missing.append((first.name, second.name))
-    assert possible and not missing
+    assert wanted and not missing
+
+
+def test_few_cells_of_every_run_have_eight_ranks() -> None:
+    large = [cell for cell in quick_cells() if cell.layout.ranks > SMALL_WORLD]
+    assert len(large) <= 12 and {cell.layout.ranks for cell in large} == {WORLD}
+    # A value that takes four ranks by itself meets some value of each dimension.
+    met = {d for cell in large if cell.layout.data.name == "dp4-hybrid" for d in DIMENSIONS if _splits(cell, d)}
+    assert met == {"data", "tensor", "pipeline", "context"}
+
+
+def _splits(cell: Cell, dimension: str) -> bool:
+    return getattr(cell.layout, dimension).ranks > 1
 
 
 def _has(cell: Cell, dimension: str, value: Choice | Model) -> bool:
@@ -105,15 +121,10 @@ def test_names_say_which_cell() -> None:
 
 
 def test_models_take_turns_with_larger_values() -> None:
-    met = {cell.model.name for cell in further_cells()}
-    assert met == {model.name for family in FAMILIES if len(family.further) >= 5 for model in family.models} | {
-        model.name
-        for family in FAMILIES
-        if 0 < len(family.further) < 5
-        for model in family.models[: len(family.further)]
-    }
+    met = {cell.model.name for cell in special_cells()}
+    assert met == {model.name for family in FAMILIES if family.further for model in family.models}
 
 
 def test_the_larger_values_meet_others_too() -> None:
-    assert all(cell.fits for cell in further_cells())
+    assert all(cell.fits for cell in special_cells())
     assert sum(1 for family in FAMILIES for _ in all_combinations(family)) > 1000

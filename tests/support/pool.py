@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import gc
+import io
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
 from support.forkserver import forkserver, start_server
 
 _NO_MORE = b""
@@ -23,6 +27,8 @@ _NO_MORE = b""
 
 _START_SECONDS = 300.0
 """Time that ranks have to start. The machine may be busy with other work."""
+
+_NUMPY = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool})
 
 _GRACE = 10.0
 """Time that ranks have to end after they were told to, and a rank that hangs to write where it is."""
@@ -182,15 +188,23 @@ def _called(call: bytes) -> Any:
 def _answer(function: Callable[..., Any], *args: Any) -> bytes:
     """Pickled (True, result), or (False, text of the exception)."""
     try:
-        return pickle.dumps((True, function(*args)))
+        file = io.BytesIO()
+        _Pickler(file, pickle.HIGHEST_PROTOCOL).dump((True, function(*args)))
+        return file.getvalue()
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _join_world(rank: int, world_size: int, folder: str, device: str, backend: str, seconds: float) -> None:
-    import torch
-    import torch.distributed as dist
+class _Pickler(pickle.Pickler):
+    """Writes plain tensors as numpy's arrays, ten times as fast as torch does. Views become tensors of their own."""
 
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.requires_grad or obj.dtype not in _NUMPY:
+            return NotImplemented
+        return torch.from_numpy, (np.array(obj.numpy(), order="C"),)
+
+
+def _join_world(rank: int, world_size: int, folder: str, device: str, backend: str, seconds: float) -> None:
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # the system's default, not that of this process
     if device == "cuda":

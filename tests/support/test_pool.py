@@ -119,3 +119,16 @@ def missing() -> set[str]:
 
 def test_processes_start_with_what_is_slow_to_import() -> None:
     assert run_on_ranks(missing, 1) == [set()]
+
+
+def tensors() -> list[torch.Tensor]:
+    grid = torch.arange(6.0).view(2, 3)
+    kinds = [grid.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool)]
+    return [*kinds, grid.T, grid[:, 1:], torch.tensor(2.5), torch.empty(0, 3), grid.clone().requires_grad_()]
+
+
+def test_tensors_arrive_as_they_are() -> None:
+    (found,) = run_on_ranks(tensors, 1)
+    for tensor, expected in zip(found, tensors(), strict=True):
+        assert torch.equal(tensor, expected) and tensor.dtype == expected.dtype
+        assert tensor.requires_grad == expected.requires_grad
