@@ -237,7 +237,7 @@ def test_torchruns_environment_is_enough(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [

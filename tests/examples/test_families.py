@@ -40,7 +40,7 @@ def run(script: Path, size: str, folder: Path, *flags: str, **environment: str) 
         cwd=folder.parent,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=480,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout

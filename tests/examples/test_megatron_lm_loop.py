@@ -51,7 +51,7 @@ def _quoted() -> None:
     exec(QUOTED + STEPS)
 
 
-def losses_of(folder: Path, world_size: int, main, seconds: float = 100.0) -> list[list[float]]:
+def losses_of(folder: Path, world_size: int, main, seconds: float = 240.0) -> list[list[float]]:
     program = launch("", world_size, folder, main)
     begun = time.monotonic()
     codes = program.exit_codes(seconds)

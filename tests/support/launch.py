@@ -27,7 +27,7 @@ class Program:
         """What a rank printed so far, both streams."""
         return self.outputs[rank].read_text() if self.outputs[rank].exists() else ""
 
-    def wait_for(self, rank: int, text: str, seconds: float = 60.0) -> None:
+    def wait_for(self, rank: int, text: str, seconds: float = 240.0) -> None:
         """Until a rank has printed something."""
         end = time.monotonic() + seconds
         while text not in self.output(rank):
@@ -41,7 +41,7 @@ class Program:
         assert pid is not None
         os.kill(pid, number)
 
-    def exit_codes(self, seconds: float = 30.0) -> list[int | None]:
+    def exit_codes(self, seconds: float = 240.0) -> list[int | None]:
         """Of all ranks once they ended; None for one that has not after so long, which is then killed."""
         end = time.monotonic() + seconds
         for process in self.processes:

@@ -44,7 +44,7 @@ def test_as_the_real_interpreter(name: str, tmp_path: Path) -> None:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=480,
         )
         for command in (sys.executable, python())
     )

@@ -9,7 +9,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "bench_checkpoints.py"
 
 
 def run_tool(*words):
-    return subprocess.run([python(), TOOL, *map(str, words)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([python(), TOOL, *map(str, words)], capture_output=True, text=True, timeout=480)
 
 
 def test_rows_of_a_table(tmp_path):

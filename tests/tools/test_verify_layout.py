@@ -22,7 +22,7 @@ RUN = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 -
 def verify(own: str, flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [python(), str(TOOL), *own.split(), "--", *RUN.split(), *flags.split()]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=480)
 
 
 def test_a_layout_that_is_right() -> None:

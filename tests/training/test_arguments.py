@@ -112,7 +112,7 @@ def test_a_program_prints_every_mistake_and_exits_with_2() -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
         check=False,
     )
     assert result.returncode == 2 and result.stdout == ""

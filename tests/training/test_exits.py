@@ -3,13 +3,19 @@
 import re
 import signal
 import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 from support.launch import launch
-from support.runs import train, train_on_ranks
+from support.runs import GPT, train, train_on_ranks
 
 from megatron.core.exceptions import UserError
+from megatron.training import pretrain
 from megatron.training.hooks.exit import ExitReason
+from megatron.training.launch import errors
+from megatron.training.providers import Context, ForwardStep, Providers
 
 ENDLESS = "--train-iters 20000 --eval-iters 0 --log-interval 1"
 
@@ -56,11 +62,24 @@ def test_a_signal_to_one_rank_in_training(tmp_path, corpus, layout, logger):
     assert all(rank.at_end["state"]["iteration"] == iteration + 1 for rank in resumed)
 
 
+def pretrain_and_tell_of_evaluation() -> None:
+    def build(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            if not model.training:
+                print("evaluating", flush=True)
+            return forward_step(data, model)
+
+        return step
+
+    pretrain(Providers(GPT.build_model, GPT.build_datasets, build))
+
+
 def test_a_signal_to_one_rank_in_evaluation(tmp_path, corpus):
     flags = f"--data-path {corpus} --train-iters 6 --eval-interval 3 --eval-iters 20000 --log-interval 1"
-    program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path)
-    program.wait_for(1, " iteration        3/")
-    time.sleep(0.5)
+    program = launch(f"{flags} --save {tmp_path / 'c'}", 2, tmp_path, pretrain_and_tell_of_evaluation)
+    program.wait_for(0, "evaluating")
     program.signal(0, signal.SIGTERM)
     assert program.exit_codes() == [0, 0]
     assert saved_iteration(tmp_path / "c") == 3
@@ -73,7 +92,7 @@ def test_the_others_end_soon_after_a_killed_rank(tmp_path, corpus, victim, layou
     program = launch(f"{ENDLESS} --data-path {corpus} --save {tmp_path / 'c'} --save-interval 2 {layout}", 2, tmp_path)
     program.wait_for(1, " iteration        4/")
     program.signal(victim, signal.SIGKILL)
-    codes = program.exit_codes(30)
+    codes = program.exit_codes()
     assert codes[victim] == -signal.SIGKILL and codes[1 - victim] not in (0, None)
     assert saved_iteration(tmp_path / "c") >= 2
     said = rf"rank {1 - victim} of 2 failed in (training|saving), after iteration \d+: .*(gone|onnection|peer)"
@@ -88,12 +107,18 @@ def test_plain_python_is_a_run_of_one_process(tmp_path, corpus):
     assert saved_iteration(tmp_path / "c") >= 3
 
 
+def pretrain_after_a_short_wait() -> None:
+    """The rank that is alone with its error gives the first one little time."""
+    with mock.patch.object(errors, "_HEAD_START_OF_FIRST_RANK", 0.1):
+        pretrain(GPT)
+
+
 def test_a_mistake_exits_with_2(tmp_path, corpus):
     program = launch(f"--data-path {corpus} --train-iters 2 --lr-decay-style WSD", 0, tmp_path)
     assert program.exit_codes() == [2]
     assert "error: --lr-decay-style WSD needs --lr-wsd-decay-iters" in program.output(0)
     flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
-    program = launch(flags, 2, tmp_path / "other")
+    program = launch(flags, 2, tmp_path / "other", pretrain_after_a_short_wait)
     assert program.exit_codes() == [2, 2]
     assert "error on rank 1: --load" in program.output(1)  # nobody ended it
 
@@ -107,11 +132,21 @@ def test_a_folder_that_cannot_be_written_is_called_by_the_flag_that_was_given(tm
         train(f"{flags} --metrics-path {tmp_path}/file/m")
 
 
+def pretrain_and_tell_of_the_wait() -> None:
+    def wait(seconds: float) -> None:
+        print("waiting for the first rank", flush=True)
+        time.sleep(600)
+
+    with mock.patch.object(errors, "time", SimpleNamespace(sleep=wait, time=time.time)):
+        pretrain(GPT)
+
+
 def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, corpus):
     """As under torchrun, which ends the other ranks when the first has ended."""
     flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
-    program = launch(flags, 2, tmp_path / "run")
+    program = launch(flags, 2, tmp_path / "run", pretrain_and_tell_of_the_wait)
     program.wait_for(0, "error on rank 0: --load")
+    program.wait_for(1, "waiting for the first rank")
     program.processes[0].join()
     program.signal(1, signal.SIGTERM)
     assert program.exit_codes() == [2, -signal.SIGTERM]

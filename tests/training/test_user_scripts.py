@@ -200,7 +200,7 @@ def test_an_optimizer_of_torch(corpus, tmp_path):
 def test_two_ranks(corpus, tmp_path):
     flags = f"--fp64 --data-path {corpus} --train-iters 3 --eval-iters 1 {EXACT} --log-interval 1"
     program = launch(flags, 2, tmp_path, pretrain_script)
-    assert program.exit_codes(60) == [0, 0], program.output(0) + program.output(1)
+    assert program.exit_codes() == [0, 0], program.output(0) + program.output(1)
     alone = train(flags)
     assert program.output(0).count("building GPT model") == 1 and "building" not in program.output(1)
     for loss in alone.losses:

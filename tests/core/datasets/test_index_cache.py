@@ -53,7 +53,7 @@ def test_threads_read_one_array_at_a_time(tmp_path):
             reading = pool.submit(load_array, tmp_path / "a.npy")
             with pytest.raises(TimeoutError):
                 reading.result(timeout=0.05)
-        assert reading.result(timeout=60).tolist() == [0, 1, 2]
+        assert reading.result(timeout=240).tolist() == [0, 1, 2]
 
 
 def test_another_description_is_another_entry(tmp_path):
@@ -128,7 +128,6 @@ def test_many_processes_race_for_one_entry(tmp_path, folder_is_writable):
     barrier, builds, results = context.Barrier(count), context.Value("i", 0), context.Queue()
     if not folder_is_writable:
         (tmp_path / "cache").write_text("a file where the folder should be")
-    started = time.monotonic()
     processes = [
         context.Process(target=_build_and_report, args=(tmp_path / "cache", barrier, builds, results, 0.3))
         for _ in range(count)
@@ -136,12 +135,11 @@ def test_many_processes_race_for_one_entry(tmp_path, folder_is_writable):
     for process in processes:
         process.start()
     expected = sum(int(array.sum()) for array in arrays().values())
-    assert [results.get(timeout=60) for _ in range(count)] == [expected] * count
+    assert [results.get(timeout=240) for _ in range(count)] == [expected] * count
     for process in processes:
-        process.join(60)
+        process.join(240)
         assert process.exitcode == 0
     assert builds.value == (1 if folder_is_writable else count)
-    assert time.monotonic() - started < 60
 
 
 def _hold_the_lock(folder, holding, seconds):
@@ -157,18 +155,18 @@ def _hold_the_lock(folder, holding, seconds):
 def test_nobody_waits_for_a_builder_that_does_not_finish(tmp_path, killed):
     context = multiprocessing.get_context("fork")
     holding = context.Event()
-    builder = context.Process(target=_hold_the_lock, args=(tmp_path, holding, 60))
+    builder = context.Process(target=_hold_the_lock, args=(tmp_path, holding, 600))
     builder.start()
     try:
-        assert holding.wait(30)
+        assert holding.wait(240)
         if killed:
             os.kill(builder.pid, signal.SIGKILL)
             builder.join()
         started = time.monotonic()
-        patience = 300 if killed else 0.5
+        patience = 500 if killed else 0.5
         found = IndexCache(tmp_path, "X", "description", patience).load_or_build(NAMES, valid, arrays)
         assert np.array_equal(found["a"], np.arange(300_000))
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 240
     finally:
         builder.kill()
         builder.join()

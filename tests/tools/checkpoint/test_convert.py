@@ -25,7 +25,7 @@ def test_the_script_runs_in_its_own_folder() -> None:
         cwd=SCRIPT.parent,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=480,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--hf-dir" in done.stdout and "--verify" in done.stdout

@@ -23,7 +23,7 @@ def root(tmp_path):
 def test_as_a_user_runs_it(root):
     """From its own folder, where another tool has the name of Python's inspect."""
     done = subprocess.run(
-        [sys.executable, SCRIPT.name, "--load", root], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=120
+        [sys.executable, SCRIPT.name, "--load", root], cwd=SCRIPT.parent, capture_output=True, text=True, timeout=480
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == [

@@ -76,7 +76,7 @@ def test_the_program(flags: str, code: int) -> None:
         env={**os.environ, "WORLD_SIZE": "8", "RANK": "0", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
         check=False,
     )
     assert result.returncode == code, result.stderr
