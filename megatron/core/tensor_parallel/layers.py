@@ -41,15 +41,15 @@ class ColumnParallelLinear(ShardedStateModule):
     `config.sequence_parallel` x is this rank's part of the tokens (first dimension), and y has all of them.
     `gather_output` returns all of y on every rank. With `skip_weight_param_allocation` the caller passes the weight to
     `forward`. With `disable_grad_reduce` the gradient of x is this rank's part of a sum, for a caller that sums it
-    (without sequence parallelism). `stride` and `keep_master_weight_for_test` have no effect: a parameter's box says
-    how it is split. Nor do the buffers of activations and gradients: deferred weight gradients are handled by
-    `main_grad`.
+    (without sequence parallelism, or with `input_is_whole`). `stride` and `keep_master_weight_for_test` have no effect:
+    a parameter's box says how it is split. Nor do the buffers of activations and gradients: deferred weight gradients
+    are handled by `main_grad`.
 
     Our own keywords: `canonical_shape` are the dimensions of the canonical weight's rows (their product is
     `output_size`), `split_dim` the one that the ranks divide. An expert's layer (`is_expert`, with the expert tensor
     parallel group) exchanges nothing; the token dispatcher does. With `vocab_padding_multiple` the rows are a
-    vocabulary, split as `VocabParallelEmbedding` splits it and padded with rows that stay zero. `facts` are further
-    fields of the weight's descriptor.
+    vocabulary, split as `VocabParallelEmbedding` splits it and padded with rows that stay zero. With `input_is_whole` x
+    has all tokens also under sequence parallelism. `facts` are further fields of the weight's descriptor.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class ColumnParallelLinear(ShardedStateModule):
         canonical_shape: tuple[int, ...] | None = None,
         split_dim: int = 0,
         vocab_padding_multiple: int | None = None,
+        input_is_whole: bool = False,
         backend: Backend | None = None,
         **facts: Any,
     ) -> None:
@@ -81,7 +82,8 @@ class ColumnParallelLinear(ShardedStateModule):
         self.config, self.input_size, self.output_size = config, input_size, output_size
         self.tp_group = _own_group(tp_group, is_expert)
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.sequence_parallel = config.sequence_parallel and group_size(self.tp_group) > 1 and not is_expert
+        gathers = config.sequence_parallel and not input_is_whole
+        self.sequence_parallel = gathers and group_size(self.tp_group) > 1 and not is_expert
         sums = not is_expert and (self.sequence_parallel or not disable_grad_reduce)
         self.gradient_group = self.tp_group if sums else None
         """Ranks over which the gradient of x is summed."""

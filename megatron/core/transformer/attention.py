@@ -1,6 +1,8 @@
-"""Self-attention: projections, norms of queries and keys, rotary positions, attention, output projection."""
+"""Self-attention: projections, norms of queries and keys, rotary positions, attention, output projection. Cross
+attention: queries from one sequence, keys and values from another."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -139,12 +141,19 @@ class SelfAttention(MegatronModule):
         query = query.flatten(2, 3)
         if inputs.query_scale is not None and not self.has_rope:
             query = (query * inputs.query_scale).to(query.dtype)
+        bias = {} if inputs.attention_bias is None else {"attention_bias": inputs.attention_bias}
         if inputs.inference_context is None:
-            context = self.core_attention(query, key, value, inputs.attention_mask, inputs=inputs)  # [s, b, a * d]
+            context = self.core_attention(query, key, value, inputs.attention_mask, inputs=inputs, **bias)  # [s, b, ad]
         else:
             seen = inputs.inference_context.extend(self.layer_number, key, value)
             context = self.core_attention(
-                query, seen.key, seen.value, inputs.attention_mask, inputs=inputs, query_positions=seen.query_positions
+                query,
+                seen.key,
+                seen.value,
+                inputs.attention_mask,
+                inputs=inputs,
+                query_positions=seen.query_positions,
+                **bias,
             )
         if gate is not None:
             context = context * gate.sigmoid()
@@ -178,6 +187,95 @@ class SelfAttention(MegatronModule):
             query if self.q_layernorm is None else self.q_layernorm(query),
             key if self.k_layernorm is None else self.k_layernorm(key),
         )
+
+
+@dataclass
+class CrossAttentionSubmodules:
+    """Specs of cross attention's parts."""
+
+    linear_q: Spec
+    linear_kv: Spec
+    core_attention: Spec
+    linear_proj: Spec
+
+
+class CrossAttention(MegatronModule):
+    """Multi-head attention of the decoder's tokens to the encoder's (Vaswani et al. 2017): queries are projections of
+    the hidden states, keys and values of `LayerInputs.encoder`.
+
+    The rows of `linear_kv` are, for each head: the key head, the value head. There are no rotary positions and no norms
+    of queries and keys. Tensor parallel ranks divide the heads. Raises UserError for grouped queries, which have no
+    published form here, and for an output gate.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        if config.num_query_groups != config.num_attention_heads:
+            raise UserError(
+                f"num_query_groups {config.num_query_groups}: cross attention has no grouped queries; set it to "
+                f"num_attention_heads, {config.num_attention_heads}"
+            )
+        if config.attention_output_gate:
+            raise UserError("attention_output_gate: cross attention has no gate; unset it")
+        self.layer_number = layer_number
+        self.backend = backend or choose_backend(config)
+        groups = pg_collection or default_collection()
+        heads, head_size = config.num_attention_heads, config.kv_channels
+        assert head_size is not None
+        self.num_heads = part_size(heads, groups.tp, "num_attention_heads")
+        bias = config.add_bias_linear or config.add_qkv_bias
+        shared: dict[str, Any] = {"bias": bias, "tp_group": groups.tp, "backend": self.backend}
+        q, kv = submodules.linear_q, submodules.linear_kv
+        self.linear_q = build_heads_projection(q, config, config.hidden_size, (heads, head_size), name="q", **shared)
+        # All layers read the same states, whose gradient is summed once over the ranks: see `encoder_states_of`.
+        self.linear_kv = build_heads_projection(
+            kv, config, config.hidden_size, (heads, 2, head_size), name="kv", input_is_whole=True, **shared
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="cross",
+            cp_comm_type=cp_comm_type,
+            pg_collection=groups,
+            offer={"backend": self.backend},
+        )
+        width = heads * head_size
+        self.linear_proj = build_output_projection(submodules.linear_proj, config, width, groups.tp, self.backend)
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """Returns (output [t, h], bias of the output projection that the caller adds) for the decoder's hidden states
+        [t, h]. Under sequence parallelism both hold this rank's tokens."""
+        encoder = inputs.encoder
+        assert encoder is not None, "cross attention needs LayerInputs.encoder"
+        query, key, value = self.get_query_key_value_tensors(hidden_states, encoder.hidden_states, inputs)
+        context = self.core_attention(query, key, value, encoder.attention_mask, inputs=inputs)  # [s, b, a * d]
+        return self.linear_proj(context.flatten(0, 1))
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns this rank's heads: query [s, b, a, d] of the decoder's tokens, key and value [s, b, a, d] of the
+        encoder's."""
+        assert inputs.encoder is not None
+        query = as_heads(self.linear_q(hidden_states)[0], inputs.tokens, self.num_heads)
+        heads = as_heads(self.linear_kv(key_value_states)[0], inputs.encoder.tokens, self.num_heads)  # [s, b, a, 2 * d]
+        key, value = heads.chunk(2, dim=-1)
+        if self.config.clip_qkv is not None:
+            clip = self.config.clip_qkv
+            query, key, value = (tensor.clamp(-clip, clip) for tensor in (query, key, value))
+        return query, key, value
 
 
 def groups_of_rank(num_query_groups: int, tp_group: Group) -> int:

@@ -5,8 +5,10 @@ import math
 from torch import nn
 
 from megatron.core.backends import Backend
-from megatron.core.collectives import Group
-from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.collectives import Group, group_size
+from megatron.core.exceptions import UserError
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.spec_utils import Spec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -20,9 +22,18 @@ def build_heads_projection(
     name: str,
     tp_group: Group,
     backend: Backend,
+    input_is_whole: bool = False,
 ) -> nn.Module:
     """Builds a projection to all heads, of which each tensor parallel rank computes its own. `rows`: the dimensions of
-    its output rows; ranks divide the first. `name` is Megatron-LM's name of its communication buffer."""
+    its output rows; ranks divide the first. `name` is Megatron-LM's name of its communication buffer. With
+    `input_is_whole` the input holds all tokens also under sequence parallelism, and the caller sums its gradient over
+    the ranks; the spec must be a ColumnParallelLinear then, if there are several ranks."""
+    whole = {"input_is_whole": True, "disable_grad_reduce": True} if input_is_whole else {}
+    if whole and group_size(tp_group) > 1 and not issubclass(get_module(spec), ColumnParallelLinear):
+        raise UserError(
+            f"{get_module(spec).__name__} as linear_{name} of a layer spec: with tensor parallelism it must be a "
+            "ColumnParallelLinear"
+        )
     return build_module(
         spec,
         input_size,
@@ -34,7 +45,7 @@ def build_heads_projection(
         skip_bias_add=False,
         is_expert=False,
         tp_comm_buffer_name=name,
-        offer={"tp_group": tp_group, "backend": backend, "canonical_shape": rows},
+        offer={"tp_group": tp_group, "backend": backend, "canonical_shape": rows, **whole},
     )
 
 

@@ -38,7 +38,8 @@ class DotProductAttention(MegatronModule):
 
     If `softmax_type` is not vanilla, the denominator of the softmax has one more logit per head: 0, or a learnt one.
     `attn_logit_softcapping` bounds the scores, `alibi` lowers them with distance, `window_size` and
-    `attention_chunk_size` hide keys.
+    `attention_chunk_size` hide keys, `relative_bias` adds a bias to the scores. With `attention_type` cross the keys
+    are another sequence, without an order between queries and keys: none of these four apply.
     """
 
     def __init__(
@@ -64,23 +65,30 @@ class DotProductAttention(MegatronModule):
         heads = config.num_attention_heads
         local_heads = heads // group_size(groups.tp)
         self.first_head = local_heads * group_rank(groups.tp)
+        self.crosses = attention_type == "cross"
         scale = softmax_scale if softmax_scale is not None else config.softmax_scale
         self.widths = k_channels or config.kv_channels or 1, v_channels or config.kv_channels or 1
         """Number of channels of a query or key head, and of a value head."""
         self.variant = AttentionVariant(
             scale=scale if scale is not None else 1.0 / math.sqrt(self.widths[0]),
             causal=attn_mask_type in _CAUSAL,
-            window=config.window_size if is_windowed(config, self.layer_number) else None,
+            window=config.window_size if is_windowed(config, self.layer_number) and not self.crosses else None,
             dropout=config.attention_dropout if attention_dropout is None else attention_dropout,
             sink=config.softmax_type != "vanilla",
             widths=self.widths,
             cap=config.attn_logit_softcapping,
-            slopes=tuple(slope * config.alibi_factor for slope in alibi_slopes(heads)) if config.alibi else None,
-            chunk=config.attention_chunk_size if is_chunked(config, self.layer_number) else None,
+            slopes=tuple(slope * config.alibi_factor for slope in alibi_slopes(heads))
+            if config.alibi and not self.crosses
+            else None,
+            chunk=config.attention_chunk_size if is_chunked(config, self.layer_number) and not self.crosses else None,
+            adds_bias=config.relative_bias and not self.crosses,
         )
         self.plan = plan_attention(self.backend, self.variant, config)
         self.context: ContextAttention | None = None
         if groups.size("cp") > 1:
+            if self.crosses or self.variant.adds_bias:
+                what = "cross attention" if self.crosses else "a relative position bias"
+                raise UserError(f"context_parallel_size {groups.size('cp')} does not go with {what}; use 1")
             comm_type = comm_type_of(config, self.layer_number, cp_comm_type)
             blocks = plan_attention_blocks(self.backend, self.variant, config)
             self.context = ContextAttention(
@@ -109,7 +117,8 @@ class DotProductAttention(MegatronModule):
     ) -> Tensor:
         """Returns the attention output [s, b, a * d] for a query [s, b, a, d] and key and value [sk, b, g, d].
 
-        `attention_mask` (bool, True hides a key) applies in addition to the layer's own mask. Without `inputs` there is
+        `attention_mask` (bool, True hides a key) applies in addition to the layer's own mask. `attention_bias`
+        (broadcasts to [b, a, s, sk]) is added to the scores, in a layer with `relative_bias`. Without `inputs` there is
         no dropout. `query_positions` [b, s] holds the index of the key at which each query stands; without it the
         queries are the last keys. Under context parallelism s is this rank's part of the rows, and masks have the form
         that `ContextAttention` takes.
@@ -118,8 +127,11 @@ class DotProductAttention(MegatronModule):
             raise UserError(
                 f"attn_mask_type {attn_mask_type} differs from {self.attn_mask_type}, which the layer was built with"
             )
-        if attention_bias is not None:
-            raise UserError("not yet: attention_bias")
+        if (attention_bias is not None) != self.variant.adds_bias:
+            raise UserError(
+                f"attention_bias is {'missing' if attention_bias is None else 'given'}, while the layer was built with "
+                f"config.relative_bias {self.variant.adds_bias}"
+            )
         tokens = inputs.tokens if inputs is not None else None
         cu_seqlens = tokens.cu_seqlens if tokens is not None else None
         max_seqlen = tokens.max_seqlen if tokens is not None else None
@@ -129,7 +141,9 @@ class DotProductAttention(MegatronModule):
             keys = key.shape[0] * (1 if self.context is None else self.context.part.size)
             cu_seqlens, max_seqlen = self._chunks(cu_seqlens, keys, key.device)
         dropout = (
-            inputs.dropout_position(self.layer_number, "attention") if inputs is not None and self.training else None
+            inputs.dropout_position(self.layer_number, "cross_attention" if self.crosses else "attention")
+            if inputs is not None and self.training
+            else None
         )
         call = AttentionCall(
             query_positions=query_positions,
@@ -139,6 +153,8 @@ class DotProductAttention(MegatronModule):
             sink=self._sink(query),
             dropout=dropout,
             first_head=self.first_head,
+            bias=attention_bias,
+            key_start=self._key_start(inputs) if dropout is not None else None,
         )
         situation = Situation(query.device.type, self.config.params_dtype, dropout is not None, cu_seqlens is not None)
         if self.context is not None:
@@ -146,6 +162,13 @@ class DotProductAttention(MegatronModule):
             return self.context(query, key, value, call, situation).flatten(2)
         compute = self.plan.kernel_of(situation, call).compute
         return compute(query, key, value, self.variant, call).flatten(2)  # [s, b, a * d]
+
+    def _key_start(self, inputs: LayerInputs | None) -> Tensor | None:
+        """Returns the global index of the first key of each row, int64 [b], if the keys are the encoder's tokens."""
+        encoder = inputs.encoder if self.crosses and inputs is not None else None
+        if encoder is None or encoder.dropout is None:
+            return None
+        return encoder.dropout.index.view(encoder.tokens.seq_length, encoder.tokens.batch_size)[0]
 
     def _chunks(self, cu_seqlens: Tensor | None, length: int, device: torch.device) -> tuple[Tensor, int]:
         """Returns the boundaries of the chunks in a row of keys, and the length of the longest chunk."""

@@ -10,6 +10,10 @@ from megatron.core.collectives import Group, group_rank, group_size
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, DropoutTokens
 from megatron.core.ops.rope import Rotation
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tokens import Tokens
 
 
@@ -39,6 +43,21 @@ class InferenceContext(Protocol):
 
 
 @dataclass(frozen=True)
+class EncoderStates:
+    """The encoder's output, which the decoder's cross attention reads."""
+
+    hidden_states: Tensor
+    """[t, h] of all tokens of the encoder, also under sequence parallelism. With tensor parallelism each rank's
+    gradient is its part of a sum (see `encoder_states_of`)."""
+    tokens: Tokens
+    """The encoder's tokens."""
+    attention_mask: Tensor | None = None
+    """bool, broadcasts to [b, heads, s of the decoder, s of the encoder]; True hides a key."""
+    dropout: DropoutTokens | None = None
+    """Random positions of the encoder's tokens; None: no dropout."""
+
+
+@dataclass(frozen=True)
 class LayerInputs:
     """The inputs of a layer besides the hidden states [t, h]. A layer is a pure function of the two."""
 
@@ -61,16 +80,23 @@ class LayerInputs:
     None: 1."""
     turn: CooperativeTurn | None = None
     """Set if another micro-batch takes turns with this one."""
+    encoder: EncoderStates | None = None
+    """What cross attention reads; None: the layers have none."""
+    attention_bias: Tensor | None = None
+    """Added to the scores of self-attention; broadcasts to [b, this rank's heads, s, s]."""
+    stack: str = ""
+    """Prefix of the names of dropout sites: tells the layers of an encoder from those of the decoder, which have the
+    same numbers."""
 
     def dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """Returns the random position of all tokens at one dropout site of one layer (counted from 1); None: no
         dropout."""
-        return None if self.dropout is None else DropoutRngPosition(self.dropout, layer_number, site)
+        return None if self.dropout is None else DropoutRngPosition(self.dropout, layer_number, self.stack + site)
 
     def hidden_dropout_position(self, layer_number: int, site: str) -> DropoutRngPosition | None:
         """Returns the random position of the hidden states that this rank holds; see `dropout_position`."""
         dropout = self.hidden_dropout or self.dropout
-        return None if dropout is None else DropoutRngPosition(dropout, layer_number, site)
+        return None if dropout is None else DropoutRngPosition(dropout, layer_number, self.stack + site)
 
 
 def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens | None:
@@ -79,6 +105,24 @@ def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens
     if dropout is None:
         return None
     return dataclasses.replace(dropout, index=dropout.index.chunk(group_size(group))[group_rank(group)])
+
+
+def encoder_states_of(
+    hidden_states: Tensor,
+    tokens: Tokens,
+    tp_group: Group,
+    *,
+    sequence_parallel: bool = False,
+    attention_mask: Tensor | None = None,
+    dropout: DropoutTokens | None = None,
+) -> EncoderStates:
+    """Returns what cross attention reads of the encoder's output [s, b, h]. Under sequence parallelism this gathers
+    every rank's part, [s / ranks, b, h], once for all layers. Backward sums the gradient of all layers over the tensor
+    parallel ranks in one collective."""
+    if group_size(tp_group) > 1:
+        gather = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+        hidden_states = gather(hidden_states, group=tp_group)
+    return EncoderStates(hidden_states.flatten(0, 1), tokens, attention_mask, dropout)
 
 
 def as_heads(tensor: Tensor, tokens: Tokens, heads: int) -> Tensor:

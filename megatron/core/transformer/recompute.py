@@ -4,7 +4,7 @@ Full: layers keep their input and nothing else. Selective, by module:
 
 - `core_attn` keeps queries, keys and values;
 - `mlp` keeps its normed input;
-- `layernorm` keeps neither norm's result; a product that needs it for its weight gradient recomputes it from the
+- `layernorm` keeps no norm's result; a product that needs it for its weight gradient recomputes it from the
   layer's hidden states;
 - `mla_up_proj` keeps the latents of latent attention instead of queries, keys and values;
 - `moe` keeps the normed input of a layer of experts, and sends tokens to their experts once more;
@@ -110,12 +110,16 @@ def _part(layer: Any, module: str, path: str) -> Any:
 
 def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
     _recompute(_part(layer, "core_attn", "self_attention.core_attention"))
+    if getattr(layer, "has_cross_attention", False):
+        _recompute(_part(layer, "core_attn", "cross_attention.core_attention"))
 
 
 def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
     parallel = _part(layer, "layernorm", "is_parallel")
     for norm, reader in (("input_layernorm", "add_attention"), ("pre_mlp_layernorm", "add_mlp")):
         _forget_norm(layer, _part(layer, "layernorm", norm), "add_attention_and_mlp" if parallel else reader)
+    if getattr(layer, "has_cross_attention", False):
+        _forget_norm(layer, layer.pre_cross_attn_layernorm, "add_cross_attention")
 
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:

@@ -1,4 +1,5 @@
-"""A transformer layer: attention and MLP, each added to the residual stream."""
+"""A transformer layer: attention, cross attention if there is an encoder, and MLP, each added to the residual
+stream."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,8 @@ class TransformerLayerSubmodules:
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added. In a decoder
+    with an encoder, x + cross_attention(norm(x), encoder's output) stands between the two.
 
     The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), or add norms
     there; or it puts the two side by side, x + attention(norm(x)) + mlp(norm(x)). Both outputs are multiplied by
@@ -63,8 +65,6 @@ class TransformerLayer(MegatronModule):
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
-        if submodules.cross_attention is not IdentityOp:
-            raise UserError("not yet: a layer with cross attention")
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm, offer=offer)
@@ -72,12 +72,20 @@ class TransformerLayer(MegatronModule):
             submodules.self_attention, config=config, layer_number=layer_number, pg_collection=groups, offer=offer
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.has_cross_attention = submodules.cross_attention is not IdentityOp
+        self.pre_cross_attn_layernorm = build_module(submodules.pre_cross_attn_layernorm, **norm, offer=offer)
+        place = {"config": config, "layer_number": layer_number, "pg_collection": groups}
+        self.cross_attention = build_module(
+            submodules.cross_attention, **(place if self.has_cross_attention else {}), offer=offer
+        )
+        self.cross_attn_bda = build_module(submodules.cross_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm, offer=offer)
         self.post_attention_layernorm = build_module(submodules.post_attention_layernorm, **norm, offer=offer)
         self.post_mlp_layernorm = build_module(submodules.post_mlp_layernorm, **norm, offer=offer)
         self.norms = (
             self.input_layernorm,
             self.post_attention_layernorm,
+            self.pre_cross_attn_layernorm,
             self.pre_mlp_layernorm,
             self.post_mlp_layernorm,
         )
@@ -98,13 +106,23 @@ class TransformerLayer(MegatronModule):
         """Returns the hidden states [t, h] after this layer."""
         if self.is_parallel:
             return self.add_attention_and_mlp(hidden_states, inputs)
-        return self.add_mlp(self.add_attention(hidden_states, inputs), inputs)
+        attended = self.add_attention(hidden_states, inputs)
+        if self.has_cross_attention:
+            attended = self.add_cross_attention(attended, inputs)
+        return self.add_mlp(attended, inputs)
 
     def add_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(attention(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
         return self._add(self.self_attn_bda, attended, self._residual(hidden_states, normed), inputs, "self_attention")
+
+    def add_cross_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+        """Returns x + dropout(cross_attention(norm(x), encoder's output))."""
+        normed = self.pre_cross_attn_layernorm(hidden_states)
+        attended = self._branch(self.cross_attention(normed, inputs), None)
+        residual = self._residual(hidden_states, normed)
+        return self._add(self.cross_attn_bda, attended, residual, inputs, "cross_attention")
 
     def add_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(mlp(norm(x)))."""
@@ -130,10 +148,11 @@ class TransformerLayer(MegatronModule):
     def _branch(self, output_and_bias: tuple[Tensor, Tensor | None], norm: Any) -> tuple[Tensor, Tensor | None]:
         """Returns the output of attention or MLP after the norm and the multiplier that the config asks for."""
         multiplier = self.config.residual_multiplier
-        if isinstance(norm, IdentityOp) and multiplier == 1.0:
+        if (norm is None or isinstance(norm, IdentityOp)) and multiplier == 1.0:
             return output_and_bias
         output, bias = output_and_bias
-        output = norm(output if bias is None else output + bias)
+        output = output if bias is None else output + bias
+        output = output if norm is None else norm(output)
         return output if multiplier == 1.0 else output * multiplier, None
 
     def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
@@ -156,6 +175,8 @@ class TransformerLayer(MegatronModule):
 
 def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> None:
     """Raises UserError if a layer's spec lacks norms that the config asks for, or has others."""
+    if submodules.cross_attention is not IdentityOp and placement != "pre":
+        raise UserError(f"norm_placement is {placement}: a layer with cross attention has it pre")
     behind = submodules.post_attention_layernorm, submodules.post_mlp_layernorm
     before = submodules.input_layernorm, submodules.pre_mlp_layernorm
     unwanted = {"post": before, "parallel": before[1:]}.get(placement, ())

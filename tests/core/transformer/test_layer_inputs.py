@@ -5,7 +5,7 @@ import torch
 from megatron.core.collectives import PlannedGroup
 from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.tokens import RngPosition, Tokens
-from megatron.core.transformer.layer_inputs import LayerInputs, as_heads, sequence_slice
+from megatron.core.transformer.layer_inputs import LayerInputs, as_heads, encoder_states_of, sequence_slice
 
 TOKENS = Tokens(4, 2, random=RngPosition(1, 2, 3))
 
@@ -33,3 +33,17 @@ def test_heads_are_a_view() -> None:
     flat = torch.arange(4 * 2 * 6).view(8, 6)
     heads = as_heads(flat, TOKENS, 3)
     assert heads.shape == (4, 2, 3, 2) and heads.data_ptr() == flat.data_ptr()
+
+
+def test_sites_of_an_encoder_are_not_those_of_the_decoder() -> None:
+    dropout = dropout_tokens(TOKENS, torch.device("cpu"))
+    encoder, decoder = (LayerInputs(TOKENS, dropout=dropout, stack=stack) for stack in ("encoder.", ""))
+    for method in ("dropout_position", "hidden_dropout_position"):
+        sites = [getattr(inputs, method)(1, "mlp").site for inputs in (encoder, decoder)]
+        assert sites == ["encoder.mlp", "mlp"]
+
+
+def test_encoder_states_of_one_rank() -> None:
+    states = torch.randn(4, 2, 3)
+    encoder = encoder_states_of(states, TOKENS, None)
+    assert torch.equal(encoder.hidden_states, states.flatten(0, 1)) and encoder.tokens is TOKENS

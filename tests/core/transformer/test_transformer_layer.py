@@ -5,12 +5,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -34,6 +36,38 @@ def test_a_layer_is_its_formula() -> None:
     by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
     by_hand = by_hand + layer.mlp(layer.pre_mlp_layernorm(by_hand))[0]
     assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
+
+
+class AddsEncoder(nn.Module):
+    """A cross attention: the hidden states plus the encoder's."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: object) -> None:
+        super().__init__()
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, None]:
+        return hidden_states + inputs.encoder.hidden_states, None
+
+
+def cross_layer(**settings) -> TransformerLayer:
+    parts = get_gpt_layer_local_spec().submodules
+    parts.pre_cross_attn_layernorm, parts.cross_attention = WrappedTorchNorm, AddsEncoder
+    parts.cross_attn_bda = get_bias_dropout_add
+    return build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(**settings), layer_number=1)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.5])
+def test_cross_attention_stands_between_attention_and_mlp(multiplier: float) -> None:
+    layer = cross_layer(residual_multiplier=multiplier)
+    hidden, encoder = states().flatten(0, 1), torch.randn(10, 16, dtype=torch.float64)
+    inputs = LayerInputs(Tokens(5, 2), encoder=EncoderStates(encoder, Tokens(5, 2)))
+    attended = layer.add_attention(hidden, inputs)
+    crossed = attended + multiplier * (layer.pre_cross_attn_layernorm(attended) + encoder)
+    assert torch.allclose(layer(hidden, inputs), layer.add_mlp(crossed, inputs), rtol=1e-13)
+
+
+def test_other_placements_of_norms_with_cross_attention_are_refused() -> None:
+    with pytest.raises(UserError, match="norm_placement is parallel: a layer with cross attention"):
+        cross_layer(norm_placement="parallel")
 
 
 def test_a_place_left_empty_does_nothing() -> None:

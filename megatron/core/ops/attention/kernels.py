@@ -94,7 +94,9 @@ def _fused_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
 def _score_refusal(variant: AttentionVariant) -> Refusal:
     if variant.cap is not None:
         return f"it cannot cap scores (at {variant.cap})"
-    return "it has no ALiBi" if variant.slopes is not None else None
+    if variant.slopes is not None:
+        return "it has no ALiBi"
+    return "it has no gradient of a relative position bias" if variant.adds_bias else None
 
 
 def _dropout_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:

@@ -40,6 +40,8 @@ class AttentionVariant:
     chunk: int | None = None
     """Tokens of a chunk; queries see only keys of their own chunk. The call's `cu_seqlens` gives the chunks'
     boundaries, like those of documents."""
+    adds_bias: bool = False
+    """The call's `bias` is added to the scores."""
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -78,6 +80,11 @@ class AttentionCall:
     """None: nothing is dropped."""
     first_head: int = 0
     """Index of this rank's first head, counted over the whole model; dropout masks depend on it."""
+    bias: Tensor | None = None
+    """With `adds_bias`: added to the scaled scores; broadcasts to [b, heads, sq, sk]."""
+    key_start: Tensor | None = None
+    """With `dropout`, if the keys are another sequence than the queries: global index of the first key of each row,
+    int64 [b]."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor:
@@ -129,6 +136,8 @@ def _block(
         bias = variant.bias(distance, call.first_head, a)
         assert bias is not None
         scores = scores + bias.to(scores.dtype)
+    if call.bias is not None:
+        scores = scores + _rows_of(call.bias, first, rows).to(scores.dtype)
     hidden = hidden_keys(variant, call, first, rows, sq, sk, query.device)
     probabilities = _softmax(scores, hidden, call.sink)
     if call.dropout is not None and variant.dropout:
@@ -196,7 +205,9 @@ def _rows_of(mask: Tensor, first: int, rows: int) -> Tensor:
 def _kept(call: AttentionCall, probability: float, first: int, rows: int, sq: int, sk: int, b: int, a: int) -> Tensor:
     assert call.dropout is not None
     queries = call.dropout.tokens.index.view(sq, b).t()  # [b, sq]
-    if call.query_positions is None:
+    if call.key_start is not None:
+        row_start = call.key_start[:, None]
+    elif call.query_positions is None:
         assert sq == sk
         row_start = queries[:, :1]
     else:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag
+from megatron.core.config_fields import flag, not_a_flag
 
 
 @dataclass(kw_only=True)
@@ -57,6 +57,10 @@ class PositionConfig:
 
     alibi_factor: float = flag(1.0, only_with="alibi")
     """With --alibi: factor of the rates 2^(-8 i / heads)."""
+
+    relative_bias: bool = not_a_flag(False)
+    """Self-attention adds a bias to its scores, which the model computes from relative positions; a model with
+    position_embedding_type relative sets it for its layers."""
 
     nope_temperature_scale: float | None = flag(None, only_with="no_rope_freq")
     """With --no-rope-freq: in layers without rotary positions, multiply the query at position p by 1 + scale * ln(1 +
