@@ -3,6 +3,9 @@
 import contextlib
 import re
 
+MOST_LAYERS = 1_000_000
+"""Layers that a model may have. Lists and strings with an entry for each layer are built from this number."""
+
 _TOKEN = re.compile(r"\s*(\d+|[\[\](),+*])")
 
 
@@ -60,19 +63,27 @@ def pipeline_layout(text: str) -> list[str]:
 
 
 def _times(part: str, times: int, text: str) -> str:
-    if len(part) * times > 1_000_000:
+    if len(part) * times > MOST_LAYERS:
         raise ValueError(f"{text!r} is longer than a million layers")
     return part * times
 
 
+_DEEPEST = 100
+"""Brackets inside each other that a list expression may have: each is a call of the parser."""
+
+
 def _tokens(text: str) -> list[str]:
     tokens, position = [], 0
+    depth = 0
     while position < len(text.rstrip()):
         match = _TOKEN.match(text, position)
         if match is None:
             raise ValueError(f"{text!r}: {text[position]!r} is not allowed; use digits, [ ] ( ) , + *")
         tokens.append(match.group(1))
         position = match.end()
+        depth += (match.group(1) in "[(") - (match.group(1) in "])")
+        if depth > _DEEPEST:
+            raise ValueError(f"{text[:20]}... has more than {_DEEPEST} brackets inside each other")
     return tokens
 
 
@@ -99,7 +110,7 @@ def _product(tokens: list[str], text: str) -> int | list[int]:
         else:
             items, times = (value, other) if isinstance(value, list) else (other, value)
             assert isinstance(items, list) and isinstance(times, int)
-            if len(items) * times > 1_000_000:
+            if len(items) * times > MOST_LAYERS:
                 raise ValueError(f"{text!r} is longer than a million layers")
             value = items * times
     return value

@@ -89,6 +89,13 @@ def test_the_grammar_of_layouts(text: str, stages: list[str]) -> None:
     assert pipeline_layout(text) == stages
 
 
+def test_brackets_inside_each_other() -> None:
+    assert layer_pattern("(" * 90 + "[1]" + ")" * 90) == [1]
+    for deep in ("(" * 5000 + "[1]" + ")" * 5000, "[" * 5000 + "1" + "]" * 5000):
+        with pytest.raises(ValueError, match=r"\.\.\. has more than 100 brackets inside each other"):
+            layer_pattern(deep)
+
+
 @pytest.mark.parametrize("text", ["Et|x|L", "E((t|)*2)*2L", "Et*|L", "(Et|L)", "Et*9999999|L", "", "Et{0}|L"])
 def test_what_is_no_layout_is_an_error(text: str) -> None:
     if text == "":

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.core.config_fields import refuse
 from megatron.core.exceptions import UserError
+from megatron.core.flag_grammars import MOST_LAYERS
 from megatron.core.pipeline_parallel.stages import (
     AUTO,
     Pipeline,
@@ -74,7 +75,7 @@ def stage_map(config: Any) -> StageMap:
 
 def stage_problems(config: Any) -> Iterator[str]:
     """Yields a problem for each reason why the layers cannot be cut as a TransformerConfig says."""
-    if config.pipeline_model_parallel_size < 1 or (config.num_layers or 0) < 1:
+    if config.pipeline_model_parallel_size < 1 or not 1 <= (config.num_layers or 0) <= MOST_LAYERS:
         return  # reported by other checks
     if config.pipeline_model_parallel_size == 1 and (config.virtual_pipeline_model_parallel_size or 1) == 1:
         return  # one stage has all layers

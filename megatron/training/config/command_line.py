@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -54,7 +54,9 @@ def read_command_line(
     if any(occurrence.spelling in ("--help", "-h") for occurrence in occurrences):
         (parser or Parser()).print_help()
         raise SystemExit(0)
+    replaced = list(_replaced_flags(occurrences))
     occurrences, line.warnings = translate_all(occurrences)
+    line.warnings += replaced
     table = flags_by_spelling()
     foreign: list[Occurrence] = []
     for occurrence in occurrences:
@@ -90,6 +92,24 @@ def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
         else:
             strays.append(word)
     return occurrences, strays
+
+
+def _replaced_flags(occurrences: Iterable[Occurrence]) -> Iterator[str]:
+    """Yields a line for each flag that is given again with another value. Scripts append flags to change earlier ones,
+    so the last one counts, as in argparse."""
+    last: dict[str, Occurrence] = {}
+    for occurrence in occurrences:
+        flag = flags_by_spelling().get(occurrence.spelling)
+        if flag is None or flag.declaration.gathers:
+            continue
+        earlier = last.get(flag.field)
+        if earlier is not None and (_value(flag, earlier) != _value(flag, occurrence)):
+            yield f"{text_of(occurrence)} replaces {text_of(earlier)}, which stands before it on the command line"
+        last[flag.field] = occurrence
+
+
+def _value(flag: Flag, occurrence: Occurrence) -> Any:
+    return occurrence.words if flag.switch is None else flag.switch[occurrence.spelling]
 
 
 def unknown_flag(spelling: str, known: Iterable[str]) -> str:

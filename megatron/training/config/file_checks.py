@@ -3,10 +3,12 @@
 Only the first rank looks, for all ranks (`LaunchEnvironment.looks_at_files`).
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.training.config.settings import Settings
 
@@ -41,6 +43,50 @@ def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
         yield f"{{{field}:name}} " + _escaped(f"{prefix}{missing[0]}: no such file{hint}")
 
 
+def paths_are_not_empty(s: Settings) -> Iterator[str]:
+    """No path is an empty word, which a shell makes of a variable that is not set. It would mean the working folder."""
+    for field in _PATHS:
+        value = getattr(s, field)
+        if value == "" or (isinstance(value, list) and "" in value):
+            yield f'{{{field}:name}} "" is an empty path, perhaps of a shell variable that is not set; give a path'
+
+
+_PATHS = (
+    "save",
+    "load",
+    "pretrained_checkpoint",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "data_cache_path",
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "metrics_path",
+    "tensorboard_dir",
+)
+
+
+def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:
+    """Each folder of checkpoints is neither a file nor one of the checkpoints in it."""
+    if not s.launch_environment.looks_at_files:
+        return
+    for field in ("save", "load", "pretrained_checkpoint"):
+        path = getattr(s, field)
+        if not path or not Path(path).exists():
+            continue
+        one = re.fullmatch(r"iter_(\d{7,})|release", Path(path).resolve().name)
+        if not Path(path).is_dir():
+            yield f"{{{field}}} is a file; give the folder of the checkpoints"
+        elif one and (Path(path) / MANIFEST).is_file():
+            step = f" and {{ckpt_step:name}} {int(one[1])}" if one[1] and field == "load" else ""
+            parent = _escaped(str(Path(path).parent))
+            yield f"{{{field}}} is one checkpoint; give the folder that it is in: {parent}{step}"
+
+
 def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
     """A folder that must contain a checkpoint exists. Its contents are checked later, when it is read.
 
@@ -49,9 +95,9 @@ def checkpoint_folders_exist(s: Settings) -> Iterator[str]:
     if not s.launch_environment.looks_at_files or (s.load is not None and Path(s.load).is_dir()):
         return
     if s.pretrained_checkpoint is not None:
-        if not Path(s.pretrained_checkpoint).is_dir():
+        if not Path(s.pretrained_checkpoint).exists():
             yield "{pretrained_checkpoint}: no such folder"
-    elif s.load is not None and s.exit_on_missing_checkpoint:
+    elif s.load is not None and not Path(s.load).exists() and s.exit_on_missing_checkpoint:
         yield "{load}: no such folder, and {exit_on_missing_checkpoint:name} is given"
 
 

@@ -58,11 +58,15 @@ def choice(values: Mapping[str, Any]) -> Callable[[str], Any]:
 
 
 def whole_number(word: str) -> int:
-    """Returns the word as an integer. Raises ValueError; for other numbers it names the nearest integer."""
+    """Returns the word as an integer of 64 bits. Raises ValueError; for other numbers it names the nearest integer."""
     try:
-        return int(word)
+        found = int(word)
     except ValueError:
         pass
+    else:
+        if not -(2**63) <= found < 2**63:
+            raise ValueError(f"expected a whole number of at most {2**63 - 1}")
+        return found
     try:
         value = float(word)
     except ValueError:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megatron.core.tokens import RngPosition
 
 
@@ -35,7 +37,7 @@ class StepData(Iterator[Any]):
         self.data_parallel_size = data_parallel_size
         self.seed = seed
         self.iteration = 0
-        self.sample_ids: list[Any] = []
+        self.sample_ids: list[list[int]] = []
         """Sample ids of each micro-batch drawn since `begin`; an empty list for a batch without ids."""
         self._chunks: tuple[ChunkData, ...] = ()
         self._kept: dict[int, Any] = {}
@@ -66,8 +68,8 @@ class StepData(Iterator[Any]):
         if self.micro_batches is None:
             raise StopIteration
         batch = next(self.micro_batches)
-        ids = getattr(batch, "sample_ids", None)
-        self.sample_ids.append([] if ids is None else ids)
+        # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
+        self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))
         return batch
 
     def kept(self, number: int) -> Any:
@@ -120,7 +122,7 @@ class ChunkData(Iterator[Any]):
         return self.data.iteration
 
     @property
-    def sample_ids(self) -> list[Any]:
+    def sample_ids(self) -> list[list[int]]:
         """Sample ids of each micro-batch that this chunk has drawn in the current step."""
         return self.data.sample_ids[: self.drawn]
 
@@ -132,6 +134,12 @@ class ChunkData(Iterator[Any]):
     def begin(self, iteration: int) -> None:
         """Begins a step for all chunks."""
         self.data.begin(iteration)
+
+
+def _numbers(sample_ids: Tensor | Sequence[int] | None) -> list[int]:
+    if sample_ids is None:
+        return []
+    return sample_ids.tolist() if isinstance(sample_ids, Tensor) else list(sample_ids)
 
 
 def step_data_of(data: Any) -> StepData | None:

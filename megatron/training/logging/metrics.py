@@ -59,7 +59,7 @@ class _Pending:
     on_device: dict[str, Tensor]
     on_host: dict[str, float]
     gradients_finite: tuple[Tensor, ...]
-    sample_ids: Sequence[Sequence[int] | Tensor]
+    sample_ids: Sequence[Sequence[int]]
 
 
 @dataclass
@@ -140,13 +140,13 @@ class StepMetrics:
         consumed_samples: int = 0,
         tokens: int = 0,
         global_batch_size: int = 0,
-        sample_ids: Sequence[Sequence[int] | Tensor] = (),
+        sample_ids: Sequence[Sequence[int]] = (),
         gradients_finite: Sequence[Tensor] = (),
     ) -> None:
         """Takes the values of one iteration. Device tensors are copied on the device at once and may be reused.
 
         `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
-        `sample_ids` has the ids of each micro-batch's samples, on the host. `gradients_finite` has a flag for each
+        `sample_ids` has the ids of each micro-batch's samples. `gradients_finite` has a flag for each
         micro-batch, if gradients are probed.
         """
         names = tuple(reports[0]) if reports else ()
@@ -277,7 +277,7 @@ class StepMetrics:
             microbatches,
             [] if self.expect_overflow else finite,
             None if self.expect_overflow else step.grad_norm,
-            [_as_ids(ids) for ids in pending.sample_ids],
+            pending.sample_ids,
         )
         return step, named
 
@@ -285,10 +285,6 @@ class StepMetrics:
 def _ratio(total: float, count: float) -> float:
     """Returns sum over count, and the sum if the count is 0."""
     return total / count if count else total
-
-
-def _as_ids(ids: Sequence[int] | Tensor) -> list[int]:
-    return [int(number) for number in (ids.tolist() if isinstance(ids, Tensor) else ids)]
 
 
 @contextlib.contextmanager

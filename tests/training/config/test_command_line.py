@@ -192,3 +192,9 @@ def test_a_provider_that_forgets_to_return_the_parser_is_told() -> None:
 def test_unknown_flags_can_be_let_through() -> None:
     line = read_command_line(["--mine", "3", "--lr", "1"], ignore_unknown_args=True)
     assert line.problems == [] and line.warnings == ["--mine: unknown, and ignored as the script asks"]
+
+
+def test_of_a_repeated_flag_the_last_counts_and_a_line_says_so() -> None:
+    line = read_command_line(["--lr", "1", "--lr", "2", "--bf16", "--bf16", "--seed", "5", "--seed", "5"])
+    assert line.values["lr"] == 2.0 and line.problems == []
+    assert line.warnings == ["--lr 2 replaces --lr 1, which stands before it on the command line"]

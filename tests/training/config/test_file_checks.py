@@ -1,5 +1,6 @@
 """Files and folders that flags name must exist."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,35 @@ def test_folders_that_must_hold_a_checkpoint(flags: str, problems: list[str], tm
             assert looks and error.problems == problems
         else:
             assert not (looks and problems)
+
+
+def problems_of(words: str, looks: bool = True) -> list[str]:
+    try:
+        configure(shlex.split(words), launch_environment=LaunchEnvironment(1, False, looks_at_files=looks))
+    except ConfigurationError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-cache-path", "--tensorboard-dir"])
+def test_a_path_of_a_shell_variable_that_is_not_set(flag: str) -> None:
+    """It would be the working folder."""
+    sentence = f'{flag} "" is an empty path, perhaps of a shell variable that is not set; give a path'
+    assert problems_of(f"{SMALL} {flag} ''", looks=False) == [sentence]
+
+
+def test_a_load_that_would_find_nothing(tmp_path: Path) -> None:
+    """Before, a file or one checkpoint's own folder began a new run, because no checkpoint was in it."""
+    (tmp_path / "file").touch()
+    checkpoint = tmp_path / "iter_0000020"
+    checkpoint.mkdir()
+    assert problems_of(f"{SMALL} --load {tmp_path}/iter_0000020") == []  # any folder may have this name
+    (checkpoint / "manifest.json").touch()
+    for flag in ("--save", "--load", "--pretrained-checkpoint"):
+        file = f"{flag} {tmp_path}/file is a file; give the folder of the checkpoints"
+        assert problems_of(f"{SMALL} {flag} {tmp_path}/file") == [file]
+        one = f"{flag} {checkpoint} is one checkpoint; give the folder that it is in: {tmp_path}"
+        assert problems_of(f"{SMALL} {flag} {checkpoint}") == [one + " and --ckpt-step 20" * (flag == "--load")]
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -44,7 +44,13 @@ def test_one_word_or_a_list() -> None:
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("abc", "expected a whole number"), ("1e6", "1000000 works"), ("10.0", "10 works"), ("inf", "whole number")],
+    [
+        ("abc", "expected a whole number"),
+        ("1e6", "1000000 works"),
+        ("10.0", "10 works"),
+        ("inf", "whole number"),
+        ("9" * 30, "at most 9223372036854775807"),
+    ],
 )
 def test_whole_numbers(word: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.training.data.loaders import SampleError, build_data_iterator
+from megatron.training.data.step_data import StepData
 
 
 def fields_of(batch):
@@ -169,3 +170,17 @@ def test_megatron_lm_cyclic_order_on_request(build_dataset):
     )
     expected = torch.randperm(len(dataset) // 2 * 2, generator=torch.Generator().manual_seed(0))[:20]
     assert torch.cat([batch.sample_ids for batch in published]).tolist() == expected.tolist()
+
+
+def test_a_step_keeps_no_files_open(build_dataset):
+    """A tensor that a worker sends is a shared file. The ids of a step's samples are kept until the log line, which may
+    be thousands of micro-batches later."""
+    data = StepData(build_data_iterator(build_dataset(400), micro_batch_size=1, num_workers=1), micro_batch_size=1)
+    data.begin(0)
+    next(data)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        next(data)
+    assert data.sample_ids == [[number] for number in range(201)]
+    assert len(os.listdir("/proc/self/fd")) < before + 50
+    data.close()

@@ -99,7 +99,7 @@ def test_a_non_finite_loss_is_named_with_its_samples():
         [report(1.0, 1), report(math.nan, 4), report(1.0, 1)],
         update_applied=torch.tensor(False),
         grad_norm=torch.tensor(math.nan),
-        sample_ids=[torch.tensor([40, 41]), torch.tensor([42, 43]), torch.tensor([44, 45])],
+        sample_ids=[[40, 41], [42, 43], [44, 45]],
     )
     assert metrics.trouble_seen()
     interval = metrics.collect(reset=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config_fields import flag, not_a_flag, too_small
+from megatron.core.flag_grammars import MOST_LAYERS
 
 
 @dataclass(kw_only=True)
@@ -110,6 +111,8 @@ def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value of `ArchitectureConfig`; `config` has the fields of
     TransformerConfig."""
     yield from too_small(config, ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"), 1)
+    if (config.num_layers or 0) > MOST_LAYERS:
+        yield f"{{num_layers}} must be at most {MOST_LAYERS}"
     yield from too_small(config, ("layernorm_epsilon",), 0)
     if not 0.0 <= config.hidden_dropout < 1.0:
         yield "{hidden_dropout} must be at least 0 and less than 1"
