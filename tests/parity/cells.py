@@ -23,7 +23,6 @@ WORLD = 8
 SMALL_WORLD = 4
 """Ranks that nearly all cells of `make test` keep to."""
 LOSSES = ("per-token", "default")
-"""Sum over sum of the global batch, or mean over micro-batches."""
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
@@ -59,7 +58,8 @@ class Cell:
 
     @property
     def fits(self) -> bool:
-        return self.layout.ranks <= WORLD and self.layout.misfit(self.model) is None
+        averaged = self.loss in self.model.losses
+        return averaged and self.layout.ranks <= WORLD and self.layout.misfit(self.model) is None
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -121,8 +121,11 @@ def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cel
     losses = itertools.cycle(LOSSES)
 
     def fitting(*names: str, order: str = Layout.order) -> Cell:
-        cells = (Cell(next(models), layout(*names, order=order), next(losses)) for _ in family.models)
+        cells = (cell(next(models), layout(*names, order=order), next(losses)) for _ in family.models)
         return next(cell for cell in cells if cell.fits)  # the next one begins with the model after it
+
+    def cell(model: Model, whole: Layout, loss: str) -> Cell:
+        return Cell(model, whole, loss if loss in model.losses else model.losses[0])
 
     for names in layouts:
         order = PIPELINE_BEFORE_DATA if "pp-before-dp" in names else Layout.order
@@ -134,7 +137,7 @@ def with_each_model(models: Iterable[Model], cells: Iterable[Cell]) -> Iterator[
     models = list(models)
     for cell in cells:
         for number, model in enumerate(models):
-            other = Cell(model, cell.layout, LOSSES[number % 2])
+            other = Cell(model, cell.layout, model.losses[number % len(model.losses)])
             if other.fits:
                 yield other
 
@@ -143,10 +146,10 @@ def singles_and_pairs(family: Family) -> Iterator[Cell]:
     """Each value alone and every two together that the family wants to meet."""
     values = [value for choices in family.dimensions.values() for value in choices[1:]]
     for value in values:
-        yield Cell(family.models[0], layout(value.name))
+        yield Cell(family.models[0], layout(value.name), family.models[0].losses[0])
     for first, second in itertools.combinations(values, 2):
         if dimension_of(first) != dimension_of(second) and family.wants(dimension_of(first), dimension_of(second)):
-            yield Cell(family.models[0], layout(first.name, second.name))
+            yield Cell(family.models[0], layout(first.name, second.name), family.models[0].losses[0])
 
 
 @cache

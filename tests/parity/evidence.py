@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout.dropout import Draw
 from megatron.core.parameters import Box
 from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metrics
@@ -78,7 +77,7 @@ class Masks:
 
 
 @contextmanager
-def watched_masks(chunks: Sequence[GPTModel], masks: Masks) -> Iterator[None]:
+def watched_masks(chunks: Sequence[Any], masks: Masks) -> Iterator[None]:
     """Dropout masks that are drawn within are noted."""
     before = [chunk.backend for chunk in chunks]
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""What a model of the parity proof is, and how it is built; `model_list.py` lists them.
+"""What a model of the parity proof is; `model_list.py` lists them, `kinds.py` builds them.
 
 Every parameter starts random, norms and biases too. All start as functions of (seed, name, index), so that any part of
 any layout starts with its part of one model.
@@ -12,10 +12,7 @@ import torch
 from torch import nn
 
 from megatron.core.counter_rng import stream_key
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters import Constant, Normal, canonical_names, draw_range, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 LENGTH = 16
@@ -37,7 +34,7 @@ class Model:
     settings: dict[str, Any] = field(default_factory=dict)
     """Of TransformerConfig, beside those that all have."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of GPTModel."""
+    """Of the model's class."""
     packed: bool = False
     """Documents of any length, which do not see each other."""
     told_positions: bool = True
@@ -47,6 +44,10 @@ class Model:
     masked_step: int | None = None
     """A step whose whole batch is masked."""
     vocabulary: int = 53
+    kind: str = "gpt"
+    """The architecture, an entry of `kinds.KINDS`."""
+    losses: tuple[str, ...] = ("per-token", "default")
+    """How its loss can be averaged: sum over sum of the global batch, or mean over micro-batches."""
     starved: tuple[int, ...] = ()
     """Experts whose bias keeps every token away, so that there are ranks without one."""
 
@@ -106,36 +107,6 @@ def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
         seed=SEED,
         **{**plain, **model.settings, **settings},
     )
-
-
-def build_model(
-    model: Model,
-    config: TransformerConfig,
-    groups: ProcessGroupCollection | None = None,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-) -> GPTModel:
-    """The model, or one chunk of it."""
-    place = {"vp_stage": vp_stage, "pp_rank": groups.rank("pp") if groups is not None else 0}
-    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **place)
-    built = GPTModel(
-        config,
-        layers,
-        model.vocabulary,
-        LENGTH,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=model.tied,
-        position_embedding_type=model.positions,  # type: ignore[arg-type]
-        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, **place),
-        pg_collection=groups,
-        vp_stage=vp_stage,
-        **model.options,
-    )
-    randomize_constants(built)
-    starve(built, model.starved)
-    return built
 
 
 @torch.no_grad()

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from parity.cells import Cell
 from parity.evidence import Evidence, Piece, Step, pieces, reports_of, watched_masks
-from parity.models import LENGTH, OPTIMIZER, build_model, transformer_config
-from parity.text import GLOBAL_BATCH, TextBatch, micro_batch
+from parity.kinds import Chunk, build_model, kind_of, on_device
+from parity.models import LENGTH, OPTIMIZER, transformer_config
+from parity.text import GLOBAL_BATCH
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.chunk import Chunk, parameter_chunk
+from megatron.core.dist_checkpointing.chunk import Chunk as TensorChunk
+from megatron.core.dist_checkpointing.chunk import parameter_chunk
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -52,7 +53,7 @@ class Parts:
     optimizer: MegatronOptimizer
     evidence: Evidence
     device: torch.device
-    plain: list[GPTModel]
+    plain: list[nn.Module]
     """The chunks by themselves."""
 
     @property
@@ -94,12 +95,13 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0, config)
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     stages: StageMap = stage_map(config)
-    plain: list[GPTModel] = []
+    plain: list[nn.Module] = []
     initial: list[Piece] = []
     for number in range(cell.layout.pipeline.chunks):
         part = stages.stage_at(groups.rank("pp"), number)
         virtual = number if cell.layout.pipeline.chunks > 1 else None
-        chunk = build_model(cell.model, config, groups, part.embedding, part.loss, virtual).to(device)
+        place = Chunk(groups, part.embedding, part.loss, virtual)
+        chunk = build_model(cell.model, config, place).to(device)
         initial += pieces(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
         plain.append(chunk)
     wrapped = [
@@ -147,14 +149,12 @@ def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
     first = [(n * parts.replicas + groups.rank("dp")) * cell.model.rows for n in range(parts.num_microbatches)]
     forward_step = partial(_forward_step, parts, step)
     virtual = len(parts.chunks) > 1
-    rows = 1 if cell.model.packed else cell.model.rows
     reports = get_forward_backward_func(groups.size("pp"), len(parts.chunks) if virtual else None)(
         forward_step_func=forward_step,
         data_iterator=[iter(first) for _ in parts.chunks] if virtual else iter(first),
         model=parts.chunks if virtual else parts.chunks[0],
         num_microbatches=parts.num_microbatches,
-        seq_length=LENGTH * cell.model.rows // rows,
-        micro_batch_size=rows,
+        **kind_of(cell.model).shapes(cell.model),
         pg_collection=groups,
     )
     return {sample: report.cpu() for sample, report in reports}
@@ -163,39 +163,25 @@ def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
 def _forward_step(
     parts: Parts, step: int, samples: Iterator[int], chunk: nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
-    sample = next(samples)
+    sample, kind = next(samples), kind_of(parts.cell.model)
     part = (parts.groups.rank("cp"), parts.groups.size("cp"))
-    batch = on_device(micro_batch(parts.cell.model, step, sample, part), parts.device)
-    output = chunk(
-        batch.ids, batch.tokens.positions, None, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens
-    )
+    batch = on_device(kind.micro_batch(parts.cell.model, step, sample, part, None), parts.device)
+    output = kind.forward(chunk, batch)
 
-    def loss_func(losses: Tensor) -> tuple[Tensor, Tensor, tuple[int, Tensor]]:
-        mask = batch.mask.to(losses.dtype)
-        total, count = (losses * mask).sum(), mask.sum()
-        return total, count, (sample, torch.stack([total.detach(), count]))
+    def loss_func(output: Any) -> tuple[Any, ...]:
+        *loss, report = kind.loss(output, batch)
+        return *loss, (sample, report)
 
     return output, loss_func
 
 
-def on_device(batch: TextBatch, device: torch.device) -> TextBatch:
-    """A micro-batch with its tensors there."""
-    tokens = batch.tokens
-    moved = {
-        name: value.to(device) for name in ("positions", "cu_seqlens") if (value := getattr(tokens, name)) is not None
-    }
-    return TextBatch(
-        batch.ids.to(device), batch.labels.to(device), batch.mask.to(device), dataclasses.replace(tokens, **moved)
-    )
-
-
-def _weight_chunks(parts: Parts) -> Iterable[Chunk]:
+def _weight_chunks(parts: Parts) -> Iterable[TensorChunk]:
     for chunk in parts.chunks:
         chunk.start_param_sync(force_sync=True)  # twice does no harm
         yield from chunk.weight_chunks()
 
 
-def _gradient_chunks(parts: Parts) -> Iterable[Chunk]:
+def _gradient_chunks(parts: Parts) -> Iterable[TensorChunk]:
     for chunk in parts.chunks:
         yield from chunk.gradient_chunks()
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from parity.evidence import Evidence, Masks, Piece, Step, reports_of, watched_masks
+from parity.kinds import build_model, kind_of
 from parity.model_list import MODELS
-from parity.models import OPTIMIZER, Model, build_model, transformer_config
-from parity.text import GLOBAL_BATCH, TextBatch, micro_batch
+from parity.models import OPTIMIZER, Model, transformer_config
+from parity.text import GLOBAL_BATCH
 from torch import Tensor, nn
 
 from megatron.core.micro_batch import MicroBatch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.parameters import info_of
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,13 +33,14 @@ def reference(
 @cache
 def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> Evidence:
     model = next(m for m in MODELS if m.name == name)
-    built = build_model(model, _config(model, per_token))
+    config = _config(model, per_token)
+    built = build_model(model, config)
     evidence = Evidence(initial=_pieces(built), masks=Masks())
     optimizer, loads = plain_optimizer(built, lr), watched_loads(built)
     for number in range(steps):
         with watched_masks([built], evidence.masks if number == 0 else Masks()):
             evidence.steps.append(_step(built, model, number, per_token, rows))
-        even_out(loads, built.config.moe_router_bias_update_rate)
+        even_out(loads, config.moe_router_bias_update_rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     evidence.weights = _pieces(built)
@@ -101,28 +102,32 @@ def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=eps)
 
 
-def _step(built: GPTModel, model: Model, number: int, per_token: bool, rows: int) -> Step:
-    batches = {first: micro_batch(model, number, first, rows=rows) for first in range(0, GLOBAL_BATCH, rows)}
-    count = torch.stack([batch.mask.sum() for batch in batches.values()]).sum().clamp(min=1)
+def _step(built: nn.Module, model: Model, number: int, per_token: bool, rows: int) -> Step:
+    kind = kind_of(model)
+    firsts = range(0, GLOBAL_BATCH, rows)
+    batches = {first: kind.micro_batch(model, number, first, (0, 1), rows) for first in firsts}
+    count = torch.stack([kind.count(batch) for batch in batches.values()]).sum().clamp(min=1)
     # What layers add to the loss counts as the loss does: by token, or as a mean over micro-batches.
-    scale = 1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64)
-    sums = {first: _sum_and_count(built, batch, MicroBatch(auxiliary_scale=scale)) for first, batch in batches.items()}
+    step = MicroBatch(auxiliary_scale=1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64))
+    results = {
+        first: kind.loss(kind.forward(built, batch, micro_batch=step), batch) for first, batch in batches.items()
+    }
     if per_token:
-        total = sum(loss for loss, _ in sums.values()) / count
+        total = sum(loss for loss, _, _ in results.values()) / count
     else:
-        total = sum(loss / count.clamp(min=1) for loss, count in sums.values()) / len(sums)
+        total = sum(map(_mean_loss, results.values())) / len(results)
     total.backward()
     gradients = _pieces(built, gradient=True)
     reports = reports_of([built])
     norm = nn.utils.clip_grad_norm_(built.parameters(), OPTIMIZER["clip_grad"])
-    losses = {first: torch.stack([loss.detach(), count]) for first, (loss, count) in sums.items()}
+    losses = {first: result[-1] for first, result in results.items()}
     return Step(losses, gradients, float(norm), reports)
 
 
-def _sum_and_count(built: nn.Module, batch: TextBatch, step: MicroBatch) -> tuple[Tensor, Tensor]:
-    inputs = (batch.ids, batch.tokens.positions, None)
-    losses = built(*inputs, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens, micro_batch=step)
-    return (losses * batch.mask).sum(), batch.mask.sum()
+def _mean_loss(result: tuple[Any, ...]) -> Tensor:
+    """Of a micro-batch: the mean over its tokens, or what the loss function says."""
+    mean: Tensor = result[0] / result[1].clamp(min=1) if len(result) == 3 else result[0]
+    return mean
 
 
 def _pieces(built: nn.Module, gradient: bool = False) -> list[Piece]:

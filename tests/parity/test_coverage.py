@@ -83,8 +83,8 @@ def test_every_model_meets_every_value() -> None:
 def _alone_or_with_another(family: Family, model: Model, value: Choice) -> list[Cell]:
     """The value with at most one other: a split of experts has no ranks of its own."""
     others = [other for row in family.dimensions.values() for other in row]
-    cells = [Cell(model, layout(value.name))]
-    cells += [Cell(model, layout(value.name, o.name)) for o in others if dimension_of(o) != dimension_of(value)]
+    splits = [(value.name,), *((value.name, o.name) for o in others if dimension_of(o) != dimension_of(value))]
+    cells = [Cell(model, layout(*names), model.losses[0]) for names in splits]
     return [cell for cell in cells if cell.fits]
 
 

@@ -26,6 +26,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+_PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 
 
 class DotProductAttention(MegatronModule):
@@ -82,6 +83,7 @@ class DotProductAttention(MegatronModule):
             else None,
             chunk=config.attention_chunk_size if is_chunked(config, self.layer_number) and not self.crosses else None,
             adds_bias=config.relative_bias and not self.crosses,
+            padded=attn_mask_type in _PADDED,
         )
         self.plan = plan_attention(self.backend, self.variant, config)
         self.context: ContextAttention | None = None

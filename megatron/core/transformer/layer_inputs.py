@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group, group_rank, group_size
@@ -97,6 +98,13 @@ class LayerInputs:
         """Returns the random position of the hidden states that this rank holds; see `dropout_position`."""
         dropout = self.hidden_dropout or self.dropout
         return None if dropout is None else DropoutRngPosition(dropout, layer_number, self.stack + site)
+
+
+def key_padding_mask(mask: Tensor) -> Tensor:
+    """Returns the mask of attention that hides padding from every query: bool [b, 1, 1, s], True hides the key, for a
+    mask [b, s] that is 0 or False where a row is padded. Queries of padding are computed like others; nothing reads
+    them. A row of padding alone gives zeros or an average of its values, depending on the kernel, and no NaN."""
+    return ~mask.to(torch.bool)[:, None, None, :]
 
 
 def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens | None:

@@ -7,10 +7,12 @@ import torch
 
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_inputs import LayerInputs, key_padding_mask
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -96,3 +98,24 @@ def test_wide_residuals_are_handed_on_as_they_are() -> None:
         num_layers=2, hidden_size=16, num_attention_heads=2, bf16=True, fp32_residual_connection=True
     )
     assert (half.pipeline_dtype, wide.pipeline_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "sandwich", "parallel"])
+def test_an_encoder_sees_both_sides_and_no_padding(placement: str) -> None:
+    settings = config(norm_placement=placement)
+    layer = get_gpt_layer_local_spec(norm_placement=placement, attn_mask_type=AttnMaskType.padding)
+    encoder = TransformerBlock(settings, layer, pg_collection=groups(1, 0))
+    name_parameters(encoder)
+    initialize_parameters(encoder, 1)
+    hidden = torch.randn(5, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    found = encoder(hidden, key_padding_mask(mask))
+    for row, length in ((0, 5), (1, 3)):
+        alone = encoder(hidden[:length, row : row + 1])
+        assert (found[:length, row : row + 1] - alone).abs().max() < 1e-12
+    changed = hidden.clone()
+    changed[2, :, 0] += 1.0
+    assert ((encoder(changed, key_padding_mask(mask)) - found)[:2].abs().amax(-1) > 1e-6).all()  # tokens before it
+    changed = hidden.clone()
+    changed[3:, 1, 0] += 1.0
+    assert torch.equal(encoder(changed, key_padding_mask(mask))[:3], found[:3])

@@ -45,9 +45,11 @@ def get_gpt_layer_local_spec(
     *,
     norm_placement: str = "pre",
     qk_norm_scope: str = "head",
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:
     """Returns the spec of a GPT layer in plain torch. `normalization` has no effect: the config's is used. Our own
-    keywords `norm_placement` and `qk_norm_scope` are the config's fields of these names."""
+    keywords `norm_placement` and `qk_norm_scope` are the config's fields of these names; `attn_mask_type` padding
+    makes the layer of an encoder, whose tokens attend to the tokens on both sides."""
     asked = {"fp8": fp8, "use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
     for name, value in asked.items():
         if value:
@@ -59,9 +61,9 @@ def get_gpt_layer_local_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
             self_attention=(
-                _latent_attention(qk_layernorm)
+                _latent_attention(qk_layernorm, attn_mask_type)
                 if multi_latent_attention
-                else _attention(_query_key_norm(qk_layernorm, qk_l2_norm, qk_norm_scope))
+                else _attention(_query_key_norm(qk_layernorm, qk_l2_norm, qk_norm_scope), attn_mask_type)
             ),
             post_attention_layernorm=behind,
             self_attn_bda=get_bias_dropout_add,
@@ -83,10 +85,10 @@ def _query_key_norm(qk_layernorm: bool | None, qk_l2_norm: bool | None, scope: s
     return L2Norm if qk_l2_norm else IdentityOp
 
 
-def _attention(norm: type) -> ModuleSpec:
+def _attention(norm: type, attn_mask_type: AttnMaskType) -> ModuleSpec:
     return ModuleSpec(
         module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": attn_mask_type},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
@@ -97,11 +99,11 @@ def _attention(norm: type) -> ModuleSpec:
     )
 
 
-def _latent_attention(qk_layernorm: bool | None) -> ModuleSpec:
+def _latent_attention(qk_layernorm: bool | None, attn_mask_type: AttnMaskType) -> ModuleSpec:
     latent_norm = WrappedTorchNorm if qk_layernorm else IdentityOp
     return ModuleSpec(
         module=MLASelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        params={"attn_mask_type": attn_mask_type},
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ReplicatedLinear,
@@ -127,8 +129,11 @@ def _moe(grouped: bool | None) -> ModuleSpec:
     return ModuleSpec(module=MoELayer, submodules=submodules)
 
 
-def gpt_layer_spec_of(config: TransformerConfig, layer_number: int) -> ModuleSpec:
-    """Returns the spec of one layer (counted from 1 over the whole model) that a config describes."""
+def gpt_layer_spec_of(
+    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal
+) -> ModuleSpec:
+    """Returns the spec of one layer (counted from 1 over the whole model) that a config describes. `attn_mask_type`
+    padding makes it the layer of an encoder."""
     return get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts(config, layer_number) else None,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -137,6 +142,7 @@ def gpt_layer_spec_of(config: TransformerConfig, layer_number: int) -> ModuleSpe
         qk_l2_norm=config.qk_l2_norm,
         norm_placement=config.norm_placement,
         qk_norm_scope=config.qk_norm_scope,
+        attn_mask_type=attn_mask_type,
     )
 
 

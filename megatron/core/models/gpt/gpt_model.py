@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings, query_scale
+from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.common.predictions import (
@@ -19,16 +19,15 @@ from megatron.core.models.common.predictions import (
     states_into_stage,
     tokens_ahead,
 )
-from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import Tokens, position_ids
-from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, drops
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -209,7 +208,7 @@ class GPTModel(LanguageModule):
         )
         source = given if given is not None else input_ids
         assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
-        inputs = self._layer_inputs(tokens, source.device, attention_mask, context, micro_batch)
+        inputs = self.layer_inputs(tokens, source.device, micro_batch, attention_mask, context)
 
         hidden = given if given is not None else self._embed(input_ids, inputs)  # [s, b, h]
         ahead = self._look_ahead(input_ids, labels, loss_mask, inputs)
@@ -234,31 +233,6 @@ class GPTModel(LanguageModule):
             raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
         if context is not None and self.rotary_pos_emb is not None:
             self.rotary_pos_emb.check_cache(context.max_sequence_length)
-
-    def _layer_inputs(
-        self,
-        tokens: Tokens,
-        device: torch.device,
-        attention_mask: Tensor | None,
-        context: InferenceContext | None,
-        micro_batch: MicroBatch,
-    ) -> LayerInputs:
-        """Returns what the layers read besides the hidden states."""
-        positions = position_ids(tokens, device)
-        drops_any = self.training and drops(self.config)
-        dropout = dropout_tokens(tokens, device, self.backend.keep_rows) if drops_any else None
-        return LayerInputs(
-            tokens,
-            rotation=self.rotary_pos_emb(positions, tokens) if self.rotary_pos_emb is not None else None,
-            local_rotation=self.rotary_pos_emb_local(positions) if self.rotary_pos_emb_local is not None else None,
-            query_scale=query_scale(self.config, positions),
-            attention_mask=attention_mask,
-            dropout=dropout,
-            hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
-            inference_context=context,
-            auxiliary_scale=micro_batch.auxiliary_scale,
-            turn=micro_batch.turn,
-        )
 
     def _embed(self, input_ids: Tensor | None, inputs: LayerInputs) -> Tensor:
         assert input_ids is not None

@@ -109,6 +109,10 @@ def _half_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return _type_refusal(situation) or _fused_refusal(variant, situation)
 
 
+def _flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return "it takes no mask of padding" if variant.padded else _half_refusal(variant, situation)
+
+
 def _type_refusal(situation: Situation) -> Refusal:
     if situation.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in half precision, not in {situation.dtype}"
@@ -145,7 +149,7 @@ SDPA_CUDA = AttentionKernel(
     "SDPA (cuDNN, flash, efficient, math)", sdpa_attention_cuda, _on_cuda, _fused_refusal, _WITHOUT_CUDNN
 )
 SDPA_CUDNN = AttentionKernel("SDPA (cuDNN)", sdpa_attention_cudnn, _on_cuda, _half_refusal, _WITHOUT_CUDNN)
-SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _half_refusal, "always")
+SDPA_FLASH = AttentionKernel("SDPA (flash)", sdpa_attention_flash, _on_cuda, _flash_refusal, "always")
 VARLEN = AttentionKernel(
     "variable-length flash", varlen_attention, _on_cuda_packed, _half_refusal, "always", FLASH_WIDTH_MULTIPLE
 )

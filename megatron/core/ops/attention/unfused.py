@@ -37,6 +37,8 @@ class AttentionVariant:
     """Soft cap c of the scaled scores: c tanh(score / c)."""
     slopes: tuple[float, ...] | None = None
     """ALiBi slope of each head of the whole model: the score falls by it per token of distance."""
+    padded: bool = False
+    """If true, calls may have a mask that hides padding."""
     chunk: int | None = None
     """Tokens of a chunk; queries see only keys of their own chunk. The call's `cu_seqlens` gives the chunks'
     boundaries, like those of documents."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.core.backends import LOCAL, plan_attention
-from megatron.core.ops.attention.kernels import SDPA_CPU, UNFUSED, Situation
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils import warn
@@ -32,3 +33,15 @@ def test_a_mask_with_packed_documents_takes_the_unfused_kernel_and_says_so_once(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if packed and masked else 0)
     assert all("an attention mask with packed documents" in line for line in said)
+
+
+def test_padding_needs_a_kernel_that_takes_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.auto)
+    for backend, kernel in ((AttnBackend.auto, SDPA_CUDA), (AttnBackend.unfused, UNFUSED)):
+        config.attention_backend = backend
+        plan = plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)
+        assert plan.choices[Situation("cuda", torch.bfloat16, True, False)].kernel is kernel
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config.attention_backend = AttnBackend.flash
+    with pytest.raises(UserError, match=r"it takes no mask of padding.*attention_backend to auto or unfused"):
+        plan_attention(LOCAL, AttentionVariant(1.0, False, padded=True), config)

@@ -13,6 +13,7 @@ from megatron.core.backends import LOCAL, plan_attention, plan_attention_blocks
 from megatron.core.ops.attention import sdpa as attention_sdpa
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.layer_inputs import key_padding_mask
 
 CAUSAL = AttentionVariant(0.3, True)
 EDGES = torch.tensor([0, 3, 4, 7], dtype=torch.int32)
@@ -103,3 +104,40 @@ def test_it_is_said() -> None:
     assert "padded" not in said(narrow, "cpu", AttnBackend.unfused) + said(AttentionVariant(1.0, True), "cuda")
     config = SimpleNamespace(params_dtype=torch.bfloat16, attention_backend=AttnBackend.flash)
     assert padded in plan_attention_blocks(LOCAL, narrow, config).describe("cuda")
+
+
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]])
+ENCODER = AttentionVariant(0.3, False, padded=True)
+
+
+@pytest.mark.parametrize("compute", [attention_sdpa.sdpa_attention, attention], ids=["SDPA", "unfused"])
+def test_keys_of_padding_are_hidden_from_every_query(compute: Any) -> None:
+    query, key, value = problem((6, 5))
+    found = compute(query, key, value, ENCODER, AttentionCall(mask=key_padding_mask(PADDING)))
+    for row, length in enumerate(PADDING.sum(1).tolist()):
+        alone = [heads[:length, row : row + 1] for heads in (query, key, value)]
+        expected = attention(*alone, AttentionVariant(0.3, False), AttentionCall())
+        assert (found[:length, row : row + 1] - expected).abs().max() < 1e-13
+    weights = torch.randn(found.shape, dtype=torch.float64) * PADDING.t()[:, :, None, None]
+    for gradient in torch.autograd.grad(found, (key, value), weights):
+        assert gradient[3:, 1].abs().max() == 0 and gradient[:3, 1].abs().min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute", [attention_sdpa.sdpa_attention, attention], ids=["SDPA", "unfused"])
+def test_a_row_of_padding_alone_is_finite(compute: Any, dtype: torch.dtype) -> None:
+    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in problem((6, 6))]
+    found = compute(*inputs, ENCODER, AttentionCall(mask=key_padding_mask(PADDING * torch.tensor([[1], [0]]))))
+    assert all(tensor.isfinite().all() for tensor in (found, *torch.autograd.grad(found.sum(), inputs)))
+
+
+def test_a_mask_of_padding_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = []
+    compute = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *heads, **rest: shapes.append(rest["attn_mask"].shape) or compute(*heads, **rest),
+    )
+    attention_sdpa.sdpa_attention(*problem((6, 6)), ENCODER, AttentionCall(mask=key_padding_mask(PADDING)))
+    assert shapes == [(2, 1, 1, 7)]

@@ -2,17 +2,23 @@
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from megatron.core.backends import choose_backend
 from megatron.core.collectives import group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding, query_scale
+from megatron.core.ops.dropout.dropout import dropout_tokens
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import part_size
-from megatron.core.tokens import RngPosition, Tokens
+from megatron.core.tokens import RngPosition, Tokens, position_ids
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, sequence_slice
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import drops
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -24,6 +30,36 @@ class LanguageModule(MegatronModule):
         self.pg_collection = pg_collection or default_collection()
         self.backend = choose_backend(config)
         self.sequence_parallel = config.sequence_parallel and group_size(self.pg_collection.tp) > 1
+
+    rotary_pos_emb: RotaryEmbedding | None
+    """Rotary positions of the layers; None: the model has none. Every model sets it."""
+    rotary_pos_emb_local: RotaryEmbedding | None
+    """Rotary positions of layers with a window, if they have frequencies of their own."""
+
+    def layer_inputs(
+        self,
+        tokens: Tokens,
+        device: torch.device,
+        micro_batch: MicroBatch,
+        attention_mask: Tensor | None = None,
+        context: InferenceContext | None = None,
+    ) -> LayerInputs:
+        """Returns what the layers read besides the hidden states."""
+        positions = position_ids(tokens, device)
+        drops_any = self.training and drops(self.config)
+        dropout = dropout_tokens(tokens, device, self.backend.keep_rows) if drops_any else None
+        return LayerInputs(
+            tokens,
+            rotation=self.rotary_pos_emb(positions, tokens) if self.rotary_pos_emb is not None else None,
+            local_rotation=self.rotary_pos_emb_local(positions) if self.rotary_pos_emb_local is not None else None,
+            query_scale=query_scale(self.config, positions),
+            attention_mask=attention_mask,
+            dropout=dropout,
+            hidden_dropout=sequence_slice(dropout, self.pg_collection.tp) if self.sequence_parallel else dropout,
+            inference_context=context,
+            auxiliary_scale=micro_batch.auxiliary_scale,
+            turn=micro_batch.turn,
+        )
 
     def describe_tokens(
         self,

@@ -1,0 +1,118 @@
+"""Architectures of the parity proof: how a model is built, what it reads, and how its loss is computed.
+
+A new architecture is one more entry of `KINDS`, and models with its name as their `kind`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from parity.models import LENGTH, Model, randomize_constants, starve
+from parity.text import TextBatch, micro_batch
+from torch import Tensor, nn
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Which part of a model a chunk is."""
+
+    groups: ProcessGroupCollection | None = None
+    pre_process: bool = True
+    post_process: bool = True
+    vp_stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture."""
+
+    build: Callable[[Model, TransformerConfig, Chunk], nn.Module]
+    """Builds one chunk of a model."""
+    micro_batch: Callable[[Model, int, int, tuple[int, int], int | None], Any]
+    """(model, step, first sample, part (rank, size) of a context parallel rank, rows or None) -> a micro-batch: a
+    dataclass of tensors, with its `Tokens`. A function of its arguments alone."""
+    forward: Callable[..., Any]
+    """(chunk, micro-batch, further keywords of the model's forward) -> the chunk's output."""
+    loss: Callable[[Any, Any], tuple[Any, ...]]
+    """(output, micro-batch) -> what a loss function returns: (sum, tokens, report) or (mean, report). The report is
+    [sum, count], of which the sum is compared up to rounding and the count to the bit."""
+    count: Callable[[Any], Tensor]
+    """Tokens of a micro-batch that the loss counts."""
+    shapes: Callable[[Model], dict[str, int]]
+    """Lengths and sizes that the pipeline schedules are told."""
+
+
+def kind_of(model: Model) -> Kind:
+    return KINDS[model.kind]
+
+
+def build_model(model: Model, config: TransformerConfig, chunk: Chunk | None = None) -> nn.Module:
+    """The model, or one chunk of it."""
+    built = kind_of(model).build(model, config, chunk or Chunk())
+    randomize_constants(built)
+    starve(built, model.starved)
+    return built
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """A micro-batch with its tensors there."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    moved = {f.name: on_device(getattr(value, f.name), device) for f in dataclasses.fields(value)}
+    return dataclasses.replace(value, **moved)
+
+
+# GPT
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _build_gpt(model: Model, config: TransformerConfig, chunk: Chunk) -> nn.Module:
+    place = {"vp_stage": chunk.vp_stage, "pp_rank": chunk.groups.rank("pp") if chunk.groups is not None else 0}
+    layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **place)
+    return GPTModel(
+        config,
+        layers,
+        model.vocabulary,
+        LENGTH,
+        pre_process=chunk.pre_process,
+        post_process=chunk.post_process,
+        share_embeddings_and_output_weights=model.tied,
+        position_embedding_type=model.positions,  # type: ignore[arg-type]
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, **place),
+        pg_collection=chunk.groups,
+        vp_stage=chunk.vp_stage,
+        **model.options,
+    )
+
+
+def _forward_gpt(chunk: nn.Module, batch: TextBatch, **more: Any) -> Tensor:
+    inputs = (batch.ids, batch.tokens.positions, None)
+    losses: Tensor = chunk(*inputs, labels=batch.labels, loss_mask=batch.mask, tokens=batch.tokens, **more)
+    return losses
+
+
+def _loss_per_token(losses: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor, Tensor]:
+    mask = batch.mask.to(losses.dtype)
+    total, count = (losses * mask).sum(), mask.sum()
+    return total, count, torch.stack([total.detach(), count])
+
+
+def _shapes_gpt(model: Model) -> dict[str, int]:
+    rows = 1 if model.packed else model.rows
+    return {"seq_length": LENGTH * model.rows // rows, "micro_batch_size": rows}
+
+
+def _count(batch: TextBatch) -> Tensor:
+    return batch.mask.sum()
+
+
+KINDS = {"gpt": Kind(_build_gpt, micro_batch, _forward_gpt, _loss_per_token, _count, _shapes_gpt)}
