@@ -1,33 +1,38 @@
-"""Trains a byte-level BPE tokenizer on the text of .jsonl files.
+"""Trains a tokenizer on the text of .jsonl files.
 
 python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 32768 --output-dir my_tokenizer
 
-This writes vocab.json and merges.txt for --tokenizer-type GPT2BPETokenizer, and tokenizer.json and
-tokenizer_config.json for HuggingFaceTokenizer and other programs. The same input gives the same files.
+This writes a byte-level BPE: vocab.json and merges.txt for --tokenizer-type GPT2BPETokenizer, and tokenizer.json and
+tokenizer_config.json for HuggingFaceTokenizer and other programs. With --tokenizer-type BertWordPieceLowerCase it
+writes a vocab.txt, with --tokenizer-type SentencePieceTokenizer a tokenizer.model. The same input gives the same files.
 """
 
+import io
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.data_preparation.blocks import InputFile, LineReader, find_inputs
 from megatron.training.data_preparation.records import BadLine, texts_of_line
 from megatron.training.tokenizer.base import load_library
+from megatron.training.tokenizer.bert_wordpiece import cut_words
 from megatron.training.tokenizer.gpt2_bpe import END_OF_TEXT
 
 USAGE = "python tools/train_tokenizer.py --input FILE ... --vocab-size N --output-dir DIR [flags]"
-ABOUT = (
-    "Trains a byte-level BPE tokenizer, as GPT-2 has, on the text of .jsonl files. The same input gives the same files."
-)
+ABOUT = "Trains a tokenizer on the text of .jsonl files. The same input gives the same files."
 SMALLEST_VOCAB = 257  # the bytes and the end of text
+BERT_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LONGEST_LINE = 256 << 20
 
 
@@ -41,8 +46,17 @@ class TrainingConfig:
     output_dir: str | None = None
     """Folder for the tokenizer's files. Required."""
 
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer"
+    ] = "GPT2BPETokenizer"
+    """Kind of tokenizer: byte-level BPE, which HuggingFaceTokenizer reads too; WordPiece as in BERT; or a SentencePiece
+    model, which GPTSentencePieceTokenizer and Llama2Tokenizer read too."""
+
+    model_type: Literal["bpe", "unigram"] = flag("bpe", only_with="tokenizer_type=SentencePieceTokenizer")
+    """SentencePieceTokenizer: algorithm of the model."""
+
     vocab_size: int = 32768
-    """Size of the vocabulary: the end-of-text token, 256 bytes, and the merges."""
+    """Size of the vocabulary with its special tokens and, where the kind has them, 256 bytes."""
 
     json_keys: list[str] = field(default_factory=lambda: ["text"])
     """Keys of the JSON objects that hold text."""
@@ -51,7 +65,7 @@ class TrainingConfig:
     """Train on about this many bytes, sampled evenly from the input. Default: on all of it."""
 
     min_frequency: int = 2
-    """Smallest number of occurrences of a pair that is merged."""
+    """Smallest number of occurrences of a pair that is merged. SentencePiece has no such bound."""
 
 
 def problems_of(config: TrainingConfig) -> Iterator[str]:
@@ -60,8 +74,10 @@ def problems_of(config: TrainingConfig) -> Iterator[str]:
         yield "{input:name} is required; name one or more .jsonl or .jsonl.gz files"
     if not config.output_dir:
         yield "{output_dir:name} is required; name a folder for the tokenizer's files"
-    if config.vocab_size < SMALLEST_VOCAB:
-        yield f"{{vocab_size}} must be at least {SMALLEST_VOCAB}, for the bytes and the end of text"
+    smallest = len(BERT_TOKENS) if config.tokenizer_type.startswith("Bert") else SMALLEST_VOCAB
+    if config.vocab_size < smallest:
+        what = "the special tokens" if config.tokenizer_type.startswith("Bert") else "the bytes and the end of text"
+        yield f"{{vocab_size}} must be at least {smallest}, for {what}"
     if config.max_bytes is not None and config.max_bytes < 1:
         yield "{max_bytes} must be at least 1"
     if config.min_frequency < 1:
@@ -74,14 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         section = Section("flags", TrainingConfig, problems_of)
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, [section], USAGE, ABOUT)
         (config,) = flags.configs
-        files = find_inputs(config.input)
-        state = train(config, texts_of_files(files, config))
-        write_tokenizer(Path(config.output_dir), state)
+        for line in flags.warnings:
+            print(f"warning: {line}", file=sys.stderr)
+        size = train_and_write(config, texts_of_files(find_inputs(config.input), config))
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    size = len(state["model"]["vocab"])
     if size < config.vocab_size:
         print(
             f"warning: the text gives only {size} tokens, fewer than --vocab-size {config.vocab_size}", file=sys.stderr
@@ -114,7 +129,23 @@ def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterat
         read_before += file.size
 
 
-def train(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
+def train_and_write(config: TrainingConfig, texts: Iterator[str]) -> int:
+    """Trains a tokenizer and writes its files. Returns the size of its vocabulary."""
+    folder = Path(config.output_dir or "")
+    if config.tokenizer_type == "GPT2BPETokenizer":
+        state = train_byte_level_bpe(config, texts)
+        write_files(folder, files_of_byte_level_bpe(state))
+        return len(state["model"]["vocab"])
+    if config.tokenizer_type == "SentencePieceTokenizer":
+        model, size = train_sentencepiece(config, texts)
+        write_files(folder, {"tokenizer.model": model})
+        return size
+    tokens = train_wordpiece(config, texts)
+    write_files(folder, {"vocab.txt": "".join(f"{token}\n" for token in tokens).encode()})
+    return len(tokens)
+
+
+def train_byte_level_bpe(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
     """Trains the merges. Returns the content of tokenizer.json."""
     tokenizers = load_library("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -131,18 +162,89 @@ def train(config: TrainingConfig, texts: Iterator[str]) -> dict[str, Any]:
     return json.loads(tokenizer.to_str())
 
 
-def write_tokenizer(folder: Path, state: dict[str, Any]) -> None:
-    """Writes the four files. Raises UserError if one cannot be written."""
+def train_wordpiece(config: TrainingConfig, texts: Iterator[str]) -> list[str]:
+    """Trains pieces of the words that BERT's basic tokenization gives. Returns the tokens in the order of their ids.
+
+    Characters, the most frequent first, take at most half of the vocabulary; words with other characters are left out.
+    """
+    lower_case = config.tokenizer_type == "BertWordPieceLowerCase"
+    words = Counter(word for text in texts for word in cut_words(text, lower_case))
+    seen: Counter[str] = Counter()
+    for word, count in words.items():
+        seen.update({word[0]: count})
+        for character, times in Counter(word[1:]).items():
+            seen.update({f"##{character}": times * count})
+    ordered = sorted((-count, token) for token, count in seen.items() if count >= config.min_frequency)
+    alphabet = {token for _, token in ordered[: (config.vocab_size - len(BERT_TOKENS)) // 2]}
+    known = [word for word in sorted(words) if {word[0], *(f"##{character}" for character in word[1:])} <= alphabet]
+
+    tokenizers = load_library("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=config.vocab_size,
+        min_frequency=config.min_frequency,
+        special_tokens=[*BERT_TOKENS, *sorted(alphabet)],  # given in order, since the library's own order is random
+        continuing_subword_prefix="##",
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator((f"{word} " * words[word] for word in known), trainer)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    return sorted(vocab, key=lambda token: vocab[token])
+
+
+def train_sentencepiece(config: TrainingConfig, texts: Iterator[str]) -> tuple[bytes, int]:
+    """Trains a model as Llama 2 has it: text is kept as it is, digits stand alone, unknown characters become bytes.
+    Ids 0 to 3 are <unk>, <s>, </s> and <pad>. Returns the model and its size."""
+    library = load_library("sentencepiece")
+    written = io.BytesIO()
+    try:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=(line for text in texts for line in text.split("\n") if line),
+            model_writer=written,
+            model_type=config.model_type,
+            vocab_size=config.vocab_size,
+            hard_vocab_limit=False,
+            num_threads=1,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            byte_fallback=True,
+            character_coverage=0.99995,
+            max_sentence_length=1 << 30,
+            pad_id=3,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        needed = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+        why = f"bytes and characters alone take {needed[1]}" if needed else f"sentencepiece cannot train it: {error}"
+        raise UserError(f"--vocab-size {config.vocab_size}: {why}") from None
+    model = written.getvalue()
+    return model, library.SentencePieceProcessor(model_proto=model).get_piece_size()
+
+
+def files_of_byte_level_bpe(state: dict[str, Any]) -> dict[str, bytes]:
+    """Returns the four files of a byte-level BPE by name. `state` is the content of tokenizer.json."""
     model = state["model"]
     merges = [" ".join(pair) for pair in model["merges"]]
     special = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | special
+    texts = {
+        "vocab.json": json.dumps(model["vocab"], ensure_ascii=False),
+        "merges.txt": "\n".join(["#version: 0.2", *merges]),
+        "tokenizer.json": json.dumps(state, ensure_ascii=False, indent=1),
+        "tokenizer_config.json": json.dumps(config, indent=2),
+    }
+    return {name: f"{text}\n".encode() for name, text in texts.items()}
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files of these names. Raises UserError if one cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False) + "\n")
-        write_atomically(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
-        write_atomically(folder / "tokenizer.json", json.dumps(state, ensure_ascii=False, indent=1) + "\n")
-        write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+        for name, content in files.items():
+            write_atomically(folder / name, content)
     except OSError as error:
         raise UserError(f"--output-dir {folder}: {error.filename}: {error.strerror}") from None
 

@@ -112,14 +112,14 @@ FILES = "--input data.jsonl --output-prefix x"
         (f"{FILES} {BPE} --split-sentences", ["--split-sentences: not yet"]),
         (f"--input data.jsonl --output-prefix vocab.json/x {BPE}", ["--output-prefix vocab.json/x: vocab.json: "]),
         (
-            "--tokenizer-type Llama2Tokenizer --workers 0 --inptu x --log-interval many",
+            "--tokenizer-type MultimodalTokenizer --workers 0 --inptu x --log-interval many",
             [
                 "--inptu: unknown flag; did you mean --input?",
                 "--log-interval many:",
                 "--input: missing",
                 "--output-prefix: missing",
                 "--workers 0: must be at least 1",
-                "--tokenizer-type Llama2Tokenizer: not yet; what works so far is GPT2BPETokenizer or",
+                "--tokenizer-type MultimodalTokenizer: not yet; what works so far is GPT2BPETokenizer or",
             ],
         ),
     ],

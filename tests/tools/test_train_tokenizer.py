@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
+from megatron.training.tokenizer.sentencepiece import SentencePieceTokenizer
 
 ROOT = Path(__file__).parents[2]
 CORPUS = ROOT / "tests/data/golden/corpus/corpus.jsonl"
@@ -49,6 +51,37 @@ def test_files_are_the_same_each_time_and_alike(tmp_path):
     assert gpt2.eod == hugging_face.eod == 0 and hugging_face.speed_note is None
 
 
+@pytest.mark.parametrize(
+    ("kind", "file"), [("BertWordPieceLowerCase", "vocab.txt"), ("SentencePieceTokenizer", "tokenizer.model")]
+)
+def test_other_kinds_are_the_same_each_time(tmp_path, kind, file):
+    for number in range(2):
+        words = ["--input", CORPUS, "--vocab-size", 450, "--output-dir", tmp_path / str(number)]
+        command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words, "--tokenizer-type", kind]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert done.returncode == 0 and "450 tokens" in done.stdout, done.stderr
+    assert [path.name for path in (tmp_path / "0").iterdir()] == [file]
+    assert (tmp_path / "0" / file).read_bytes() == (tmp_path / "1" / file).read_bytes()
+
+
+def test_words_become_few_pieces(tmp_path, train):
+    path = tmp_path / "in.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": f"Tokenizers {k} tokenize the Tokens.\n  End"}) + "\n" for k in range(50))
+    )
+    common = ("--input", path, "--output-dir", tmp_path, "--vocab-size")
+    assert train(*common, 70, "--tokenizer-type", "BertWordPieceCase")[0] == 0
+    cased = BertWordPieceTokenizer(str(tmp_path / "vocab.txt"), lower_case=False)
+    assert [cased.inv_vocab[i] for i in range(5)] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert [cased.inv_vocab[i] for i in cased.tokenize("the tokenize End")] == ["the", "tokenize", "End"]
+    assert len(cased.tokenize("tokenthe")) < len("tokenthe") and cased.tokenize("tokens?")[-1] == 1
+    for kind in ("bpe", "unigram"):
+        assert train(*common, 320, "--tokenizer-type", "SentencePieceTokenizer", "--model-type", kind)[0] == 0
+        ours = SentencePieceTokenizer(str(tmp_path / "tokenizer.model"))
+        assert (ours.bos, ours.eod, ours.pad) == (1, 2, 3) and len(ours.tokenize("tokenize the")) <= 4
+        assert ours.detokenize(ours.tokenize("  Text 12\n 你")) == "  Text 12\n 你"
+
+
 def test_transformers_reads_the_folder(tmp_path, train):
     from transformers import AutoTokenizer
 
@@ -79,6 +112,14 @@ def test_a_small_text_gives_fewer_tokens(tmp_path, train):
         ([], ["--input is required", "--output-dir is required"]),
         (["--input", "none", "--output-dir", "x"], ["--input none: no such file"]),
         (["--input", CORPUS, "--output-dir", "x", "--vocab-size", 100], ["--vocab-size 100 must be at least 257"]),
+        (
+            ["--input", CORPUS, "--output-dir", "x", "--vocab-size", 4, "--tokenizer-type", "BertWordPieceCase"],
+            ["--vocab-size 4 must be at least 5, for the special tokens"],
+        ),
+        (
+            ["--input", CORPUS, "--output-dir", "x", "--vocab-size", 300, "--tokenizer-type", "SentencePieceTokenizer"],
+            ["--vocab-size 300: bytes and characters alone take 405"],
+        ),
         (["--input", CORPUS, "--output-dir", "x", "--json-keys", "txt"], [f"{CORPUS}:1: no key 'txt'"]),
         (["--input", CORPUS, "--output-dir", CORPUS, "--vocab-size", 300], [f"--output-dir {CORPUS}:"]),
     ],

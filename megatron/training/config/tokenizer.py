@@ -12,6 +12,7 @@ _PRETRAINING = "pretraining reads plain text, not conversations"
 _TIKTOKEN = "tokenizer_type=TikTokenizer"
 _HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer"
 _NULL = "tokenizer_type=NullTokenizer"
+_SENTENCEPIECE = "tokenizer_type=SentencePieceTokenizer"
 
 TokenizerType = Literal[
     "BertWordPieceLowerCase",
@@ -28,13 +29,26 @@ TokenizerType = Literal[
     "SFTTokenizer",
 ]
 BERT_TYPES: tuple[TokenizerType, ...] = ("BertWordPieceLowerCase", "BertWordPieceCase")
+SENTENCEPIECE_TYPES: tuple[TokenizerType, ...] = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+)
 WORKING_TYPES: tuple[TokenizerType, ...] = (
     "GPT2BPETokenizer",
     "HuggingFaceTokenizer",
     "NullTokenizer",
     "TikTokenizer",
     *BERT_TYPES,
+    *SENTENCEPIECE_TYPES,
 )
+
+_FILES: dict[str, str] = {
+    "HuggingFaceTokenizer": "a tokenizer.json, or a folder with one",
+    "TikTokenizer": "a .json file",
+    **dict.fromkeys(SENTENCEPIECE_TYPES, "a .model file of SentencePiece"),
+}
+"""What --tokenizer-model is for each family."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -44,8 +58,9 @@ class TokenizerConfig:
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
     """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file), HuggingFaceTokenizer (--tokenizer-model:
     a tokenizer.json, or a folder with one), TikTokenizer (--tokenizer-model: a .json file), BertWordPieceLowerCase and
-    BertWordPieceCase (--vocab-file), NullTokenizer (--vocab-size: the text consists of ids). GPT2BPETokenizer when not
-    given. All files are local."""
+    BertWordPieceCase (--vocab-file), SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer
+    (--tokenizer-model: a .model file), NullTokenizer (--vocab-size: the text consists of ids). GPT2BPETokenizer when
+    not given. All files are local."""
 
     vocab_file: str | None = None
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
@@ -55,7 +70,7 @@ class TokenizerConfig:
     """Merges file (merges.txt) of GPT2BPETokenizer."""
 
     tokenizer_model: str | None = None
-    """File or folder of HuggingFaceTokenizer, file of TikTokenizer."""
+    """File or folder of HuggingFaceTokenizer, file of TikTokenizer and of the SentencePiece tokenizers."""
 
     vocab_size: int | None = None
     """NullTokenizer: number of ids in the text; one more id ends a document. TikTokenizer: size of the vocabulary with
@@ -71,12 +86,13 @@ class TokenizerConfig:
     """Round the vocabulary up when --padded-vocab-size is not given."""
 
     vocab_extra_ids: int = 0
-    """BertWordPieceLowerCase and BertWordPieceCase: number of tokens <extra_id_i> to add to the vocabulary, for T5's
-    masked spans."""
+    """BertWordPieceLowerCase, BertWordPieceCase, and SentencePieceTokenizer with --tokenizer-sentencepiece-legacy:
+    number of tokens <extra_id_i> to add to the vocabulary, for T5's masked spans."""
 
     legacy_tokenizer: bool = False
     """Behave as in older releases: TikTokenizer matches no special tokens in text and names three of them;
-    HuggingFaceTokenizer adds the special tokens of its template (BOS)."""
+    HuggingFaceTokenizer adds the special tokens of its template (BOS); Llama2Tokenizer begins each text with BOS;
+    SentencePieceTokenizer adds special tokens (--tokenizer-sentencepiece-legacy)."""
 
     tokenizer_hf_include_special_tokens: bool = flag(
         False, off="--tokenizer-hf-no-include-special-tokens", only_with=_HUGGING_FACE
@@ -112,16 +128,16 @@ class TokenizerConfig:
     tokenizer_metadata: str | None = not_yet(None)
     """JSON file that names the library and class of a tokenizer."""
 
-    tokenizer_sentencepiece_legacy: bool = not_yet(False)
-    """SentencePiece tokenizers: add special tokens to the model's pieces and match them in text."""
+    tokenizer_sentencepiece_legacy: bool = flag(False, only_with=_SENTENCEPIECE)
+    """SentencePieceTokenizer: add <CLS>, <SEP>, <EOD>, <MASK> and missing <PAD>, <BOS>, <EOS> to the model's pieces,
+    match them in text, and end documents with <EOD>."""
 
     tokenizer_sentencepiece_ignore_extra_whitespaces: bool = flag(
         True,
         off="--no-tokenizer-sentencepiece-ignore-extra-whitespaces",
         aliases=["--disable-tokenizer-sentencepiece-ignore-extra-whitespaces"],
-        no_effect="not yet: there is no SentencePiece tokenizer",
     )
-    """SentencePiece tokenizers: let the model handle runs of blanks."""
+    """SentencePiece tokenizers: accept a model that joins runs of blanks. When this is off, such a model is refused."""
 
     use_gigatoken: bool = flag(False, no_effect="byte-level BPE is encoded by compiled loops anyway, with the same ids")
     """Encode text with a faster library."""
@@ -134,6 +150,13 @@ class TokenizerConfig:
         """The tokenizer's type, given or by default."""
         return self.tokenizer_type or "GPT2BPETokenizer"
 
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether a SentencePieceTokenizer has more tokens than its model."""
+        return self.family == "SentencePieceTokenizer" and (
+            self.tokenizer_sentencepiece_legacy or self.legacy_tokenizer
+        )
+
     def model_vocab_size(self, ids: int) -> int:
         """Vocabulary size, without padding, of a model whose tokenizer has `ids` ids."""
         return ids if self.family == "NullTokenizer" else max(ids, self.vocab_size or 0)
@@ -145,18 +168,18 @@ class TokenizerConfig:
             if self.vocab_file is None or self.merge_file is None:
                 also = "" if self.tokenizer_model is None else ", not {tokenizer_model}"
                 yield f"{{vocab_file:name}} and {{merge_file:name}}: GPT2BPETokenizer needs both{also}"
-        elif family in ("HuggingFaceTokenizer", "TikTokenizer"):
-            what = "a tokenizer.json, or a folder with one" if family == "HuggingFaceTokenizer" else "a .json file"
+        elif family in _FILES:
             if self.tokenizer_model is None:
-                yield f"{{tokenizer_model:name}}: {family} needs {what}"
+                yield f"{{tokenizer_model:name}}: {family} needs {_FILES[family]}"
         elif family == "NullTokenizer":
             yield from self._null_problems()
         elif family in BERT_TYPES and self.vocab_file is None:
             yield f"{{vocab_file:name}}: {family} needs a vocab.txt, one token per line"
         if self.vocab_extra_ids < 0:
             yield "{vocab_extra_ids}: must be at least 0"
-        elif self.vocab_extra_ids and family not in BERT_TYPES:
-            yield f"{{vocab_extra_ids}}: {family} has no extra ids; {' and '.join(BERT_TYPES)} have"
+        elif self.vocab_extra_ids and family not in BERT_TYPES and not self.adds_special_tokens:
+            legacy = " without {tokenizer_sentencepiece_legacy:name}" if family == "SentencePieceTokenizer" else ""
+            yield f"{{vocab_extra_ids}}: {family} has no extra ids{legacy}; {' and '.join(BERT_TYPES)} have"
         if self.tiktoken_num_special_tokens < 1:
             yield "{tiktoken_num_special_tokens}: must be at least 1"
 

@@ -8,6 +8,7 @@ from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.tokenizer.null import NullTokenizer
+from megatron.training.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron.training.tokenizer.tiktoken import TikTokenizer
 
 
@@ -41,6 +42,16 @@ def _build(config: TokenizerConfig) -> Tokenizer:
                 config.tiktoken_num_special_tokens,
                 config.tokenizer_special_tokens,
                 config.legacy_tokenizer,
+            )
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
+            assert config.tokenizer_model is not None
+            return SentencePieceTokenizer(
+                config.tokenizer_model,
+                config.family,
+                adds_special_tokens=config.adds_special_tokens,
+                extra_ids=config.vocab_extra_ids,
+                adds_bos=config.legacy_tokenizer and config.family == "Llama2Tokenizer",
+                keeps_blanks=not config.tokenizer_sentencepiece_ignore_extra_whitespaces,
             )
         case "BertWordPieceLowerCase" | "BertWordPieceCase":
             assert config.vocab_file is not None

@@ -57,8 +57,9 @@ def test_a_model_may_have_more_entries_than_its_tokenizer_ids():
             },
             "null_tokenizer_eod_id 10: must be from 0 to vocab_size 9; null_tokenizer_pad_id -2",
         ),
+        ({"tokenizer_type": "Llama2Tokenizer"}, "tokenizer_model: Llama2Tokenizer needs a .model file"),
         (
-            {"tokenizer_type": "Llama2Tokenizer"},
+            {"tokenizer_type": "MultimodalTokenizer"},
             "not yet; what works so far is GPT2BPETokenizer or HuggingFaceTokenizer",
         ),
         ({**BPE, "vocab_extra_ids": 100}, "vocab_extra_ids 100: GPT2BPETokenizer has no extra ids"),
