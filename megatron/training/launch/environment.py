@@ -23,7 +23,8 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.launch.errors import end_process_at_exit
+from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
+from megatron.training.launch.same_flags import check_same_flags
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
     --distributed-backend moves the device's tensors (nccl or gloo); host tensors always use gloo.
 
     Inside the context the groups are the default of user scripts. A process group that exists already (a user's or a
-    test's) is used and left as it is. Raises UserError if the number of processes is not that of the config's grid.
+    test's) is used and left as it is. Raises UserError if ranks were started with different flags, and if the number of
+    processes is not that of the config's grid.
     """
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"
     mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend)
     try:
+        _check_same_flags_first(config)
         planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
         if started != planned:
             raise UserError(f"the run is laid out for {planned} processes and {started} were started")
@@ -88,6 +91,15 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
     finally:
         if mine and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_same_flags_first(config: PretrainConfig) -> None:
+    """Checks before groups are made: ranks that have other sizes would make other groups, and wait for ever."""
+    try:
+        check_same_flags(config)
+    except UserError:
+        delay_errors_on_other_ranks()
+        raise
 
 
 def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:

@@ -1,0 +1,56 @@
+"""Finds ranks that were started with other flags than the rest, before they compute together."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from megatron.core.config_fields import value_text
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import flag_table
+from megatron.training.config.pretrain_config import PretrainConfig
+
+_OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path"})
+"""Fields that may differ between ranks: they do not change what is computed, and may name a disk of one machine."""
+
+_NAMED_RANKS = 4
+
+
+def check_same_flags(config: PretrainConfig) -> None:
+    """Raises UserError on every rank if ranks have different values of a flag; it names the flags, the values and the
+    ranks. Collective over all ranks of torch.distributed.
+
+    Ranks compare a digest. Only if digests differ, one rank of each digest sends its values.
+    """
+    ranks = RankCoordinator()
+    values = {
+        flag.spelling: value_text(value)
+        for field, value in config.flat().items()
+        if (flag := flag_table().get(field)) is not None and field not in _OF_ONE_MACHINE
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    digests = ranks.gather(digest)
+    if len(set(digests)) > 1:
+        speaks = digests.index(digest) == ranks.rank
+        told = [found for found in ranks.gather(values if speaks else None) if found is not None]
+        by_digest = dict(zip(dict.fromkeys(digests), told, strict=True))
+        raise UserError("; ".join(differences([by_digest[one] for one in digests])))
+
+
+def differences(values: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns a sentence for each flag that has several values, from the flags of each rank."""
+    sentences = []
+    for flag in values[0]:
+        holders: dict[str, list[int]] = {}
+        for rank, own in enumerate(values):
+            holders.setdefault(own.get(flag, "None"), []).append(rank)
+        if len(holders) > 1:
+            told = " and ".join(f"{value} on {_named(ranks)}" for value, ranks in holders.items())
+            sentences.append(f"{flag} is {told}: start every rank with the same flags")
+    return sentences
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) > _NAMED_RANKS:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:_NAMED_RANKS]))}, ...)"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
