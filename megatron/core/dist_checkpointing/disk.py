@@ -55,9 +55,12 @@ class Disk:
         os.replace(path, target)
 
     def remove_tree(self, path: Path) -> None:
-        """Deletes a directory with everything in it."""
+        """Deletes a directory with everything in it. Of a symbolic link to a directory, deletes the link alone."""
         self.before("remove_tree", path)
-        shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
     def write_file(self, path: Path, content: bytes) -> None:
         """Creates a file with this content and syncs it."""
@@ -75,6 +78,12 @@ class Disk:
             temporary.unlink(missing_ok=True)
             raise
         self.sync_directory(path.parent)
+
+
+def cannot_point(tracker: Path, folder: Path, error: OSError) -> UserError:
+    """Returns the error for a tracker file that cannot name the checkpoint that was just written."""
+    reason = error.strerror or error
+    return UserError(f"{tracker}: {reason}; {folder} is complete, and a load finds it, but this file does not name it")
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

@@ -129,7 +129,7 @@ class RankIndex:
             if fields["block_bytes"] != data_file.BLOCK_BYTES:
                 raise ValueError(f"blocks of {fields['block_bytes']} bytes, not {data_file.BLOCK_BYTES}")
             chunks = tuple(map(StoredChunk.from_json, fields["chunks"]))
-            return cls(fields["data_file"], fields["data_size"], fields["header_crc32"], chunks)
+            return cls(_name_of_file(fields["data_file"]), fields["data_size"], fields["header_crc32"], chunks)
         except (KeyError, TypeError, ValueError) as error:
             raise BrokenCheckpoint(path, f"not an index of format version {FORMAT_VERSION} ({error!r})") from error
 
@@ -185,10 +185,17 @@ class Manifest:
                 f"{FORMAT!r} version {FORMAT_VERSION}"
             )
         try:
-            indexes = {name: FileDigest(**digest) for name, digest in fields["indexes"].items()}
+            indexes = {_name_of_file(name): FileDigest(**digest) for name, digest in fields["indexes"].items()}
             return cls(int(fields["iteration"]), indexes, fields["common"], fields["config"], fields["layout"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise BrokenCheckpoint(path, f"not a manifest of format version {FORMAT_VERSION} ({error!r})") from error
+
+
+def _name_of_file(name: str) -> str:
+    """Returns the name. Raises ValueError if it could lead out of the checkpoint's folder."""
+    if Path(name).name != name or name in ("", "..", "."):
+        raise ValueError(f"{name!r} is not the name of a file in this folder")
+    return name
 
 
 def _check_digest(content: bytes, digest: Json, path: Path) -> None:

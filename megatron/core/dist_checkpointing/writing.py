@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.checkpoint import check_files, open_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
-from megatron.core.dist_checkpointing.disk import Disk, cannot_write
+from megatron.core.dist_checkpointing.disk import Disk, cannot_point, cannot_write
 from megatron.core.dist_checkpointing.folders import Step
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
@@ -206,9 +206,12 @@ def _publish(disk: Disk, temporary: Path, step: Step, contents: _Contents, keep_
     nbytes = _write_manifest(disk, temporary, folder, step if isinstance(step, int) else 0, contents)
     try:
         folders.rename_into_place(disk, temporary, folder)
-        folders.write_tracker(disk, root, step)
     except OSError as error:
         raise cannot_write(folder, error) from error
+    try:
+        folders.write_tracker(disk, root, step)
+    except OSError as error:
+        raise cannot_point(root / folders.TRACKER, folder, error) from error
     notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
     return {"nbytes": nbytes, "notes": notes}
 

@@ -49,3 +49,13 @@ def test_every_byte_of_a_manifest_counts() -> None:
         damaged[position] ^= 1
         with pytest.raises(BrokenCheckpoint):
             Manifest.from_bytes(bytes(damaged), Path("m"))
+
+
+@pytest.mark.parametrize("name", ["../rank_00000.json", "/etc/passwd", "a/b", "..", ""])
+def test_names_that_lead_out_of_the_folder(name: str) -> None:
+    """Digests do not help: whoever changes a name can compute them anew."""
+    manifest = Manifest(5, {name: FileDigest(3, "ab")}, {}, {}, {})
+    index = RankIndex(name, 140, 7, (CHUNK,))
+    for file, content in ((Manifest, manifest.to_bytes()), (RankIndex, index.to_bytes())):
+        with pytest.raises(BrokenCheckpoint, match="is not the name of a file in this folder"):
+            file.from_bytes(content, Path("m"))

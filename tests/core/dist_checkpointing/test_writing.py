@@ -150,6 +150,34 @@ def test_keep_last(tmp_path):
     assert saved.notes == ["deleted iter_0000020 (--keep-last 2)"]
 
 
+def test_a_checkpoint_that_was_moved_to_another_disk(tmp_path):
+    """A link stands in its place. Once it is old, the link goes, and what it points to stays."""
+    root, moved = tmp_path / "root", tmp_path / "moved"
+    save_step(root, 10)
+    (root / "iter_0000010").rename(moved)
+    (root / "iter_0000010").symlink_to(moved)
+    save_step(root, 20, keep_last=1)
+    save_step(root, 30)
+    assert names(root) == ["iter_0000020", "iter_0000030", TRACKER] and (moved / MANIFEST).exists()
+    (root / "iter_0000040").symlink_to(moved)
+    save_step(root, 40)
+    assert not (root / "iter_0000040").is_symlink() and (moved / MANIFEST).exists()
+
+
+def test_a_pointer_that_cannot_be_written(tmp_path):
+    """The checkpoint is complete by then, and the message says so."""
+
+    def fail(operation, path):
+        if TRACKER in path.name:
+            raise OSError(28, "No space left on device")
+
+    save_step(tmp_path, 10)
+    with pytest.raises(UserError, match=r"iter_0000020 is complete, and a load finds it, but this file does not"):
+        save_step(tmp_path, 20, disk=Disk(fail))
+    loaded = load(tmp_path, [make_chunk("a", (4,), empty=True)])
+    assert loaded.manifest.iteration == 20
+
+
 def test_keep_last_does_not_count_broken_ones(tmp_path):
     for step in (10, 20, 30):
         save_step(tmp_path, step)
