@@ -26,6 +26,7 @@ from megatron.core.utils.files import sync_directory
 
 __all__ = ["DType", "IndexedDataset", "IndexedDatasetBuilder", "get_bin_path", "get_idx_path"]
 
+_CHECKED_AT_ONCE = 1 << 18
 _DIGEST_BLOCKS = 64
 _DIGEST_BLOCK_BYTES = 4096
 
@@ -195,13 +196,33 @@ class IndexedDataset(torch.utils.data.Dataset):
     def _check_sizes(self) -> None:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         documents = self._document_indices
-        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
+        ascending = bool((documents[1:] >= documents[:-1]).all())
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self) or not ascending:
             raise UserError(f"{idx_path}: corrupt: its documents do not cover its {len(self)} sequences")
         if len(self) and int(self._lengths.min()) < 0:
             raise UserError(f"{idx_path}: corrupt: sequence {int(self._lengths.argmin())} has a negative length")
         expected = int(self._lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if self._bin_size() != expected:
             raise UserError(f"{bin_path}: {self._bin_size()} bytes, {idx_path} says {expected}")
+        misplaced = self._first_misplaced_sequence()
+        if misplaced is not None:
+            raise UserError(
+                f"{idx_path}: corrupt: sequence {misplaced} does not begin where the one before it ends; without the "
+                "right positions, tokens of other documents would be read; prepare the data again"
+            )
+
+    def _first_misplaced_sequence(self) -> int | None:
+        """Returns the first sequence whose position does not follow from the lengths before it; None if all do."""
+        lengths, pointers = self._lengths, self._pointers
+        if len(self) and pointers[0] != 0:
+            return 0
+        for start in range(0, len(self), _CHECKED_AT_ONCE):
+            following = pointers[start + 1 : start + 1 + _CHECKED_AT_ONCE]
+            part = slice(start, start + len(following))
+            wrong = pointers[part] + lengths[part] * np.int64(self.dtype.itemsize) != following
+            if wrong.any():
+                return start + 1 + int(wrong.argmax())
+        return None
 
     def _check_expectations(self, sequences_per_dataset: tuple[int, int] | None, dtype_code: int | None) -> None:
         header = self._header

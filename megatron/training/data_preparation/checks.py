@@ -84,6 +84,11 @@ def check_token_ids(path_prefix: str, vocab_size: int) -> None:
         size = os.path.getsize(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    if size % np.dtype(header.dtype).itemsize:
+        raise UserError(
+            f"{path}: {size} bytes, which is no whole number of {np.dtype(header.dtype).name} ids; the file is cut off "
+            "or of another type; prepare the data again"
+        )
     if size == 0:
         return
     ids = np.memmap(path, np.dtype(header.dtype).newbyteorder("<"), mode="r")

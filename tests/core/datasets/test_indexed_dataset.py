@@ -1,4 +1,4 @@
-"""megatron/core/datasets/indexed_dataset.py: what is written is read, golden bytes, and files that lie are refused."""
+"""megatron/core/datasets/indexed_dataset.py: what is written is read, golden bytes, damaged files are refused."""
 
 import itertools
 import multiprocessing
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.datasets import indexed_dataset
 from megatron.core.datasets.indexed_dataset import (
     DType,
     IndexedDataset,
@@ -186,10 +187,22 @@ def test_damaged_files_are_named(prefix, tmp_path, damage, message):
         IndexedDataset(prefix)
 
 
-def test_a_pointer_out_of_the_file_is_named(prefix, tmp_path):
-    _overwrite(tmp_path / "data.idx", 34 + 4 * 5 + 8 * 3, struct.pack("<q", 1 << 40))
-    with pytest.raises(UserError, match=r"data\.idx: corrupt: sequence 3"):
-        IndexedDataset(prefix)[3]
+@pytest.mark.parametrize("position", [1 << 40, -2, 1, 2])
+@pytest.mark.parametrize("sequence", range(5))
+@pytest.mark.parametrize("checked_at_once", [1, 2, 100])
+def test_a_sequence_at_another_place_is_named(monkeypatch, prefix, tmp_path, sequence, position, checked_at_once):
+    """Its tokens would be those of other documents."""
+    monkeypatch.setattr(indexed_dataset, "_CHECKED_AT_ONCE", checked_at_once)
+    IndexedDataset(prefix)
+    _overwrite(tmp_path / "data.idx", 34 + 4 * 5 + 8 * sequence, struct.pack("<q", position))
+    with pytest.raises(UserError, match=rf"data\.idx: corrupt: sequence {sequence} does not begin where"):
+        IndexedDataset(prefix)
+
+
+def test_documents_that_go_back_are_named(prefix, tmp_path):
+    _overwrite(tmp_path / "data.idx", 34 + 12 * 5 + 8, struct.pack("<q", 4))
+    with pytest.raises(UserError, match="do not cover"):
+        IndexedDataset(prefix)
 
 
 def test_beliefs_are_checked(prefix):

@@ -132,6 +132,14 @@ def test_place_of_a_wrong_id(tmp_path, monkeypatch, scanned):
     check_token_ids(prefix, 700)
 
 
+def test_a_file_that_was_cut_off(tmp_path):
+    prefix = str(tmp_path / "x")
+    write_data(prefix, [1, 2, 3], [3], [0, 1], np.int32)
+    Path(f"{prefix}.bin").write_bytes(Path(f"{prefix}.bin").read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"x\.bin: 11 bytes, which is no whole number of int32 ids"):
+        check_token_ids(prefix, 100)
+
+
 def test_files_that_are_missing(prefix):
     shutil.move(f"{prefix}.bin", f"{prefix}.elsewhere")
     with pytest.raises(UserError, match=r"x_text_document.bin: no such file"):
