@@ -107,7 +107,8 @@ class ColumnParallelLinear(ShardedStateModule):
             )
             set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
         if bias:
-            self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **facts)
+            own = {name: fact for name, fact in facts.items() if name not in _OF_WEIGHT}
+            self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **own)
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
 
     def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
@@ -211,6 +212,10 @@ def _own_group(tp_group: Group, is_expert: bool) -> Group:
         return tp_group
     groups = default_collection()
     return groups.expt_tp if is_expert else groups.tp
+
+
+_OF_WEIGHT = ("part_of", "tied", "tied_over")
+"""Facts about a weight that is a copy of another one; the bias beside it is none."""
 
 
 def _facts(is_expert: bool) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class DotProductAttention(MegatronModule):
             keys = key.shape[0] * (1 if self.context is None else self.context.part.size)
             cu_seqlens, max_seqlen = self._chunks(cu_seqlens, keys, key.device)
         dropout = (
-            inputs.dropout_position(self.layer_number, "cross_attention" if self.crosses else "attention")
+            inputs.dropout_position(self.layer_number, "encoder_attention" if self.crosses else "attention")
             if inputs is not None and self.training
             else None
         )

@@ -37,7 +37,8 @@ class TransformerBlock(MegatronModule):
     """The layers of a pipeline stage in order, and on the last stage a norm after them. Layers are numbered from 1 over
     the whole model.
 
-    `spec`: the layers' specs, or one spec from which all layers are built.
+    `spec`: the layers' specs, or one spec from which all layers are built. Our own keyword `layer_numbers`: the numbers
+    of the layers here; default: those of this rank's pipeline stage.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class TransformerBlock(MegatronModule):
         post_process: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
+        *,
+        layer_numbers: range | None = None,
     ) -> None:
         super().__init__(config)
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
@@ -56,7 +59,7 @@ class TransformerBlock(MegatronModule):
         self.vp_stage = vp_stage
         self.input_tensor: Tensor | None = None
         self.layers_at_once = 1
-        numbers = layers_of_stage(config, self.pg_collection, vp_stage)
+        numbers = layers_of_stage(config, self.pg_collection, vp_stage) if layer_numbers is None else layer_numbers
         submodules = block_submodules(spec, len(numbers))
         assert submodules.layer_specs is not None
         if len(submodules.layer_specs) != len(numbers):

@@ -1,0 +1,258 @@
+"""T5: an encoder that reads a text, and a decoder that writes one and attends to the encoder's output (Raffel et al.
+2020, "Exploring the limits of transfer learning with a unified text-to-text transformer")."""
+
+import copy
+import dataclasses
+from typing import Literal
+
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.T5.t5_head import T5LMHead
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parameters import initialize_parameters, name_parameters
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tokens import Tokens, position_ids
+from megatron.core.transformer.layer_inputs import EncoderStates, InferenceContext, LayerInputs, encoder_states_of
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules, block_submodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class T5Model(LanguageModule):
+    """An encoder-decoder language model.
+
+    `config` describes the decoder, `encoder_config` the encoder; they may differ in `num_layers` only. Both stacks
+    share one embedding. `position_embedding_type` relative gives the self-attention of each stack a bias that its
+    layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's weight, it has a
+    bias; with `logit_scale` 1 / sqrt(hidden size) it is that of the published T5. `vocab_size`, `parallel_output` and
+    our own keyword `vocab_padding_multiple` are those of GPTModel; `fp16_lm_cross_entropy` has no effect.
+
+    Raises UserError for settings that T5's layers do not have.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        encoder_config: TransformerConfig,
+        transformer_encoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        transformer_decoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "relative"] = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        add_encoder: bool = True,
+        add_decoder: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary_base: float = 10000,
+        vocab_padding_multiple: int | None = None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        _check(config, encoder_config, position_embedding_type)
+        groups = self.pg_collection
+        if groups.size("pp") > 1:
+            raise UserError(f"not yet: T5 with pipeline_model_parallel_size {groups.size('pp')}; use 1")
+        self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
+        if self.vocab_size != vocab_size and vocab_padding_multiple is None:
+            vocab_padding_multiple = int(vocab_size)
+        self.max_sequence_length = max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.add_encoder, self.add_decoder = add_encoder, add_decoder
+        self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                self.vocab_size,
+                max_sequence_length,
+                "learned_absolute" if position_embedding_type == "learned_absolute" else "none",
+                tp_group=groups.tp,
+                vocab_padding_multiple=vocab_padding_multiple,
+            )
+        self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
+            config,
+            position_embedding_type,
+            percent=rotary_percent,
+            base=rotary_base,
+            interpolation=seq_len_interpolation_factor,
+            llama3=False,
+            factor=1.0,
+        )
+        relative = position_embedding_type == "relative"
+        buckets = relative_attention_num_buckets, relative_attention_max_distance
+        self.encoder: TransformerBlock | None = None
+        self.encoder_relative_pos_emb: RelativePositionEmbedding | None = None
+        if add_encoder:
+            numbers = range(1, encoder_config.num_layers + 1)
+            self.encoder = _stack(encoder_config, transformer_encoder_layer_spec, numbers, groups, relative)
+            if relative:
+                self.encoder_relative_pos_emb = RelativePositionEmbedding(config, True, *buckets, groups.tp)
+        self.decoder: TransformerBlock | None = None
+        self.decoder_relative_pos_emb: RelativePositionEmbedding | None = None
+        if add_decoder:
+            numbers = range(1, config.num_layers + 1)
+            self.decoder = _stack(config, transformer_decoder_layer_spec, numbers, groups, relative)
+            if relative:
+                self.decoder_relative_pos_emb = RelativePositionEmbedding(config, False, *buckets, groups.tp)
+        if post_process and add_decoder:
+            self.lm_head = T5LMHead(
+                config,
+                parallel_output,
+                self.vocab_size,
+                shares,
+                self.embedding.word_embeddings.weight if shares and pre_process else None,
+                tp_group=groups.tp,
+                vocab_padding_multiple=vocab_padding_multiple,
+            )
+        name_parameters(self)
+        if config.perform_initialization:
+            initialize_parameters(self, config.seed)
+
+    def forward(
+        self,
+        encoder_input_ids: Tensor,
+        decoder_input_ids: Tensor,
+        encoder_attn_mask: Tensor | None = None,
+        decoder_attn_mask: Tensor | None = None,
+        encoder_decoder_attn_mask: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        output_encoder_hidden_only: bool = False,
+        inference_context: InferenceContext | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_params: InferenceContext | None = None,
+        *,
+        micro_batch: MicroBatch | None = None,
+    ) -> Tensor:
+        """Returns logits [b, s of the decoder, vocab_size], or this rank's part of them (see `parallel_output`); with
+        `lm_labels` [b, s] the loss of each token [b, s], in float32 at least.
+
+        - `encoder_input_ids`, `decoder_input_ids`: int64 [b, s], of different lengths.
+        - The masks (bool, broadcast to [b, heads, queries, keys], or [b, queries, keys]; True hides a key) apply in
+          addition to the decoder's causal mask: of the encoder's self-attention, the decoder's, and cross attention.
+        - `encoder_hidden_states` [s, b, h]: the encoder's output, which is then not computed.
+        - `output_encoder_hidden_only`: returns the encoder's output [s, b, h].
+        - `micro_batch` is how the tokens run in this step; the schedules of `pipeline_parallel` add it to the call.
+
+        Under sequence parallelism hidden states are this rank's [s / ranks, b, h].
+        """
+        if inference_context is not None or inference_params is not None:
+            raise UserError("inference_context: T5 has no cache of keys and values yet; leave it out")
+        if packed_seq_params is not None:
+            raise UserError("packed_seq_params: T5 reads whole rows; leave it out")
+        micro_batch = micro_batch or MicroBatch()
+        read = self._layer_inputs(encoder_input_ids, _four_dims(encoder_attn_mask), micro_batch, "encoder.")
+        if encoder_hidden_states is None:
+            encoder_hidden_states = self._encode(encoder_input_ids, read)
+        if output_encoder_hidden_only or self.decoder is None:
+            return encoder_hidden_states
+        encoder = self._encoder_states(encoder_hidden_states, _four_dims(encoder_decoder_attn_mask), read)
+        written = self._layer_inputs(decoder_input_ids, _four_dims(decoder_attn_mask), micro_batch, "", encoder)
+        hidden = self._decode(decoder_input_ids, written)
+        return self.lm_head(hidden, lm_labels)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Sets the hidden states received from the previous stage, for the next forward."""
+        assert input_tensor is None, "one stage receives nothing"
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """Returns the weight that embedding and head share; None if this stage has neither."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.lm_head.output_layer.weight if self.post_process else None
+
+    def _encode(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
+        """Returns the encoder's output [s, b, h]."""
+        if self.encoder is None:
+            raise UserError("a T5Model without encoder (add_encoder False) needs encoder_hidden_states")
+        inputs = _with_bias(inputs, self.encoder_relative_pos_emb)
+        hidden: Tensor = self.encoder(self._embed(ids, inputs), inputs=inputs)
+        return hidden
+
+    def _decode(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
+        """Returns the decoder's output [s, b, h]."""
+        assert self.decoder is not None
+        inputs = _with_bias(inputs, self.decoder_relative_pos_emb)
+        hidden: Tensor = self.decoder(self._embed(ids, inputs), inputs=inputs)
+        return hidden
+
+    def _embed(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
+        positions = position_ids(inputs.tokens, ids.device)
+        hidden: Tensor = self.embedding(ids, positions, inputs.hidden_dropout_position(0, "embedding"))
+        return hidden
+
+    def _layer_inputs(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        micro_batch: MicroBatch,
+        stack: str,
+        encoder: EncoderStates | None = None,
+    ) -> LayerInputs:
+        """Returns what the layers of a stack read besides the hidden states. Positions that are neither learned nor
+        rotated come from the stack's bias."""
+        learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
+        tokens: Tokens = self.describe_tokens(None, ids, None, None, None, learned, micro_batch.rng_position)
+        inputs = self.layer_inputs(tokens, ids.device, micro_batch, mask)
+        return dataclasses.replace(inputs, stack=stack, encoder=encoder)
+
+    def _encoder_states(self, hidden: Tensor, mask: Tensor | None, inputs: LayerInputs) -> EncoderStates:
+        """Returns what cross attention reads: all tokens of the encoder's output, gathered once for all layers."""
+        group, parallel = self.pg_collection.tp, self.sequence_parallel
+        return encoder_states_of(
+            hidden, inputs.tokens, group, sequence_parallel=parallel, attention_mask=mask, dropout=inputs.dropout
+        )
+
+
+def _stack(
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    numbers: range,
+    groups: ProcessGroupCollection,
+    relative: bool,
+) -> TransformerBlock:
+    """Builds the layers with these numbers of the encoder or of the decoder."""
+    layers = block_submodules(spec, config.num_layers)
+    config = copy.copy(config)  # the config of the layers alone: their attention adds a bias
+    config.relative_bias = relative
+    return TransformerBlock(config, layers, pg_collection=groups, layer_numbers=numbers)
+
+
+def _with_bias(inputs: LayerInputs, positions: RelativePositionEmbedding | None) -> LayerInputs:
+    """Returns the inputs with the bias of all layers of a stack, computed once."""
+    return inputs if positions is None else dataclasses.replace(inputs, attention_bias=positions(inputs.tokens))
+
+
+def _four_dims(mask: Tensor | None) -> Tensor | None:
+    """Returns a mask [b, queries, keys] as [b, 1, queries, keys]."""
+    return mask[:, None] if mask is not None and mask.dim() == 3 else mask
+
+
+def _check(config: TransformerConfig, encoder_config: TransformerConfig, positions: str) -> None:
+    """Raises UserError for settings with which T5 cannot be built."""
+    if positions not in ("learned_absolute", "rope", "relative"):
+        raise UserError(f"position_embedding_type {positions}: T5 has learned_absolute, rope or relative")
+    if encoder_config.hidden_size != config.hidden_size:
+        raise UserError(
+            f"encoder_config.hidden_size {encoder_config.hidden_size} and config.hidden_size {config.hidden_size}: "
+            "the decoder attends to the encoder's output, so they must be equal"
+        )
+    for name in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers"):
+        if getattr(config, name):
+            raise UserError(f"{name} {getattr(config, name)}: T5's layers have no such part; leave it out")
+    if config.context_parallel_size > 1:
+        raise UserError(f"context_parallel_size {config.context_parallel_size}: T5 does not split sequences; use 1")
