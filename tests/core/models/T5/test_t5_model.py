@@ -1,6 +1,7 @@
 """T5 of one rank: logits of transformers' models, names of its state, what it refuses."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_dropout_of_the_two_stacks_differs() -> None:
     """Layers of the same number, tokens of the same index."""
     model, seen = t5(made_of=config(hidden_dropout=0.5, attention_dropout=0.5)), []
     keep = model.backend.keep_rows
-    model.backend = __import__("dataclasses").replace(
+    model.backend = dataclasses.replace(
         model.backend, keep_rows=lambda draw, *rest: seen.append(draw.key) or keep(draw, *rest)
     )
     model.train()(ids(8, 0), ids(8, 1))
