@@ -68,7 +68,8 @@ def test_without_a_folder_nothing_is_kept():
 
 
 @pytest.mark.parametrize(
-    "damage", ["short", "empty", "object", "shape", "zeros", "cut description", "no array", "no description"]
+    "damage",
+    ["short", "empty", "object", "shape", "huge", "zeros", "a bit", "cut description", "no array", "no description"],
 )
 def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
     cache = IndexCache(tmp_path, "X", f"description {damage}")
@@ -82,6 +83,14 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
         np.save(path, np.array([Payload(tmp_path / "executed")], dtype=object), allow_pickle=True)
     elif damage == "shape":
         np.save(path, np.arange(299_999))
+    elif damage == "huge":
+        small = next(tmp_path.glob("*-b.npy"))
+        with small.open("wb") as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (10**15,)})
+    elif damage == "a bit":  # of an array that is mapped, not read
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
     elif damage == "zeros":
         small = next(tmp_path.glob("*-b.npy"))
         small.write_bytes(small.read_bytes()[:-28] + bytes(28))
