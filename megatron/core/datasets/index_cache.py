@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.utils.compiled import AST_LOCK
-from megatron.core.utils.files import open_atomically, write_atomically
+from megatron.core.utils.files import open_atomically, parse_json, write_atomically
 from megatron.core.utils.warn import warn_on_first_rank
 
 _IN_MEMORY_BELOW = 1 << 20  # bytes; larger arrays are mapped, each of which holds a file descriptor
@@ -30,10 +30,10 @@ class IndexCache:
 
     The description contains everything that the arrays depend on, including the digest of the data, so all processes
     write the same entry. Each file is written under a temporary name and renamed, the description last. So if the
-    description exists, all files exist and are complete. Large arrays are synced to disk; small ones, of which a run may
-    have thousands, are not. The description ends with the checksums of all arrays, which every load compares: a damaged
-    order of samples would train on other samples without a word. If the folder cannot be written, a warning says so
-    once, and the arrays stay in memory.
+    description exists, all files exist and are complete. Large arrays are synced to disk; small ones, of which a run
+    may have thousands, are not. The description ends with the checksums of all arrays, which every load compares: a
+    damaged order of samples would train on other samples without a word. If the folder cannot be written, a warning
+    says so once, and the arrays stay in memory.
 
     Args:
         folder: folder of the cache; None: no cache.
@@ -60,7 +60,7 @@ class IndexCache:
             description, _, checksums = self._path("description.txt").read_text(encoding="utf-8").rpartition("\n")
             if description != self._description:
                 return None
-            expected = json.loads(checksums)
+            expected = parse_json(checksums)
             arrays = {name: load_array(self._path(f"{name}.npy")) for name in names}
             if any(_checksums(array) != expected.get(name) for name, array in arrays.items()):
                 raise ValueError("a checksum does not match")

@@ -1,7 +1,6 @@
 """Parses splits such as "969,30,1" and blends such as "30 a 70 b"."""
 
 import itertools
-import json
 import math
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -116,7 +116,7 @@ def read_blend_per_split_file(path: str | os.PathLike[str]) -> list[Blend | None
     UserError.
     """
     try:
-        values = json.loads(_read_text(path, "--per-split-data-args-path"))
+        values = parse_json(_read_text(path, "--per-split-data-args-path"))
     except ValueError as error:
         raise UserError(f"--per-split-data-args-path {path}: not JSON ({error})") from None
     if not isinstance(values, dict) or not set(values) <= {split.name for split in Split}:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
 from megatron.core.dist_checkpointing.geometry import FlatRange
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
+from megatron.core.utils.files import parse_json
 
 FORMAT = "megatron safetensors"
 FORMAT_VERSION = 1
@@ -125,7 +126,7 @@ class RankIndex:
     def from_bytes(cls, content: bytes, path: Path) -> "RankIndex":
         """Parses the content of the index file `path`. Raises BrokenCheckpoint."""
         try:
-            fields = json.loads(content)
+            fields = parse_json(content, with_nan=True)
             if fields["block_bytes"] != data_file.BLOCK_BYTES:
                 raise ValueError(f"blocks of {fields['block_bytes']} bytes, not {data_file.BLOCK_BYTES}")
             chunks = tuple(map(StoredChunk.from_json, fields["chunks"]))
@@ -173,7 +174,7 @@ class Manifest:
         """Parses the content of the file `path`. Raises BrokenCheckpoint if it is damaged, UserError if another release
         wrote it in a different format."""
         try:
-            fields = json.loads(content)
+            fields = parse_json(content, with_nan=True)
             if not isinstance(fields, dict):
                 raise ValueError("not a JSON object")
         except ValueError as error:

@@ -1,7 +1,6 @@
 """Reads safetensors files of any program: the tensors in a file, and the elements of one tensor."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.data_file import DTYPES, MAX_HEADER_BYTES
 from megatron.core.dist_checkpointing.manifest import BrokenCheckpoint
+from megatron.core.utils.files import parse_json
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def read_header(path: Path) -> dict[str, TensorInFile]:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise BrokenCheckpoint(path, "not a safetensors file: its first 8 bytes are not the length of a header")
-            fields = json.loads(file.read(length))
+            fields = parse_json(file.read(length))
     except OSError as error:
         raise BrokenCheckpoint(path, error.strerror or str(error)) from error
     except ValueError as error:

@@ -1,11 +1,12 @@
-"""Atomic file writes: a file is written under a temporary name, synced to disk and then renamed."""
+"""Atomic file writes (a file is written under a temporary name, synced to disk and then renamed), digests, and JSON."""
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 
 @contextlib.contextmanager
@@ -57,3 +58,19 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
     """Returns the SHA-256 hex digest of a file, without reading it into memory as a whole."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_json(text: str | bytes, with_nan: bool = False) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises ValueError for everything that is not JSON: also for what Python's parser cannot take (values inside each
+    other by the thousand) and, unless `with_nan`, for what it takes beyond JSON (NaN, Infinity).
+    """
+    try:
+        return json.loads(text, parse_constant=None if with_nan else _refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.safetensors_file import TensorInFile, read_header
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json
 
 CONFIG = "config.json"
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,7 +57,7 @@ def open_folder(path: Path) -> ModelFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file. Raises UserError if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.core.utils.files import write_atomically
+from megatron.core.utils.files import parse_json, write_atomically
 from megatron.training.tokenizer.base import Tokenizer
 
 VERSION = 1
@@ -76,7 +76,7 @@ def read_manifest(path_prefix: str) -> Manifest | None:
     """Reads the manifest of a prefix; None if it has none. Raises UserError if it is invalid."""
     path = Path(get_manifest_path(path_prefix))
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(path.read_text("utf-8"))
         if content.pop("version") != VERSION:
             raise UserError(f"{path}: made by another release; prepare the data again, or remove the file")
         tokenizer = TokenizerRecord(**content.pop("tokenizer"))

@@ -1,11 +1,12 @@
 """GPT2BPETokenizer: byte-level BPE from a local vocab.json and merges.txt."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json
+from megatron.core.utils.warn import warn_on_first_rank
 from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library
 from megatron.training.tokenizer.byte_level import ByteLevelEncoder
 
@@ -26,6 +27,7 @@ class GPT2BPETokenizer(Tokenizer):
         self._merges = _read_merges(Path(merge_file))
         if END_OF_TEXT not in self._vocab:
             raise UserError(f"--vocab-file {vocab_file}: no {END_OF_TEXT!r}, which ends a document")
+        _warn_of_missing_merges(self._vocab, self._merges, merge_file)
         try:
             self._encoder = ByteLevelEncoder(self._vocab, self._merges)
         except ValueError as error:
@@ -70,14 +72,45 @@ class GPT2BPETokenizer(Tokenizer):
 
 def _read_vocab(path: Path) -> dict[str, int]:
     try:
-        vocab = json.loads(path.read_text("utf-8"))
+        vocab = parse_json(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"--vocab-file {path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"--vocab-file {path}: not JSON in UTF-8: {error}") from None
     if not isinstance(vocab, dict) or not vocab or not all(type(i) is int and i >= 0 for i in vocab.values()):
         raise UserError(f"--vocab-file {path}: not a JSON object from tokens to ids")
+    largest = max(vocab, key=lambda token: vocab[token])
+    if vocab[largest] >= _MOST_IDS:
+        raise UserError(f"--vocab-file {path}: the id {vocab[largest]} of {largest!r} is larger than {_MOST_IDS - 1}")
+    if len(set(vocab.values())) < len(vocab):
+        first, second, shared = _same_id(vocab)
+        raise UserError(f"--vocab-file {path}: {first!r} and {second!r} have the same id {shared}")
     return vocab
+
+
+_MOST_IDS = 1 << 31
+"""Ids are int32 in files of tokens, at most."""
+
+
+def _same_id(vocab: Mapping[str, int]) -> tuple[str, str, int]:
+    """Returns two tokens with one id, and the id."""
+    holders: dict[int, str] = {}
+    for token, number in vocab.items():
+        if number in holders:
+            return holders[number], token, number
+        holders[number] = token
+    raise AssertionError("each token has an id of its own")
+
+
+def _warn_of_missing_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], merge_file: str) -> None:
+    """Warns if tokens are made by no merge, as where the file was cut off. Special tokens, in brackets, never are."""
+    made = {left + right for left, right in merges}
+    unmade = [t for t in vocab if len(t) > 1 and t not in made and (t[0], t[-1]) not in (("<", ">"), ("[", "]"))]
+    if unmade:
+        warn_on_first_rank(
+            f"--merge-file {merge_file}: {len(unmade)} tokens of the vocabulary are made by no merge, the first is "
+            f"{unmade[0]!r}; no text will have them; was the file cut off?"
+        )
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:

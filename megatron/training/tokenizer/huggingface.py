@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json
 from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
 from megatron.training.tokenizer.huggingface_fast import HuggingFaceFastPath, why_not_fast
 
@@ -131,7 +132,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(path.read_text("utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: not JSON in UTF-8: {error}") from None
     if not isinstance(content, dict):

@@ -3,12 +3,12 @@
 import base64
 import binascii
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.files import parse_json
 from megatron.training.tokenizer.base import EncodedTexts, Tokenizer, load_library, pack_ids
 
 DEFAULT_VOCAB_SIZE = 1 << 17
@@ -120,7 +120,7 @@ def _read_ranks(path: Path, vocab_size: int, num_special_tokens: int) -> dict[by
     """Reads the ranks of the byte strings, as many as fit beside the special tokens."""
     wanted = vocab_size - num_special_tokens
     try:
-        entries = json.loads(path.read_text("utf-8"))
+        entries = parse_json(path.read_text("utf-8"))
     except OSError as error:
         raise UserError(f"--tokenizer-model {path}: {error.strerror}; TikTokenizer reads a .json file") from None
     except ValueError as error:

@@ -1,11 +1,12 @@
 """Files are whole or absent."""
 
 import hashlib
+import math
 from pathlib import Path
 
 import pytest
 
-from megatron.core.utils.files import open_atomically, sha256_of_file, write_atomically
+from megatron.core.utils.files import open_atomically, parse_json, sha256_of_file, write_atomically
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -36,3 +37,24 @@ def test_of_two_writers_the_last_to_finish_wins_whole(tmp_path: Path) -> None:
         assert path.read_bytes() == b"second, longer"
     assert path.read_bytes() == b"first"
     assert sha256_of_file(path) == hashlib.sha256(b"first").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[1, NaN]", "NaN is not a number"),
+        ("-Infinity", "is not a number"),
+        ("{'a': 1}", "Expecting"),
+        (b"\xff", "invalid start byte"),
+        ("1" * 5000, "digits"),
+    ],
+)
+def test_what_is_not_json_is_a_value_error(text: str | bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+def test_json() -> None:
+    assert parse_json('{"a": [1, 2.5, null]}') == {"a": [1, 2.5, None]}
+    assert math.isnan(parse_json("NaN", with_nan=True))

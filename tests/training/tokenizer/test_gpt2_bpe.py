@@ -69,3 +69,28 @@ def test_errors_name_flag_and_file(tmp_path):
     bad.write_text('{"<|endoftext|>": 0}')
     with pytest.raises(UserError, match="243 bytes have no token"):
         GPT2BPETokenizer(str(bad), merges)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"th": 5_000_000_000}, "the id 5000000000 of 'th' is larger than 2147483647"),
+        ({"th": 65}, "'[^']+' and 'th' have the same id 65"),
+    ],
+)
+def test_ids_that_no_vocabulary_has(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    vocab = json.loads((BPE / "vocab.json").read_text("utf-8"))
+    assert change.keys() <= vocab.keys()
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab | change))
+    with pytest.raises(UserError, match=message):
+        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(BPE / "merges.txt"))
+
+
+def test_merges_that_were_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the end of a line, where nothing else shows it."""
+    GPT2BPETokenizer(str(BPE / "vocab.json"), str(BPE / "merges.txt"))
+    assert not caplog.records
+    lines = (BPE / "merges.txt").read_text("utf-8").splitlines(keepends=True)
+    (tmp_path / "merges.txt").write_text("".join(lines[:-3]), "utf-8")
+    GPT2BPETokenizer(str(BPE / "vocab.json"), str(tmp_path / "merges.txt"))
+    assert "3 tokens of the vocabulary are made by no merge, the first is" in caplog.text
