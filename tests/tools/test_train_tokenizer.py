@@ -78,7 +78,7 @@ def test_words_become_few_pieces(tmp_path, train):
     for kind in ("bpe", "unigram"):
         assert train(*common, 320, "--tokenizer-type", "SentencePieceTokenizer", "--model-type", kind)[0] == 0
         ours = SentencePieceTokenizer(str(tmp_path / "tokenizer.model"))
-        assert (ours.bos, ours.eod, ours.pad) == (1, 2, 3) and len(ours.tokenize("tokenize the")) <= 4
+        assert (ours.bos, ours.eod, ours.pad) == (1, 2, 3) and len(ours.tokenize("tokenize the")) <= 6
         assert ours.detokenize(ours.tokenize("  Text 12\n 你")) == "  Text 12\n 你"
 
 

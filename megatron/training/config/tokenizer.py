@@ -56,11 +56,10 @@ class TokenizerConfig:
     """Tokenizer family, its files and its options."""
 
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
-    """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file), HuggingFaceTokenizer (--tokenizer-model:
-    a tokenizer.json, or a folder with one), TikTokenizer (--tokenizer-model: a .json file), BertWordPieceLowerCase and
-    BertWordPieceCase (--vocab-file), SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer
-    (--tokenizer-model: a .model file), NullTokenizer (--vocab-size: the text consists of ids). GPT2BPETokenizer when
-    not given. All files are local."""
+    """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file); HuggingFaceTokenizer (--tokenizer-model:
+    a folder or tokenizer.json); TikTokenizer (a .json file); SentencePieceTokenizer, GPTSentencePieceTokenizer and
+    Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase (--vocab-file); NullTokenizer (text
+    consists of ids). GPT2BPETokenizer when not given."""
 
     vocab_file: str | None = None
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and

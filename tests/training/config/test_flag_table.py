@@ -157,7 +157,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--use-tp-pp-dp-mapping", "--use-torch-fsdp2",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
-    "--mtp-standalone",
+    "--mtp-standalone", "--tokenizer-sentencepiece-legacy",
 }  # fmt: skip
 
 
