@@ -1,11 +1,11 @@
-"""The proof in bfloat16: losses of twenty steps, split over ranks and not, stay within `TOLERANCE`.
+"""The parity test in bfloat16: over twenty steps the losses of ranks stay within `TOLERANCE` of those of one process.
 
-Only a model whose outcome is continuous can be held to that. One that ranks numbers, to choose experts or whom to drop,
-sends a token elsewhere where two of them lie closer than they are rounded: `moe-capacity` in one process differs from
-itself by 0.056 within these steps if each product is rounded as the sum of two halves, as tensor parallel ranks round
-it, and by 0.032 from float32; `moe-aux` by 0.014 and 0.031. So where rounding differs, experts are chosen by noise that
-is the same in every layout (`moe_router_force_load_balancing`): whom they drop is then equal to the bit, and all that
-travels is still rounded. What the choices themselves are in a layout, float32 and float64 show.
+This holds only if the loss depends continuously on rounding. A router compares scores, so rounding can send a token to
+another expert. `moe-capacity` in one process differs by 0.056 from itself in these steps if each product is rounded as
+the sum of two halves, as tensor parallel ranks round it, and by 0.032 from float32; `moe-aux` differs by 0.014 and
+0.031. In layouts that round differently, experts are therefore chosen by noise that is the same in every layout
+(`moe_router_force_load_balancing`). Dropped tokens are then bit-equal, and all communicated values are still rounded.
+The tests in float32 and float64 cover the real choices.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ BFLOAT16 = Precision({"bf16": True}, {"lr": 1e-3, "bf16": True, "params_dtype": 
 
 
 def forced(name: str) -> Model:
-    """The model with choices that are not rounded."""
+    """Returns the model with experts chosen by noise, which does not depend on rounding."""
     model = next(model for model in MODELS if model.name == name)
     settings = {**model.settings, "moe_router_force_load_balancing": True}
     return dataclasses.replace(model, name=f"{name}-forced", settings=settings)
@@ -33,7 +33,7 @@ OF_FORCED_CHOICES = [
     Cell(forced("moe-aux"), layout("sp2", "dp2", "ep2")),
     Cell(forced("moe-capacity"), layout("sp2", "pp2", "ep2-etp1")),
 ]
-"""Layouts that round differently."""
+"""Layouts that round differently from one process."""
 
 OF_NEWER_KINDS = [
     "moe-aux/dp2+ep2/per-token",
@@ -43,12 +43,12 @@ OF_NEWER_KINDS = [
     "mtp-packed/sp2+pp2/per-token",
     "mtp-learned/cp2-p2p/per-token",
 ]
-"""Experts, latent attention and tokens predicted further on. A split of experts alone rounds nothing else."""
+"""Experts, latent attention and multi-token prediction. Expert parallelism alone does not change rounding."""
 
 NEWER_CELLS = [*map(cell_of, OF_NEWER_KINDS), *OF_FORCED_CHOICES]
 
 
 def largest_difference(alone: list[float], split: list[float], cell: Cell) -> float:
-    """Between the losses of one process and those of a cell's ranks, of steps that have any."""
+    """Returns the largest difference between the losses of one process and of a cell, over steps with tokens."""
     assert len(alone) == len(split) == STEPS - (cell.model.masked_step is not None)
     return max(abs(a - b) for a, b in zip(alone, split, strict=True))

@@ -1,9 +1,10 @@
-"""Which models are tried in which layouts: generated, so that none is forgotten.
+"""Generates the list of cells: which models are tested in which layouts.
 
-`make test` (`quick_cells`) runs, for each family of models, cells of up to four ranks that meet every pair of values
-along two dimensions that four ranks hold, the model being a dimension too; every larger or special value; some layouts
-of eight ranks; and the cells that catch the planted bugs. `make test-all` (`slow_cells`) adds the pairs that need eight
-ranks, and every value and every two values with all models of a family.
+Layouts have dimensions (tensor, pipeline, ...); the model and the loss are dimensions of a cell too. `make test`
+(`quick_cells`) runs, for each family of models, cells of up to four ranks that together contain every pair of values of
+two dimensions that fits into four ranks; a cell for each larger or special value; some layouts of eight ranks; and the
+cells that catch the planted bugs. `make test-all` (`slow_cells`) adds the pairs that need eight ranks, and every value
+and every pair of values with all models of a family.
 """
 
 import functools
@@ -21,17 +22,17 @@ from parity.mutations import MUTATIONS
 
 WORLD = 8
 SMALL_WORLD = 4
-"""Ranks that nearly all cells of `make test` keep to."""
+"""Ranks of the largest cells of `make test`, but for a few of eight ranks."""
 LOSSES = ("per-token", "default")
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
-"""Two dimensions and a value along each."""
+"""Two (dimension, value)."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model in a layout, under one of the two losses."""
+    """A model in a layout with one of the two losses."""
 
     model: Model
     layout: Layout
@@ -47,12 +48,12 @@ class Cell:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """What it has along each dimension, model and loss included."""
+        """Value of each dimension, model and loss included."""
         own = {dimension: getattr(self.layout, dimension).name for dimension in DIMENSIONS}
         return {**own, "model": self.model.name, "loss": self.loss}
 
     def pairs(self, family: Family) -> list[Pair]:
-        """Every two of its values that the family wants to meet."""
+        """All pairs of values of this cell that the family wants to cover."""
         every = itertools.combinations(sorted(self.values.items()), 2)
         return [(one, other) for one, other in every if family.wants_pair(one, other)]
 
@@ -66,7 +67,7 @@ class Cell:
 
     @property
     def cost(self) -> float:
-        """CPU seconds, roughly. Tensor and context parallel ranks each run the Python of all tokens' operations."""
+        """Estimated CPU seconds. Tensor and context parallel ranks run as many operations as one rank would alone."""
         tensor, context = self.layout.tensor.ranks, self.layout.context.ranks
         repeated = tensor * context * self.model.steps / self.model.rows
         exchanges = (tensor > 1) + 2 * (context > 1) + 2 * bool(self.model.experts)
@@ -74,7 +75,7 @@ class Cell:
 
 
 def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:
-    """Every model of a family in every layout of its values that so many ranks hold, under each loss."""
+    """Yields every model of a family in every layout of its values with at most `most_ranks`, with each loss."""
     for choices in itertools.product(*family.dimensions.values()):
         whole = Layout(**dict(zip(family.dimensions, choices, strict=True)))
         if whole.ranks > most_ranks:
@@ -86,9 +87,9 @@ def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:
 
 
 def covering_cells(family: Family, most_ranks: int, given: Iterable[Cell] = ()) -> tuple[Cell, ...]:
-    """Cells that meet all pairs of a family which so many ranks hold and no given cell meets.
+    """Returns cells that cover those pairs of a family that fit into `most_ranks` and that no `given` cell covers.
 
-    The next cell is always the one that meets most for its cost; cells that the others make superfluous are dropped.
+    A greedy algorithm picks the cell that covers most for its cost; at the end superfluous cells are dropped.
     """
     candidates = sorted(all_combinations(family, most_ranks), key=lambda cell: (cell.layout.ranks, cell.name))
     bits: dict[Pair, int] = {}
@@ -108,7 +109,7 @@ def covering_cells(family: Family, most_ranks: int, given: Iterable[Cell] = ()) 
 
 
 def special_cells() -> Iterator[Cell]:
-    """The larger and the special values of `make test`, each alone or with those that it is most likely wrong with."""
+    """Yields the cells of `make test` with larger and special values, alone or in risky combinations."""
     for family in FAMILIES:
         cells = list(cells_of(family, family.further))
         yield from (cell for cell in cells if cell.layout.ranks <= SMALL_WORLD)
@@ -116,7 +117,7 @@ def special_cells() -> Iterator[Cell]:
 
 
 def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cell]:
-    """Layouts by the names of their values, the family's models in turn."""
+    """Yields a cell for each layout, given by the names of its values. Models and losses take turns."""
     models = itertools.cycle(family.models)
     losses = itertools.cycle(LOSSES)
 
@@ -133,7 +134,7 @@ def cells_of(family: Family, layouts: Iterable[tuple[str, ...]]) -> Iterator[Cel
 
 
 def with_each_model(models: Iterable[Model], cells: Iterable[Cell]) -> Iterator[Cell]:
-    """The layouts of some cells with all of these models."""
+    """Yields each cell's layout with every one of these models."""
     models = list(models)
     for cell in cells:
         for number, model in enumerate(models):
@@ -143,7 +144,7 @@ def with_each_model(models: Iterable[Model], cells: Iterable[Cell]) -> Iterator[
 
 
 def singles_and_pairs(family: Family) -> Iterator[Cell]:
-    """Each value alone and every two together that the family wants to meet."""
+    """Yields a cell for each value alone and for each pair of values that the family wants to cover."""
     values = [value for choices in family.dimensions.values() for value in choices[1:]]
     for value in values:
         yield Cell(family.models[0], layout(value.name), family.models[0].losses[0])
@@ -154,19 +155,19 @@ def singles_and_pairs(family: Family) -> Iterator[Cell]:
 
 @cache
 def quick_cells() -> tuple[Cell, ...]:
-    """The cells of every run of the tests."""
+    """Returns the cells of `make test`."""
     given = dict.fromkeys([*special_cells(), *map(cell_of, names_of_catchers())])
     covering = [cell for family in FAMILIES for cell in covering_cells(family, SMALL_WORLD, given)]
     return tuple(dict.fromkeys([*given, *covering]))
 
 
 def names_of_catchers() -> list[str]:
-    """Cells that are to catch a planted bug, by name."""
+    """Returns the names of the cells that catch the planted bugs."""
     return [mutation.caught_by for mutation in MUTATIONS]
 
 
 def cell_of(name: str) -> Cell:
-    """The cell of a name."""
+    """Returns the cell with this name."""
     model, choices, loss = name.split("/")
     split = () if choices == "one" else choices.split("+")
     return Cell(next(m for m in MODELS if m.name == model), layout(*split), loss)
@@ -174,7 +175,7 @@ def cell_of(name: str) -> Cell:
 
 @cache
 def slow_cells() -> tuple[Cell, ...]:
-    """The rest: every value and every two values, larger and special ones, with all models of a family."""
+    """Returns the further cells of `make test-all`: each value and each pair of values with all models of a family."""
     every = [
         cell
         for family in FAMILIES
@@ -189,5 +190,5 @@ def slow_cells() -> tuple[Cell, ...]:
 
 
 def values_of(cells: Iterable[Cell]) -> set[Choice]:
-    """All choices that some cells make."""
+    """Returns all values of dimensions that occur in these cells."""
     return {value for cell in cells for value in cell.layout.choices}

@@ -1,4 +1,4 @@
-"""The judge: what the ranks of a cell saw, against one process."""
+"""Compares the records of a cell's ranks with those of one process."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -10,28 +10,28 @@ from parity.evidence import Evidence, Masks, Piece, Step, relative
 from torch import Tensor
 
 TOLERANCE = 1e-11
-"""Of float64."""
+"""Largest relative error allowed in float64."""
 
 
 @dataclass
 class Verdict:
-    """How far a cell is from one process, and in what."""
+    """Differences between a cell and one process."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """Largest relative error by kind: loss, gradient, norm, weights."""
+    """Largest relative error of each kind (loss, gradient, norm, weights, ...)."""
     where: dict[str, str] = field(default_factory=dict)
-    """Where each of them is."""
+    """Parameter and step with the largest error of each kind."""
     problems: list[str] = field(default_factory=list)
-    """What is not equal to the bit although it should be, or is not there."""
+    """Values that should be bit-equal and are not, and values that are missing."""
 
     def note(self, kind: str, error: float, where: str) -> None:
-        """An error of one kind; the largest stays. One that is no number counts as infinite: NaN compares with none."""
+        """Keeps the larger of this error and the known one of its kind. NaN counts as infinity."""
         error = math.inf if math.isnan(error) else error
         if error > self.errors.get(kind, 0.0):
             self.errors[kind], self.where[kind] = error, where
 
     def beyond(self, tolerance: float) -> list[str]:
-        """What is wrong, a line each."""
+        """Returns a line for each problem and for each error above the tolerance; empty if the cell is right."""
         far = [f"{kind}: error {e:.1e} in {self.where[kind]}" for kind, e in self.errors.items() if not e <= tolerance]
         return self.problems + far
 
@@ -41,7 +41,10 @@ class Verdict:
 
 
 def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -> Verdict:
-    """Compare everything. `to_the_bit`: initial values and masks too, which holds where types are the same."""
+    """Compares all records of the ranks with the reference.
+
+    With `to_the_bit` initial values and dropout masks must be bit-equal; that needs the same number formats.
+    """
     verdict = Verdict()
     if to_the_bit:
         verdict.problems += _unequal_starts(reference, ranks)
@@ -72,7 +75,7 @@ def _unequal_starts(reference: Evidence, ranks: list[Evidence]) -> Iterator[str]
 
 
 def _unequal_masks(reference: Masks, ranks: list[Masks]) -> Iterator[str]:
-    """Rows of masks that differ from those of one process, that it never drew, or that no rank has drawn."""
+    """Reports rows of masks that differ from those of one process, rows only the ranks drew, and rows no rank drew."""
     known = {identity for masks in ranks for identity in masks.rows}
     different = {
         identity
@@ -90,7 +93,7 @@ def _unequal_masks(reference: Masks, ranks: list[Masks]) -> Iterator[str]:
 
 
 def _agree(drawn: list[tuple[int, bytes]], expected: list[tuple[int, bytes]]) -> bool:
-    """Runs of one row have the same bits where they overlap."""
+    """Tells whether two lists of column ranges of one row have the same bits where they overlap."""
     for first, row in drawn:
         for other, wanted in expected:
             begin, end = max(first, other), min(first + len(row), other + len(wanted))
@@ -111,7 +114,10 @@ def _unequal_replicas(what: str, ranks: list[list[Piece]]) -> Iterator[str]:
 def _compare_losses(
     verdict: Verdict, number: int, expected: dict[int, Tensor], ranks: list[tuple[int, dict[int, Tensor]]]
 ) -> None:
-    """Sums and counts of micro-batches; parts of sequences add up, other ranks that know a loss know the same."""
+    """Compares loss sums and token counts of micro-batches.
+
+    The parts of context parallel ranks are added up; all other ranks with a loss must have the same one.
+    """
     parts: dict[tuple[int, int], Tensor] = {}
     for context, losses in ranks:
         for first, part in losses.items():
@@ -132,7 +138,7 @@ def _compare_losses(
 
 
 def _summed_up(expected: dict[int, Tensor], firsts: list[int]) -> dict[int, Tensor]:
-    """Losses of the reference's micro-batches, those added up that the ranks have in one of theirs."""
+    """Adds up those micro-batches of the reference that are one micro-batch on the ranks."""
     sums: dict[int, Tensor] = {}
     for sample, loss in sorted(expected.items()):
         first = max((first for first in firsts if first <= sample), default=sample)
@@ -141,7 +147,7 @@ def _summed_up(expected: dict[int, Tensor], firsts: list[int]) -> dict[int, Tens
 
 
 def _compare_reports(verdict: Verdict, number: int, expected: list[Step], ranks: list[Step]) -> None:
-    """Means of what layers report; every rank adds its part of the total and of the count."""
+    """Compares means of the values that layers report. Each rank contributes its part of the total and of the count."""
     wanted, got = _means(expected), _means(ranks)
     for name, layer in sorted(wanted.keys() ^ got.keys()):
         who = "one process" if (name, layer) in wanted else "the layout"
@@ -152,7 +158,7 @@ def _compare_reports(verdict: Verdict, number: int, expected: list[Step], ranks:
 
 
 def _means(steps: Iterable[Step]) -> dict[tuple[str, int], Tensor]:
-    """By name and layer; of several numbers, such as counts by expert, the shares."""
+    """Returns means by (name, layer). A report of several numbers, such as counts by expert, becomes shares."""
     sums: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
     for report in (report for step in steps for report in step.reports):
         total, count = sums.get((report.name, report.layer), (torch.zeros(()), torch.zeros(())))
@@ -161,7 +167,7 @@ def _means(steps: Iterable[Step]) -> dict[tuple[str, int], Tensor]:
 
 
 def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece], ranks: list[list[Piece]]) -> None:
-    """The whole tensors that the ranks' pieces make."""
+    """Compares whole tensors that are assembled from the ranks' pieces."""
     wanted, made = assemble(expected), assemble(piece for rank in ranks for piece in rank)
     verdict.problems += [f"{text} at {when}" for text in _missing(kind, wanted, made)]
     for name in wanted.keys() & made.keys():
@@ -171,16 +177,16 @@ def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece
 
 @dataclass
 class Whole:
-    """A canonical tensor made of pieces."""
+    """A canonical tensor that is assembled from pieces."""
 
     values: Tensor
-    """float64; NaN where there is no piece."""
+    """float64; NaN at elements without a piece."""
     filled: Tensor
-    """bool: where there is a piece."""
+    """bool; true at elements with a piece."""
 
 
 def assemble(pieces: Iterable[Piece]) -> dict[str, Whole]:
-    """Canonical tensors by name. Of several pieces at one place the first counts: they are compared elsewhere."""
+    """Assembles canonical tensors, by name. Uses the first of several replicas; `_unequal_replicas` compares them."""
     made: dict[str, Whole] = {}
     known: set[Any] = set()
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""One pool of eight processes for all cells that a worker runs."""
+"""A pool of eight processes for all cells that a pytest worker runs."""
 
 from collections.abc import Iterator
 

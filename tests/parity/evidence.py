@@ -1,4 +1,5 @@
-"""What a cell leaves behind for its judge: plain numbers, which say whose part of what they are."""
+"""Records of a run that `compare` checks: losses, gradients, weights and dropout masks, each with its canonical name
+and position."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metr
 
 @dataclass
 class Piece:
-    """Elements [begin, end) of a box of a canonical tensor, on one rank."""
+    """Elements [begin, end) of a box of a canonical tensor, as one rank holds them."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -29,37 +30,38 @@ class Piece:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What it is a part of: equal for replicas."""
+        """Identifies the elements: name, box and range. Replicas have equal places."""
         return self.name, self.box, self.begin, self.end
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same elements of a whole canonical tensor, one-dimensional."""
+        """Returns these elements of the whole canonical tensor, one-dimensional."""
         cut = tuple(slice(b, b + n) for b, n in zip(self.box.start, self.box.shape, strict=True))
         return whole.view(self.global_shape)[cut].reshape(-1)[self.begin : self.end]
 
 
 def pieces(chunks: Iterable[Chunk]) -> list[Piece]:
-    """Copies of some chunks' values."""
+    """Copies the values of checkpoint chunks to the CPU."""
     return [Piece(c.name, c.global_shape, c.box, *c.range, c.flat.detach().cpu().clone()) for c in chunks]
 
 
 def reports_of(chunks: Iterable[nn.Module]) -> list[LayerMetric]:
-    """What some chunks' layers have reported since the last call."""
+    """Returns what the layers of model chunks reported since the last call, on the CPU."""
     return [LayerMetric(r.name, r.layer, r.total.cpu(), r.count.cpu()) for r in take_layer_metrics(chunks)]
 
 
 Identity = tuple[tuple[int, int], int, int, int]
-"""Of a row of a dropout mask: key (seed, layer, site), iteration, token, and head (or what stands in its place)."""
+"""Identifies a row of a dropout mask: (key, iteration, token, extra index). The key is derived from seed, layer and
+site; the extra index is the head in attention."""
 
 
 @dataclass
 class Masks:
-    """Rows of dropout masks as they were drawn: bits by identity, with the index of the first."""
+    """Rows of dropout masks that were drawn: for each identity a list of (index of the first column, bits)."""
 
     rows: dict[Identity, list[tuple[int, bytes]]] = field(default_factory=dict)
 
     def watch(self, keep_rows: Any) -> Any:
-        """The function, telling this record of what it gives."""
+        """Wraps `keep_rows` so that every row it returns is added to this record."""
 
         def watched(draw: Draw, row: Tensor, extra: Tensor, first: Tensor, count: int) -> Tensor:
             kept: Tensor = keep_rows(draw, row, extra, first, count)
@@ -78,7 +80,7 @@ class Masks:
 
 @contextmanager
 def watched_masks(chunks: Sequence[Any], masks: Masks) -> Iterator[None]:
-    """Dropout masks that are drawn within are noted."""
+    """Records in `masks` all dropout masks that the chunks draw inside this context."""
     before = [chunk.backend for chunk in chunks]
     for chunk in chunks:
         chunk.backend = dataclasses.replace(chunk.backend, keep_rows=masks.watch(chunk.backend.keep_rows))
@@ -89,29 +91,31 @@ def watched_masks(chunks: Sequence[Any], masks: Masks) -> Iterator[None]:
 
 @dataclass
 class Step:
-    """One training step, as one rank knows it."""
+    """Results of one training step on one rank."""
 
     losses: dict[int, Tensor]
-    """By number of the micro-batch's first sample: [sum, tokens] of this rank's part; empty where no loss is known."""
+    """[sum, tokens] of this rank's part of each micro-batch, by the number of its first sample. Empty on ranks without
+    the last stage."""
     gradients: list[Piece]
     norm: float
     reports: list[LayerMetric] = field(default_factory=list)
-    """What layers report beside the loss: this rank's parts of totals and counts, on the CPU."""
+    """Values that layers report (such as auxiliary losses): this rank's parts of totals and counts, on the CPU."""
 
 
 @dataclass
 class Evidence:
-    """All that one rank of a cell saw. The single process of the reference leaves the same."""
+    """Everything that one rank of a cell recorded. The single process of the reference records the same."""
 
     initial: list[Piece]
     steps: list[Step] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)
     """After the last step."""
     masks: Masks = field(default_factory=Masks)
-    """Of the first step."""
+    """Dropout masks of the first step."""
     norm_of_ones: float = 0.0
+    """Gradient norm when every gradient element is one."""
     context: int = 0
-    """Place among context parallel ranks: losses of one micro-batch are summed over them."""
+    """Context parallel rank. The losses of one micro-batch are summed over these ranks."""
 
     @property
     def is_finite(self) -> bool:
@@ -119,7 +123,7 @@ class Evidence:
 
 
 def relative(difference: Tensor, reference: Tensor) -> float:
-    """|d| / |ref|; without a reference there must be no difference either."""
+    """Returns |difference| / |reference|. For a reference of zeros: 0 if the difference is zero too, else infinity."""
     size = float(torch.linalg.vector_norm(reference.double()))
     distance = float(torch.linalg.vector_norm(difference.double()))
     return distance / size if size > 0 else (0.0 if distance == 0 else float("inf"))

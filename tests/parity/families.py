@@ -1,4 +1,4 @@
-"""Which models meet which values of a layout, and which of them two at a time."""
+"""Families of models, and the layouts that each family is tested in."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,29 +10,29 @@ from parity.models import Model
 
 @dataclass(frozen=True)
 class Family:
-    """Models, the values they meet in every combination of two, and the layouts that they meet besides."""
+    """Models, the values whose pairs they are tested with, and further layouts."""
 
     name: str
     models: list[Model]
     dimensions: dict[str, list[Choice]]
-    """Values by dimension; the first of each is to have none of it."""
+    """Values of each dimension. The first one is the absence of this kind of parallelism."""
     centres: tuple[str, ...] = ()
-    """Of any two values one is along one of these; empty: any two."""
+    """Only pairs with a value of one of these dimensions are covered; empty: all pairs."""
     further: list[tuple[str, ...]] = field(default_factory=list)
-    """Layouts, by the names of their values, each met by all models in `make test-all`. In `make test` one model meets
-    each of those that four ranks hold."""
+    """Further layouts, given by the names of their values. `make test-all` tests all models in them; `make test` tests
+    one model in each layout of up to four ranks."""
     eight: list[tuple[str, ...]] = field(default_factory=list)
-    """Layouts of eight ranks that one model meets in `make test`, and all models in `make test-all`."""
+    """Layouts of eight ranks, tested with one model in `make test` and with all models in `make test-all`."""
     rare: list[tuple[str, ...]] = field(default_factory=list)
-    """Layouts that take long, met in `make test-all` alone."""
+    """Slow layouts, tested only in `make test-all`."""
 
     def wants(self, one: str, other: str) -> bool:
-        """Values along these two dimensions are to be met together."""
+        """Tells whether pairs of values of these two dimensions are to be covered."""
         return not self.centres or one in self.centres or other in self.centres
 
     def wants_pair(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
-        """Two values, with their dimensions, are to be met together. Around a centre it need not be met what is there
-        where a value is not."""
+        """Tells whether a pair of (dimension, value) is to be covered. With centres, a pair with an absent kind of
+        parallelism need not be."""
         if not self.centres:
             return True
         return self.wants(one[0], other[0]) and one not in self._nothing and other not in self._nothing
@@ -46,7 +46,7 @@ class Family:
 
 
 def _values(**names: str) -> dict[str, list[Choice]]:
-    """Of each dimension: to have none of it, and these values."""
+    """Returns for each dimension its first value (absent) and the named ones."""
     return {d: [choices[0], *map(choice, names.get(d, "").split())] for d, choices in DIMENSIONS.items()}
 
 
@@ -57,7 +57,7 @@ def _suits(value: Choice, models: list[Model]) -> bool:
 _NOT_FOR_ALL = "experts"
 
 _PLAIN = Family(
-    "whole layouts",
+    "dense models",
     DENSE,
     {name: choices[:1] if name == _NOT_FOR_ALL else choices for name, choices in DIMENSIONS.items()},
     further=[
@@ -95,7 +95,7 @@ _PLAIN = Family(
 )
 
 _MODEL_OPTIONS = Family(
-    "parts of a layer",
+    "model options",
     MODEL_OPTIONS,
     _values(
         tensor="tp2 sp2",
@@ -162,7 +162,7 @@ _EXPERTS = Family(
 )
 
 _PREDICTING = Family(
-    "tokens further on",
+    "multi-token prediction",
     PREDICTING,
     _values(
         tensor="tp2 sp2",

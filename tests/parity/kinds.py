@@ -62,7 +62,7 @@ def build_model(model: Model, config: TransformerConfig, chunk: Chunk | None = N
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A micro-batch with its tensors there."""
+    """Copies a micro-batch and moves its tensors to the device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if not dataclasses.is_dataclass(value) or isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Layouts of the parity proof: one value along each dimension, and what they ask of the library."""
+"""Layouts of the parity tests: one value for each dimension, and the settings that it needs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,22 +11,22 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 @dataclass(frozen=True)
 class Choice:
-    """One value along one dimension: how many ranks it takes and what it sets."""
+    """One value of a dimension: its number of ranks and its settings."""
 
     name: str
     ranks: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of TransformerConfig."""
+    """Fields of TransformerConfig."""
     ddp: dict[str, Any] = field(default_factory=dict)
-    """Of DistributedDataParallelConfig."""
+    """Fields of DistributedDataParallelConfig."""
     chunks: int = 1
-    """Model chunks of a pipeline rank."""
+    """Model chunks on each pipeline rank."""
     groups_at_most: int = 64
-    """Key and value heads of the model, at most."""
+    """Largest number of key and value heads of a model."""
     levels: tuple[int, ...] | None = None
     """Sizes of hierarchical context parallelism."""
     unpacked: bool = False
-    """Not for packed documents."""
+    """Not with packed documents."""
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -59,7 +59,7 @@ def _shards(name: str, ranks: int, strategy: str, **ddp: Any) -> Choice:
 
 
 def _experts(ranks: int, tensor: int | None = None, name: str = "", **settings: Any) -> Choice:
-    """`ranks` share the experts out, `tensor` ranks each expert (None: as many as are tensor parallel)."""
+    """Expert parallelism over `ranks`, each expert split over `tensor` ranks (None: the tensor parallel size)."""
     name = name or f"ep{ranks}" + ("" if tensor is None else f"-etp{tensor}")
     sizes = {"expert_model_parallel_size": ranks, "expert_tensor_parallel_size": tensor}
     return Choice(name, settings={**sizes, **settings})
@@ -108,7 +108,7 @@ DIMENSIONS: dict[str, list[Choice]] = {
         _experts(2, 1, "ep2-overlap", overlap_moe_expert_parallel_comm=True),
     ],
 }
-"""What is combined, in pairs and more. The first of each dimension is to have none of it."""
+"""Values that are combined in pairs. The first value of each dimension is the absence of this kind of parallelism."""
 
 FURTHER: dict[str, list[Choice]] = {
     "tensor": [
@@ -173,12 +173,12 @@ FURTHER: dict[str, list[Choice]] = {
         _experts(2, 1, "ep2-overlap-late", overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
     ],
 }
-"""Larger ones and special ones, which are met alone and with a few others."""
+"""Larger and special values, tested alone and with a few others."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One choice along each dimension, and the order of ranks."""
+    """A value for each dimension, and the order of ranks."""
 
     tensor: Choice = DIMENSIONS["tensor"][0]
     pipeline: Choice = DIMENSIONS["pipeline"][0]
@@ -206,42 +206,42 @@ class Layout:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of TransformerConfig."""
+        """Fields of TransformerConfig."""
         return {name: value for choice in self.choices for name, value in choice.settings.items()}
 
     def ddp_config(self, **settings: Any) -> DistributedDataParallelConfig:
         return DistributedDataParallelConfig(**{**self.data.ddp, **settings})
 
     def misfit(self, model: Model) -> str | None:
-        """Why the model cannot have this layout; None where it can."""
+        """Returns why the model cannot have this layout, or None."""
         tensor, context, rows = self.tensor.ranks, self.context.ranks, model.rows
         if max(tensor, model.groups) % min(tensor, model.groups):
-            return "groups and tensor parallel ranks do not divide each other"
+            return "neither of key heads and tensor parallel ranks divides the other"
         if self.tensor.settings.get("sequence_parallel") and LENGTH * (rows if model.packed else 1) // context % tensor:
-            return "tokens do not divide by tensor parallel ranks"
+            return "tensor parallel ranks do not divide the tokens"
         if GLOBAL_BATCH % (self.data.ranks * rows):
-            return "the batch does not divide by data parallel ranks"
+            return "data parallel ranks do not divide the batch"
         stages = str(self.pipeline.settings.get("pipeline_model_parallel_layout") or "")
         if "m" in stages and stages.count("m") != model.predicting:
-            return "other numbers of layers predict further on"
+            return "the stage layout has another number of multi-token prediction layers"
         return self._misfit_of_recompute(model) or self._misfit_of_experts(model)
 
     def _misfit_of_recompute(self, model: Model) -> str | None:
         modules = set(self.recompute.settings.get("recompute_modules", ()))
         if modules & {"moe", "moe_act"} and not model.experts:
-            return "there are no experts to recompute"
+            return "the model has no experts to recompute"
         if "mlp" in modules and model.experts and model.settings.get("moe_layer_freq", 1) == 1:
             return "every layer has experts"
         shared = model.settings.get("moe_shared_expert_intermediate_size")
         if "shared_experts" in modules and (not shared or model.settings.get("moe_shared_expert_overlap")):
-            return "there are no shared experts to recompute"
+            return "the model has no shared experts to recompute"
         if "mla_up_proj" in modules and not model.is_latent:
-            return "there are no latents"
+            return "the model has no latent attention"
         return None
 
     def _misfit_of_experts(self, model: Model) -> str | None:
         if self.experts.settings and not model.experts:
-            return "there are no experts"
+            return "the model has no experts"
         if not model.experts:
             return None
         if "overlap_moe_expert_parallel_comm" in self.experts.settings and not self._has_pairs():
@@ -258,7 +258,7 @@ class Layout:
         if stage // ranks % self.data.ddp.get("num_distributed_optimizer_instances", 1):
             return "instances of the optimizer's state do not divide the copies of an expert"
         if model.experts % self.experts.settings.get("expert_model_parallel_size", 1):
-            return "experts do not divide by expert parallel ranks"
+            return "expert parallel ranks do not divide the experts"
         return None
 
     def _has_pairs(self) -> bool:
@@ -275,7 +275,7 @@ PIPELINE_BEFORE_DATA = "tp-cp-ep-pp-dp"
 
 
 def choice(name: str) -> Choice:
-    """A choice by name."""
+    """Returns the value with this name."""
     for table in (DIMENSIONS, FURTHER):
         for choices in table.values():
             for candidate in choices:
@@ -285,10 +285,10 @@ def choice(name: str) -> Choice:
 
 
 def dimension_of(wanted: Choice) -> str:
-    """The dimension that a choice is a value of."""
+    """Returns the dimension of a value."""
     return next(d for table in (DIMENSIONS, FURTHER) for d, choices in table.items() if wanted in choices)
 
 
 def layout(*names: str, order: str = Layout.order) -> Layout:
-    """The layout that makes these choices."""
+    """Returns the layout with these values."""
     return Layout(**{dimension_of(choice(name)): choice(name) for name in names}, order=order)

@@ -1,4 +1,4 @@
-"""The models of the parity proof: small ones that differ in everything a layout could get wrong."""
+"""The models of the parity tests: small ones that differ in everything that a layout could get wrong."""
 
 from parity.models import Model
 from torch import nn
@@ -49,8 +49,8 @@ DENSE = [
         vocabulary=97,
     ),
 ]
-"""Tied and not, GQA, MQA, norms of queries and keys, learned and rotary positions, dropout, packed documents, windows,
-sinks, odd vocabularies, biases and none."""
+"""Tied and untied embeddings, GQA, MQA, query and key norms, learned and rotary positions, dropout, packed documents,
+windows, sinks, odd vocabulary sizes, with and without biases."""
 
 MODEL_OPTIONS = [
     Model(
@@ -140,7 +140,7 @@ MODEL_OPTIONS = [
         rows=2,
     ),
 ]
-"""What single parts of a layer can be: scales, caps, norms and where they stand, positions and windows by layer."""
+"""Model options of single parts of a layer: scales, caps, norms and their places, positions and windows by layer."""
 
 _EXPERTS = {**_LLAMA, "num_moe_experts": 8, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall"}
 
@@ -205,8 +205,8 @@ EXPERTS = [
         rows=2,
     ),
 ]
-"""Routers of each kind, their losses and biases, experts beside all tokens' shared ones, capacity dropped and padded;
-dispatchers of each kind, experts one by one and in one product; experts that no token goes to."""
+"""All kinds of routers with their losses and biases, shared experts, capacity with dropped and with padded tokens, all
+dispatchers, experts computed in a loop and as one grouped product, experts without tokens."""
 
 _LATENT = {
     **_LLAMA,
@@ -233,7 +233,7 @@ LATENT = [
         vocabulary=64,
     ),
 ]
-"""Latent attention: queries from a latent and not, YaRN and plain positions, norms of latents and none."""
+"""Latent attention: queries with and without a latent, YaRN and plain rotary positions, with and without norms."""
 
 PREDICTING = [
     Model(
@@ -261,6 +261,6 @@ PREDICTING = [
         rows=2,
     ),
 ]
-"""Tokens further on predicted: two and one, under packed documents, with latent attention and experts."""
+"""Multi-token prediction: one and two further tokens, packed documents, with latent attention and experts."""
 
 MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING]

@@ -1,7 +1,7 @@
-"""What a model of the parity proof is; `model_list.py` lists them, `kinds.py` builds them.
+"""Models of the parity tests: their description. `model_list.py` lists them, `kinds.py` builds them.
 
-Every parameter starts random, norms and biases too. All start as functions of (seed, name, index), so that any part of
-any layout starts with its part of one model.
+Every parameter is initialised at random, also norms and biases. Initial values are functions of (seed, name, index), so
+all layouts start from the same model.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ SEED = 11
 LAYERS = 4
 
 OPTIMIZER: dict[str, float] = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_eps": 1e-6, "clip_grad": 0.5}
-"""Of OptimizerConfig. Epsilon is large because some gradients are zero but for rounding, such as that of a bias of keys
-under learned positions: Adam would divide rounding by rounding."""
+"""Fields of OptimizerConfig. Epsilon is large because some gradients are zero up to rounding, such as that of the key
+bias with learned positions. With a small epsilon Adam would amplify this rounding."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Model:
     tied: bool = False
     positions: str = "rope"
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of TransformerConfig, beside those that all have."""
+    """Fields of TransformerConfig, beside those that all models share."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the model's class."""
+    """Arguments of the model's class."""
     packed: bool = False
-    """Documents of any length, which do not see each other."""
+    """The text is packed documents that do not attend to each other."""
     told_positions: bool = True
-    """The model is given position ids; without, it has to find them out."""
+    """The model receives position ids; if false, it computes them."""
     rows: int = 1
     """Samples of a micro-batch."""
     masked_step: int | None = None
@@ -47,13 +47,14 @@ class Model:
     kind: str = "gpt"
     """The architecture, an entry of `kinds.KINDS`."""
     losses: tuple[str, ...] = ("per-token", "default")
-    """How its loss can be averaged: sum over sum of the global batch, or mean over micro-batches."""
+    """Averages of the loss that the model is tested with. `per-token`: sum of losses divided by the global batch's
+    tokens; `default`: mean over micro-batches."""
     starved: tuple[int, ...] = ()
-    """Experts whose bias keeps every token away, so that there are ranks without one."""
+    """Experts with a bias so low that no token chooses them. Some ranks then have only idle experts."""
 
     @property
     def experts(self) -> int:
-        """Of a layer that has any."""
+        """Number of experts of a layer with experts."""
         return self.settings.get("num_moe_experts") or 0
 
     @property
@@ -62,19 +63,19 @@ class Model:
 
     @property
     def predicting(self) -> int:
-        """Layers that predict a token further on."""
+        """Number of multi-token prediction layers."""
         return self.settings.get("mtp_num_layers") or 0
 
     @property
     def couples_tokens(self) -> bool:
-        """Something is computed over a micro-batch as a whole: how samples are cut into micro-batches does matter."""
+        """Tells whether an operation acts on a whole micro-batch, so that results depend on the micro-batch size."""
         return bool(self.experts or self.predicting)
 
     @property
     def steps(self) -> int:
-        """Of a run that shows everything: an update, and one that goes by what the first has left behind.
+        """Number of training steps that a test needs: two, so that the second one uses updated weights.
 
-        A step without tokens leaves less; a bias of experts shows only in the choices of later steps.
+        A step without tokens needs one step more, and so does an expert bias, which first matters in the next step.
         """
         biased = self.settings.get("moe_router_enable_expert_bias")
         return 3 if biased or self.masked_step is not None else 2
@@ -85,7 +86,7 @@ class Model:
 
     @property
     def groups(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.settings.get("num_query_groups", 8)
 
     def __hash__(self) -> int:
@@ -93,7 +94,7 @@ class Model:
 
 
 def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
-    """The model's config under a layout's settings; in float64 unless they say otherwise."""
+    """Returns the model's config with the settings of a layout, in float64 unless they choose another type."""
     if not {"bf16", "params_dtype"} & set(settings):
         settings["fp64"] = True
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -111,7 +112,7 @@ def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
 
 @torch.no_grad()
 def randomize_constants(model: nn.Module) -> None:
-    """Add noise to what starts constant, a function of name and index as initial values are."""
+    """Adds noise to parameters with constant initial values. The noise is a function of name and index."""
     for _, parameter in canonical_names(model):
         info = info_of(parameter)
         if isinstance(info.init, Constant):
@@ -123,7 +124,7 @@ def randomize_constants(model: nn.Module) -> None:
 
 @torch.no_grad()
 def starve(model: nn.Module, experts: tuple[int, ...]) -> None:
-    """Let no token choose these experts."""
+    """Lowers the bias of these experts so far that no token chooses them."""
     for name, parameter in canonical_names(model):
         if name.endswith("router.expert_bias"):
             parameter[list(experts)] -= 100.0

@@ -1,8 +1,8 @@
-"""Run in a process of its own, with a changed copy of the product first on the path: does the change matter?
+"""Runs a cell with the `megatron` package that is first on the path, a copy with a planted bug.
 
     python -m parity.mutated CELL
 
-prints a JSON object: what one process sees, what the ranks of the cell see, and how the two differ.
+prints a JSON object: the results of one process, those of the cell's ranks, and the differences between them.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from megatron.core import backends
 from megatron.core.ops.dropout.dropout import keep_rows
 
 LONG = 6
-"""Steps in which the loss is to fall."""
+"""Number of steps within which the loss must fall."""
 
 
 def mean_losses(ranks: list[Evidence]) -> list[float]:
-    """Loss per token of each step that has tokens, of all ranks that know a loss."""
+    """Returns the loss per token of each step with tokens, over all ranks that have a loss."""
     means = []
     for number in range(len(ranks[0].steps)):
         sums = torch.stack([part for rank in ranks for part in rank.steps[number].losses.values()]).sum(0)
@@ -38,9 +38,9 @@ def mean_losses(ranks: list[Evidence]) -> list[float]:
 
 
 def examine(cell: Cell) -> dict[str, Any]:
-    """One process and the cell's ranks, under the product as it stands on the path."""
+    """Trains one process and the cell's ranks with the package on the path, and compares both with the reference."""
     torch.set_num_threads(1)
-    # Compiled masks would be compiled anew for every copy of the product; their definition gives the same bits.
+    # The compiled mask function would be compiled again for every copy; its definition gives the same bits.
     backends.LOCAL = dataclasses.replace(backends.LOCAL, keep_rows=keep_rows)
     steps = cell.model.steps
     with Pool(cell.layout.ranks, context=multiprocessing.get_context("fork")) as pool:

@@ -1,4 +1,4 @@
-"""The tables of docs/parity.md, from what they speak of:   PYTHONPATH=tests:. python -m parity.page   writes them."""
+"""Generates the tables of docs/parity.md; `PYTHONPATH=tests:. python -m parity.page` writes them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ def cells() -> str:
 
 
 def dimensions() -> str:
-    lines = ["| dimension | all pairs of | and alone, or with a few others |", "|---|---|---|"]
+    lines = ["| dimension | tested in all pairs | tested alone or with a few others |", "|---|---|---|"]
     for name, choices in DIMENSIONS.items():
         special = ", ".join(f"`{choice.name}`" for choice in FURTHER[name])
         lines.append(f"| {name} | {', '.join(f'`{choice.name}`' for choice in choices)} | {special} |")
@@ -36,7 +36,7 @@ def models() -> str:
     ]
     for model in [model for family in FAMILIES for model in family.models]:
         text = "packed documents" if model.packed else "whole rows"
-        tied = "tied" if model.tied else "apart"
+        tied = "tied" if model.tied else "untied"
         words = f"{tied}, {model.vocabulary} words"
         lines.append(f"| `{model.name}` | {words} | {model.positions} | {model.groups} | {text} | {_settings(model)} |")
     return "\n".join(lines)
@@ -49,7 +49,7 @@ def _settings(model: Model) -> str:
 
 
 def families() -> str:
-    lines = ["| family | models | meets |", "|---|---|---|"]
+    lines = ["| family | models | covered pairs |", "|---|---|---|"]
     for family in FAMILIES:
         names = ", ".join(f"`{model.name}`" for model in family.models)
         values = ", ".join(f"`{value.name}`" for choices in family.dimensions.values() for value in choices[1:])
@@ -59,8 +59,9 @@ def families() -> str:
 
 def _pairs(family: Family) -> str:
     if not family.centres:
-        return "all, two and two, "
-    return " and ".join("every split of experts," if c == "experts" else "every model, each" for c in family.centres)
+        return "all pairs"
+    centres = {"experts": "each split of experts", "model": "each model"}
+    return f"{' and '.join(centres[centre] for centre in family.centres)} with each"
 
 
 def mutations() -> str:
@@ -81,7 +82,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables as they should be."""
+    """Returns the page with its tables generated anew."""
     for name, table in TABLES.items():
         before, begin, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")

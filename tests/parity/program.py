@@ -1,4 +1,4 @@
-"""What a rank of a cell does: a few training steps through the library's public functions, on any device."""
+"""Trains one rank of a cell for a few steps through the library's public functions, on any device."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -32,11 +32,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Precision:
-    """In which types a cell is computed."""
+    """Number formats of a run."""
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of TransformerConfig; in float64 without any."""
+    """Fields of TransformerConfig; empty for float64."""
     optimizer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of OptimizerConfig."""
 
 
 FLOAT64 = Precision()
@@ -44,7 +45,7 @@ FLOAT64 = Precision()
 
 @dataclass
 class Parts:
-    """One rank's parts of a cell, ready to train."""
+    """Model chunks, optimizer and records of one rank of a cell, ready to train."""
 
     cell: Cell
     config: TransformerConfig
@@ -54,7 +55,7 @@ class Parts:
     evidence: Evidence
     device: torch.device
     plain: list[nn.Module]
-    """The chunks by themselves."""
+    """The model chunks without DistributedDataParallel."""
 
     @property
     def replicas(self) -> int:
@@ -66,13 +67,14 @@ class Parts:
 
 
 def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupCollection:
-    """The groups of one rank of a cell; the cell has ranks 0 .. n-1 of a world that may be larger."""
+    """Builds the process groups of one rank of a cell. A cell of n ranks uses ranks 0 .. n-1 of a larger world."""
     layout = cell.layout
     sizes = {"tensor": layout.tensor.ranks, "context": layout.context.ranks, "pipeline": layout.pipeline.ranks}
     experts = {"expert": config.expert_model_parallel_size, "expert_tensor": config.expert_tensor_parallel_size}
     instances = layout.data.ddp.get("num_distributed_optimizer_instances", 1)
     grid = RankGrid(layout.ranks, **sizes, **experts, order=layout.order, optimizer_instances=instances)
-    # Where nothing is predicted further on, the group has the head's rank also if the weights are apart: as published.
+    # As in Megatron-LM, without multi-token prediction the embedding group includes the head's rank even if the two
+    # weights are not tied.
     words = embedding_ranks(config, shared_with_head=cell.model.tied or not cell.model.predicting)
     positions = embedding_ranks(config, shared_with_head=False)
     return ProcessGroupCollection.from_grid(
@@ -85,7 +87,7 @@ def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupC
 
 
 def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
-    """Model chunks, wrapped, and their optimizer."""
+    """Builds the wrapped model chunks of this rank and their optimizer."""
     config = transformer_config(
         cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
@@ -117,7 +119,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
 def train(
     cell: Cell, steps: int = 3, device: str = "cpu", precision: Precision = FLOAT64, lean: bool = False
 ) -> Evidence:
-    """A few steps of a cell on this rank. `lean`: losses and norms alone."""
+    """Trains this rank of a cell and returns what it recorded. With `lean` it records only losses and norms."""
     parts = prepare(cell, torch.device(device), precision)
     evidence = parts.evidence
     try:
@@ -187,7 +189,7 @@ def _gradient_chunks(parts: Parts) -> Iterable[TensorChunk]:
 
 
 def norm_of_ones(parts: Parts) -> float:
-    """The norm of the whole model's gradient where every element of it is one."""
+    """Returns the gradient norm that the optimizer computes when every gradient element is set to one."""
     with torch.no_grad():
         for chunk in _gradient_chunks(parts):
             chunk.tensor.fill_(1.0)

@@ -1,7 +1,6 @@
-"""The oracle: one process, a bare model, a plain loop with torch's own gradients, clipping and AdamW.
+"""The reference: one process, a bare model, a plain loop with torch's own gradients, clipping and AdamW.
 
-It shares the model's forward with the product, and nothing around it. That a model in one process is right is shown
-elsewhere (tests/core/models/gpt).
+It shares only the model's forward with the product. tests/core/models/gpt checks this forward in one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def reference(
     model: Model, per_token: bool, steps: int = 3, rows: int | None = None, lr: float | None = None
 ) -> Evidence:
-    """What one process leaves behind. Under the loss per token any number of `rows` a micro-batch gives the same."""
+    """Returns the records of one process. With the per-token loss, `rows` of a micro-batch do not matter."""
     return _reference(model.name, per_token, steps, rows or model.rows, lr or OPTIMIZER["lr"])
 
 
@@ -50,14 +49,14 @@ def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> 
 
 @dataclass
 class Load:
-    """Tokens that the experts of one router with a bias were given since the last step."""
+    """Number of tokens of each expert since the last step, for one router with an expert bias."""
 
     router: nn.Module
     counts: Tensor
 
 
 def watched_loads(built: nn.Module) -> list[Load]:
-    """Counted by the routings themselves, not by the routers."""
+    """Counts the tokens of experts from the routings, independently of the routers' own counts."""
     found = []
     for module in built.modules():
         bias = getattr(module, "expert_bias", None)
@@ -78,21 +77,21 @@ def _counting(route: Callable[..., Routing], load: Load) -> Callable[..., Routin
 
 @torch.no_grad()
 def even_out(loads: list[Load], rate: float) -> None:
-    """Experts with few tokens become likelier, by one step each."""
+    """Moves the bias of each expert by `rate`: up if it had fewer tokens than the mean, down if more."""
     for load in loads:
-        # In float32, as the bias is: any other rounding would show.
+        # The bias is float32, so this is computed in float32 too.
         direction = (load.counts.double().mean() - load.counts).sign().float()
         load.router.expert_bias.add_(direction, alpha=rate)  # type: ignore[operator, union-attr]
         load.counts.zero_()
 
 
 def _config(model: Model, per_token: bool) -> TransformerConfig:
-    # On the CPU also where there are GPUs.
+    # The reference runs on the CPU even if there are GPUs.
     return transformer_config(model, calculate_per_token_loss=per_token, use_cpu_initialization=True)
 
 
 def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """AdamW over a bare model, with decay for matrices alone."""
+    """Returns AdamW for a bare model. Only matrices have weight decay."""
     beta2, eps, weight_decay = (OPTIMIZER[name] for name in ("adam_beta2", "adam_eps", "weight_decay"))
     named = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -107,7 +106,7 @@ def _step(built: nn.Module, model: Model, number: int, per_token: bool, rows: in
     firsts = range(0, GLOBAL_BATCH, rows)
     batches = {first: kind.micro_batch(model, number, first, (0, 1), rows) for first in firsts}
     count = torch.stack([kind.count(batch) for batch in batches.values()]).sum().clamp(min=1)
-    # What layers add to the loss counts as the loss does: by token, or as a mean over micro-batches.
+    # Auxiliary losses of layers are averaged like the loss: over tokens, or over micro-batches.
     step = MicroBatch(auxiliary_scale=1 / count if per_token else torch.tensor(1 / len(batches), dtype=torch.float64))
     results = {
         first: kind.loss(kind.forward(built, batch, micro_batch=step), batch) for first, batch in batches.items()

@@ -1,4 +1,4 @@
-"""In bfloat16 too, over gloo: the layouts of experts that round differently; tests/gpu has all cells over nccl."""
+"""Layouts with experts in bfloat16 over gloo; tests/gpu/test_layouts.py runs all cells over nccl."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The judge sees what is not equal, not there, or too much."""
+"""`judge` reports values that differ, are missing, or should not exist."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def two_ranks() -> list[Evidence]:
     ]
 
 
-def test_equal_is_equal() -> None:
+def test_equal_records_have_no_difference() -> None:
     verdict = judge(alone(), two_ranks())
     assert not verdict.beyond(0.0) and verdict.largest == 0.0
 
@@ -120,7 +120,7 @@ def test_every_difference_is_seen() -> None:
         assert any(text in line for line in changed(change)), (change.__name__, changed(change))
 
 
-def test_what_is_no_number_stays_the_largest_error() -> None:
+def test_nan_counts_as_the_largest_error() -> None:
     for errors in ([math.nan, 1e-3], [1e-3, math.nan], [math.inf, math.nan, 0.0]):
         verdict = Verdict()
         for error in errors:
@@ -128,7 +128,7 @@ def test_what_is_no_number_stays_the_largest_error() -> None:
         assert verdict.largest == math.inf and verdict.beyond(1e300)
 
 
-def test_what_should_be_zero_is_zero() -> None:
+def test_a_difference_from_a_reference_of_zeros_is_infinite() -> None:
     expected, ranks = alone(), two_ranks()
     for evidence in (expected, *ranks):
         gradients = evidence.steps[0].gradients

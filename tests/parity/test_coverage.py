@@ -1,4 +1,4 @@
-"""The list of cells forgets nothing."""
+"""The generated cells cover every value, every pair of values and every model."""
 
 import itertools
 
@@ -23,8 +23,8 @@ def choices(*tables: dict[str, list[Choice]]) -> list[Choice]:
     return [choice for table in tables for row in table.values() for choice in row]
 
 
-def test_every_value_of_every_dimension_is_met_in_every_run() -> None:
-    """But for values of eight ranks that differ from one of four ranks in their number alone."""
+def test_make_test_covers_every_value() -> None:
+    """`make test` has every value except three of eight ranks, of which it has the same with four ranks."""
     every = set(choices(DIMENSIONS, FURTHER))
     assert every - values_of(quick_cells()) == {choice("sp8"), choice("cp8-levels"), choice("dp8")}
     assert every == values_of((*quick_cells(), *slow_cells()))
@@ -32,8 +32,8 @@ def test_every_value_of_every_dimension_is_met_in_every_run() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("most_ranks", [SMALL_WORLD, WORLD])
-def test_every_two_values_are_met_together(family: Family, most_ranks: int) -> None:
-    """In every run those that four ranks hold, in `make test-all` those that eight do."""
+def test_every_pair_of_values_is_covered(family: Family, most_ranks: int) -> None:
+    """`make test` covers all pairs that fit into four ranks, `make test-all` those that fit into eight."""
     cells = quick_cells() if most_ranks == SMALL_WORLD else (*quick_cells(), *slow_cells())
     met = {pair for cell in cells if cell.model in family.models for pair in cell.pairs(family)}
     possible = {pair for cell in all_combinations(family, most_ranks) for pair in cell.pairs(family)}
@@ -49,10 +49,10 @@ def test_every_two_values_are_met_together(family: Family, most_ranks: int) -> N
     assert wanted and not missing
 
 
-def test_few_cells_of_every_run_have_eight_ranks() -> None:
+def test_make_test_has_few_cells_of_eight_ranks() -> None:
     large = [cell for cell in quick_cells() if cell.layout.ranks > SMALL_WORLD]
     assert len(large) <= 12 and {cell.layout.ranks for cell in large} == {WORLD}
-    # A value that takes four ranks by itself meets some value of each dimension.
+    # The value dp4-hybrid, which needs four ranks, is combined with each kind of parallelism.
     met = {d for cell in large if cell.layout.data.name == "dp4-hybrid" for d in DIMENSIONS if _splits(cell, d)}
     assert met == {"data", "tensor", "pipeline", "context"}
 
@@ -65,12 +65,12 @@ def _has(cell: Cell, dimension: str, value: Choice | Model) -> bool:
     return cell.values[dimension] == value.name
 
 
-def test_eight_ranks_hold_any_two_values_of_two_dimensions() -> None:
+def test_any_two_values_fit_into_eight_ranks() -> None:
     for first, second in itertools.combinations(choices(DIMENSIONS), 2):
         assert first.ranks * second.ranks <= WORLD or dimension_of(first) == dimension_of(second)
 
 
-def test_every_model_meets_every_value() -> None:
+def test_every_model_is_tested_with_every_value() -> None:
     met = {(cell.model.name, value.name) for cell in (*quick_cells(), *slow_cells()) for value in cell.layout.choices}
     for family in FAMILIES:
         alone = [choice(names[0]) for names in family.further if len(names) == 1]
@@ -81,15 +81,15 @@ def test_every_model_meets_every_value() -> None:
 
 
 def _alone_or_with_another(family: Family, model: Model, value: Choice) -> list[Cell]:
-    """The value with at most one other: a split of experts has no ranks of its own."""
+    """Returns cells with this value and at most one other. Splits of experts need the ranks of another value."""
     others = [other for row in family.dimensions.values() for other in row]
     splits = [(value.name,), *((value.name, o.name) for o in others if dimension_of(o) != dimension_of(value))]
     cells = [Cell(model, layout(*names), model.losses[0]) for names in splits]
     return [cell for cell in cells if cell.fits]
 
 
-def test_three_dimensions_at_once() -> None:
-    """TP 2 x PP 2 x CP 2, with and without sequence parallelism, and with a sharded placement in place of each."""
+def test_some_cells_combine_three_kinds_of_parallelism() -> None:
+    """Some cells have TP 2 x PP 2 x CP 2, and some have DP 2 in place of one of them."""
     sizes = {
         tuple(cell.layout.__getattribute__(d).ranks for d in ("tensor", "pipeline", "context", "data"))
         for cell in quick_cells()
@@ -115,16 +115,16 @@ def test_models_differ_in_what_layouts_get_wrong() -> None:
     assert some(lambda model: model.settings.get("normalization") == "RMSNorm")
 
 
-def test_names_say_which_cell() -> None:
+def test_cell_names_are_unique() -> None:
     cells = [*quick_cells(), *slow_cells()]
     assert len({cell.name for cell in cells}) == len(cells)
 
 
-def test_models_take_turns_with_larger_values() -> None:
+def test_special_cells_use_every_model() -> None:
     met = {cell.model.name for cell in special_cells()}
     assert met == {model.name for family in FAMILIES if family.further for model in family.models}
 
 
-def test_the_larger_values_meet_others_too() -> None:
+def test_special_cells_fit_and_families_have_many_combinations() -> None:
     assert all(cell.fits for cell in special_cells())
     assert sum(1 for family in FAMILIES for _ in all_combinations(family)) > 1000

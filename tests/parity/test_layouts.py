@@ -1,4 +1,4 @@
-"""Any layout, the same model: every cell against one process, in float64."""
+"""Every cell computes what one process computes, in float64."""
 
 import pytest
 import torch
@@ -10,9 +10,9 @@ from support.pool import Pool
 
 
 def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
-    """In what a cell differs from one process; nothing where it is right."""
+    """Returns the differences between a cell and one process; empty if the cell is right."""
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
-    # Under the loss per token it does not matter how samples are cut into micro-batches: the reference has one each.
+    # With the per-token loss the micro-batch size does not matter: the reference uses one sample.
     rows = 1 if cell.per_token and not cell.model.couples_tokens else cell.model.rows
     return judge(reference(cell.model, cell.per_token, steps, rows), ranks).beyond(TOLERANCE)
 
@@ -33,18 +33,18 @@ IN_FLOAT32 = [
     "deepseek/sp2+recompute-latents/default",
 ]
 LR = 3e-4
-"""Small enough that steps do not amplify what is rounded."""
+"""Small enough that steps do not amplify rounding."""
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_layout_in_float32(pool: Pool, name: str) -> None:
     cell, precision = cell_of(name), Precision({"params_dtype": torch.float32}, {"lr": LR})
     ranks = pool.run(train, cell.layout.ranks, cell, 3, "cpu", precision)
-    # Types differ from the reference's, so initial values are not equal to the bit; replicas are.
+    # Initial values are float32 here and float64 in the reference, so they are not compared to the bit.
     assert not judge(reference(cell.model, cell.per_token, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", slow_cells(), ids=lambda cell: cell.name)
-def test_layout_of_the_whole_product(pool: Pool, cell: Cell) -> None:
+def test_slow_layout(pool: Pool, cell: Cell) -> None:
     assert not disagreements(pool, cell, steps=3)

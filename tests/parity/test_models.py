@@ -1,4 +1,4 @@
-"""The models do what they are there for: experts without tokens, tokens without room."""
+"""Models of the parity tests show what they are meant to: idle experts, dropped tokens."""
 
 from parity.evidence import Step
 from parity.model_list import EXPERTS, MODELS
@@ -18,19 +18,19 @@ def reported(step: Step, name: str) -> list[Tensor]:
     return found
 
 
-def test_starved_experts_take_no_token_and_others_do() -> None:
+def test_starved_experts_get_no_token_and_others_do() -> None:
     model, (step,) = steps_of("moe-bias")
-    # With four ranks of experts the second has none but these.
+    # With four expert parallel ranks, the second rank has only these experts.
     assert model.experts // 4 == len(model.starved) == 2 and model.starved[0] % 2 == 0
     for load in reported(step, "moe_load"):
         assert load[list(model.starved)].sum() == 0 and load.sum() > 0
 
 
-def test_some_tokens_find_no_room_and_some_do() -> None:
+def test_capacity_drops_some_tokens_and_not_all() -> None:
     for name in ("moe-capacity", "moe-padded"):
         _, (step,) = steps_of(name)
         assert all(0 < float(dropped) < 1 for dropped in reported(step, "moe_dropped"))
 
 
-def test_names_are_one_models_each() -> None:
+def test_model_names_are_unique() -> None:
     assert len({model.name for model in MODELS}) == len(MODELS)

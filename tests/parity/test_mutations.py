@@ -1,6 +1,6 @@
-"""The tests of layouts are worth something: each known bug, planted in the product, makes the named one fail.
+"""Each known bug, planted in a copy of the product, makes the named parity cell fail.
 
-A planted bug leaves one process right, keeps everything finite and lets the loss fall: nobody would see it otherwise.
+The bug does not change one process, all numbers stay finite and the loss falls, so nothing else would show it.
 """
 
 import json
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def plant(mutation: Mutation, folder: Path) -> None:
-    """A copy of the product with the bug in it: links to all of its files but one."""
+    """Creates a copy of the package in `folder` with the bug: links to all files but the changed one."""
     shutil.copytree(ROOT / "megatron", folder / "megatron", copy_function=os.symlink)
     (folder / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
     file = folder / "megatron" / mutation.file
@@ -32,13 +32,15 @@ def plant(mutation: Mutation, folder: Path) -> None:
 
 
 def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
-    """What the changed product computes."""
+    """Plants the bug, runs the cell in a new process, and returns the JSON object that `parity.mutated` prints."""
     plant(mutation, folder)
     paths = f"{folder}:{ROOT / 'tests'}"
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [python(fresh=True), "-m", "parity.mutated", mutation.caught_by]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=500)
-    assert done.returncode == 0, f"{mutation.name} breaks the program, which everybody sees:\n{done.stderr[-4000:]}"
+    assert done.returncode == 0, (
+        f"{mutation.name} makes the program fail, so it is no hidden bug:\n{done.stderr[-4000:]}"
+    )
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert seen["product"] and all(Path(file).is_relative_to(folder) for file in seen["product"])
     return seen
@@ -51,25 +53,25 @@ def examine(mutation: Mutation, folder: Path) -> dict[str, Any]:
 def test_a_planted_bug_is_caught(mutation: Mutation, tmp_path: Path) -> None:
     seen = examine(mutation, tmp_path)
     cell = cell_of(mutation.caught_by)
-    # The changed product, in one process, computes what the product computes.
+    # One process computes the same with the bug as without.
     expected = reference(cell.model, cell.per_token, cell.model.steps)
     assert not seen["one process"]
     assert seen["norms of one process"] == pytest.approx([step.norm for step in expected.steps], rel=1e-11)
     assert seen["losses of one process"] == pytest.approx(mean_losses([expected]), rel=1e-11)
-    # In the layout nothing looks wrong by itself.
+    # In the layout nothing looks wrong: numbers are finite and the loss falls.
     assert seen["finite"]
     assert seen["losses"][-1] < seen["losses"][0]
-    # And the named test sees it, in as many steps as it takes.
+    # The named cell notices the bug, in the number of steps of its test.
     assert seen["differences"]
 
 
-def test_there_are_twenty_and_each_is_another() -> None:
+def test_at_least_twenty_bugs_all_different() -> None:
     assert len(MUTATIONS) >= 20
     assert len({(m.file, m.before, m.after) for m in MUTATIONS}) == len(MUTATIONS) == len({m.name for m in MUTATIONS})
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_each_applies_exactly_once(mutation: Mutation) -> None:
+def test_each_bug_applies_exactly_once(mutation: Mutation) -> None:
     assert (ROOT / "megatron" / mutation.file).read_text().count(mutation.before) == 1
     assert mutation.before != mutation.after
     assert cell_of(mutation.caught_by) in quick_cells()

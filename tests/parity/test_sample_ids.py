@@ -1,4 +1,4 @@
-"""The samples of a run are one stream, whatever the layout, the number of workers and the size of a micro-batch."""
+"""All layouts, numbers of workers and micro-batch sizes train on the same stream of samples."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ RUNS = {
         "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --micro-batch-size 2",
     ],
 }
-"""By ranks: all with one global batch."""
+"""Flags of the runs, by number of ranks. All have the same global batch size."""
 
 
-def test_one_stream(tmp_path: Path) -> None:
+def test_all_runs_read_the_same_samples(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "text")
     seen = {}
     for world_size, flags in RUNS.items():

@@ -1,4 +1,4 @@
-"""What the models of the parity proof read: functions of (model, step, sample), cut here without the product's help."""
+"""Text of the parity tests: a function of (model, step, sample), split over ranks without the product's code."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class TextBatch:
     """The part of a micro-batch that a context parallel rank holds."""
 
     ids: Tensor
-    """int64 [b, s], as labels, and the mask in float64."""
+    """int64 [b, s]. Labels have the same type and shape; the mask is float64."""
     labels: Tensor
     mask: Tensor
     tokens: Tokens
@@ -25,10 +25,11 @@ class TextBatch:
 def micro_batch(
     model: Model, step: int, first: int, part: tuple[int, int] = (0, 1), rows: int | None = None
 ) -> TextBatch:
-    """The micro-batch whose first sample is number `first` of the step's global batch: part (rank, of so many).
+    """Returns the micro-batch that begins with sample `first` of the step's global batch.
 
-    Samples with number 1, 4 and 5 are masked altogether, others in places, or in one half: so there are micro-batches,
-    data parallel ranks and context parallel ranks without a token. Where a whole step is masked, nothing counts.
+    `part` is (rank, size) of context parallelism. Samples 1, 4 and 5 are masked completely, others in places or in one
+    half, so some micro-batches, data parallel ranks and context parallel ranks have no token. In a masked step all
+    samples are masked.
     """
     rows = rows or model.rows
     samples = [_sample(model, step, number) for number in range(first, first + rows)]
@@ -60,7 +61,7 @@ def micro_batch(
 
 
 def zigzag(length: int, part: tuple[int, int]) -> Tensor:
-    """Where the tokens stand that a context parallel rank holds of a row: chunks r and 2 n - 1 - r of 2 n."""
+    """Returns the positions of a row's tokens on context parallel rank r of n: chunks r and 2 n - 1 - r of 2 n."""
     rank, size = part
     pieces = torch.arange(length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]]) if size > 1 else torch.arange(length)
@@ -71,7 +72,7 @@ def _part(part: tuple[int, int]) -> SequencePart | None:
 
 
 def _sample(model: Model, step: int, number: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Inputs, labels, mask and inner ends of documents of one sample."""
+    """Returns inputs, labels, mask and ends of documents (without the last) of one sample."""
     generator = torch.Generator().manual_seed(100 * step + number + 1)
     # Small ids are frequent, so that there is something to learn within a few steps.
     text = (torch.rand(LENGTH + 1, generator=generator) ** 2 * model.vocabulary).long()

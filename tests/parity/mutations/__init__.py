@@ -1,7 +1,7 @@
-"""Known bugs of layouts, a file for each part of the product: each a change of one line, and the test that catches it.
+"""Known bugs of parallel training, a file for each part of the product.
 
-Each leaves one process right, keeps everything finite and lets the loss fall. `caught_by` is a cell: the test
-`tests/parity/test_layouts.py::test_layout[caught_by]`. docs/parity.md has the table, which a test keeps true.
+Each bug is a small change of one file. It does not change one process, all numbers stay finite and the loss falls.
+`tests/parity/test_layouts.py::test_layout[caught_by]` catches it. docs/parity.md has a table of the bugs.
 """
 
 from parity.mutations.attention import LATENT, MODEL_OPTIONS

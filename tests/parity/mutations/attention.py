@@ -1,4 +1,4 @@
-"""Known bugs of latent attention, and of model options that change single parts of attention."""
+"""Known bugs of latent attention and of model options that change attention."""
 
 from parity.mutations.mutation import Mutation
 
@@ -6,8 +6,8 @@ _BLOCKS = "core/ops/attention/blocks.py"
 
 LATENT = [
     Mutation(
-        "shared-key-not-summed",
-        "the part of the keys that all heads of latent attention share gets the gradient of one rank's heads",
+        "latent-shared-key-not-summed",
+        "the gradient of the rotary key that all heads of latent attention share comes from one rank's heads only",
         "core/transformer/multi_latent_attention.py",
         "copy_to_tensor_model_parallel_region(shared_key.contiguous(), self.tp_group)",
         "shared_key.contiguous()",
@@ -15,9 +15,9 @@ LATENT = [
         quick=True,
     ),
     Mutation(
-        "whole-weight-not-summed",
-        "under sequence parallelism weights that every rank holds whole, as those down to latents, get the gradient of "
-        "its own tokens",
+        "down-projection-not-summed",
+        "under sequence parallelism the gradient of replicated matrices (such as the projections to latents) comes "
+        "from a rank's own tokens only",
         "core/tensor_parallel/replicated.py",
         'frozenset({"tp"} if config.sequence_parallel else ())',
         "frozenset()",
@@ -27,40 +27,40 @@ LATENT = [
 
 MODEL_OPTIONS = [
     Mutation(
-        "cap-missing-in-the-ring",
-        "scores are bounded by one kernel and not by that of split rows",
+        "softcap-missing-in-ring",
+        "ring attention does not apply the soft cap of attention scores",
         _BLOCKS,
         "if variant.cap is not None:",
         "if False:",
         "gemma/cp2-p2p/default",
     ),
     Mutation(
-        "cap-missing-in-its-gradient",
-        "there their gradient is that of scores without a bound",
+        "softcap-missing-in-gradient",
+        "backward of attention in blocks treats capped scores as if they had no cap",
         _BLOCKS,
         "score_gradient if slope is None else score_gradient * slope",
         "score_gradient",
         "gemma/cp2-all_gather/per-token",
     ),
     Mutation(
-        "distances-in-the-block",
-        "there ALiBi counts distances from the first key at hand",
+        "alibi-distance-in-the-block",
+        "attention in blocks computes ALiBi distances from the start of each block instead of the sequence",
         _BLOCKS,
         "distance = (j + offsets.key_start) - (i + offsets.query_start)[:, None]",
         "distance = j - i[:, None]",
         "falcon/cp2-p2p/default",
     ),
     Mutation(
-        "rates-of-the-first-heads",
-        "every tensor parallel rank has the ALiBi rates of the first heads",
+        "alibi-slopes-of-the-first-heads",
+        "every tensor parallel rank uses the ALiBi slopes of the first heads",
         "core/ops/attention/unfused.py",
         "self.slopes[first_head : first_head + heads]",
         "self.slopes[:heads]",
         "falcon/tp2/per-token",
     ),
     Mutation(
-        "norm-of-all-heads-not-summed",
-        "where ranks share a head of keys, a norm over all heads gets the gradient of a rank's own queries",
+        "full-width-norm-not-summed",
+        "if tensor parallel ranks share a key head, the gradient of a norm over all heads is not summed over ranks",
         "core/transformer/query_key_norms.py",
         'facts = {"partial_gradient_axes": frozenset({"tp"})}',
         "facts = {}",
