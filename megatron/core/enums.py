@@ -7,8 +7,6 @@ class ModelType(enum.Enum):
     """The structure of a model."""
 
     encoder_or_decoder = 1
-
-    @property
-    def encoder_and_decoder(self) -> "ModelType":
-        """Former name of the type of T5, kept for scripts. There is only one type."""
-        return ModelType.encoder_or_decoder
+    """One stack of layers: GPT, BERT."""
+    encoder_and_decoder = 2
+    """An encoder and a decoder: T5 in scripts of releases up to 0.11. The model decides by itself what it has."""

@@ -3,8 +3,7 @@
 A name is imported when it is first used, so that a tool that prepares data does not import torch.
 """
 
-import importlib
-from typing import Any
+from megatron.homes import lazy_names
 
 _HOMES = {
     "pretrain": "megatron.training.training",
@@ -15,6 +14,7 @@ _HOMES = {
     "get_wandb_writer": "megatron.training.global_vars",
     "initialize_megatron": "megatron.training.initialize",
     "get_model": "megatron.training.training",
+    "set_startup_timestamps": "megatron.training.launch.start_times",
     "setup_model_and_optimizer": "megatron.training.training",
     "train_step": "megatron.training.training",
     "save_checkpoint": "megatron.training.checkpointing",
@@ -27,8 +27,4 @@ _HOMES = {
 
 __all__ = list(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'megatron.training' has no attribute {name!r}")
+__getattr__ = lazy_names(__name__, _HOMES)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
@@ -275,6 +276,31 @@ def load_checkpoint(
     if not checkpoints.load(run.state, _as_list(ddp_model), optimizer, opt_param_scheduler):
         return 0, 0.0
     return run.state.iteration, run.state.floating_point_operations_so_far
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str | Path) -> str:
+    """Returns the path of the file that names the newest checkpoint."""
+    return str(Path(checkpoints_path) / TRACKER)
+
+
+def get_checkpoint_name(checkpoints_path: str | Path, iteration: int, release: bool = False, **place: Any) -> str:
+    """Returns the folder of a checkpoint. The files in it are those of all ranks, so a rank's `place` has no effect."""
+    return str(Path(checkpoints_path) / folder_name("release" if release else iteration))
+
+
+def read_metadata(tracker_filename: str | Path) -> tuple[int, bool]:
+    """Returns (iteration, False), or (0, True) for a release, as the file says that names the newest checkpoint. Raises
+    UserError if there is none."""
+    path = Path(tracker_filename)
+    try:
+        word = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if word == "release":
+        return 0, True
+    if not word.isdigit():
+        raise UserError(f"{path} holds {word!r}; expected an iteration or the word release")
+    return int(word), False
 
 
 def _as_list(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:

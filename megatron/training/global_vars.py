@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
 from megatron.core.timers import Timers
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
+from megatron.training.tokenizer.build import build_tokenizer as build_tokenizer_of_config
 
 if TYPE_CHECKING:
     from megatron.training.providers import Context
@@ -24,6 +26,31 @@ _STATE_NAMES = {
     "num_floating_point_operations_so_far": "floating_point_operations_so_far",
 }
 """Megatron-LM's names of fields of TrainState."""
+
+
+_OLD_ARGUMENTS: dict[str, Any] = {
+    "dataloader_inter_document_masking": False,
+    "encoder_pipeline_model_parallel_size": 0,
+    "encoder_tensor_model_parallel_size": 0,
+    "fim_eod_token": "<|endoftext|>",
+    "fim_fragment_rate": None,
+    "fim_middle_token": "<fim_middle>",
+    "fim_no_prefix": None,
+    "fim_pad_token": "<fim_pad>",
+    "fim_prefix_token": "<fim_prefix>",
+    "fim_split_sample": None,
+    "fim_suffix_token": "<fim_suffix>",
+    "heterogeneous_layers_config_path": None,
+    "memory_snapshot_path": "snapshot.pickle",
+    "modelopt_enabled": False,
+    "object_storage_cache_path": None,
+    "per_dataset_sequences_path": None,
+    "renormalize_blend_weights": False,
+    "s3_cache_path": None,
+    "yaml_cfg": None,
+}
+"""Values that Megatron-LM's scripts read of flags that do not exist here, or no longer: the defaults. The command line
+refuses these flags, so no other value is possible."""
 
 
 class LiveArguments:
@@ -50,6 +77,8 @@ class LiveArguments:
         if self._state is not None and hasattr(self._state, state_name):
             return getattr(self._state, state_name)
         field = name if name in self._settings else field_of_name(name)
+        if field is None and name in _OLD_ARGUMENTS:
+            return _OLD_ARGUMENTS[name]
         if field is None:
             raise AttributeError(f"args has no {name!r}; a script's own arguments come from extra_args_provider")
         return self._settings[field]
@@ -97,7 +126,9 @@ class _CurrentRun:
     """The run that was set up last, if any."""
 
     context: "Context | None" = None
-    arguments: LiveArguments | None = None
+    arguments: Any = None
+    """A LiveArguments, or what a script gave to `set_args`."""
+    tokenizer: "Tokenizer | None" = None
     timers: Timers | None = None
     tensorboard_writer: Any = None
 
@@ -109,12 +140,12 @@ def set_current_run(context: "Context", timers: Timers | None = None, **facts: A
     """Makes this run the one that the functions below act on. `facts` are further values of `get_args()`."""
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)
-    _current.timers = timers
+    _current.timers, _current.tokenizer = timers, context.tokenizer
 
 
 def clear_current_run() -> None:
     """Forgets the current run."""
-    _current.context = _current.arguments = _current.timers = _current.tensorboard_writer = None
+    _current.context = _current.arguments = _current.timers = _current.tensorboard_writer = _current.tokenizer = None
 
 
 def current_run() -> "Context":
@@ -125,8 +156,37 @@ def current_run() -> "Context":
     return _current.context
 
 
-def get_args() -> LiveArguments:
-    """Returns settings and state of the run. Raises UserError before a run is set up."""
+def set_args(args: Any) -> None:
+    """Makes `args` the result of `get_args()`, for scripts that parse a command line of their own."""
+    _current.arguments = args
+
+
+def set_global_variables(args: Any, build_tokenizer: bool = True) -> None:
+    """Sets arguments, timers, the number of micro-batches and the tokenizer from `args`, the result of `validate_args`,
+    without starting a run. `initialize_megatron` does all of it, and makes the process groups."""
+    set_args(args)
+    _current.timers = Timers(log_level=args.timing_log_level, log_option=args.timing_log_option)
+    config = args.config
+    if config is None:
+        raise UserError("set_global_variables(args): give it the result of validate_args(args)")
+    use_schedule(BatchSchedule.from_config(config.training, args.data_parallel_size))
+    if build_tokenizer:
+        _current.tokenizer = build_tokenizer_of_config(config.tokenizer)
+
+
+def destroy_global_vars() -> None:
+    """Forgets the current run, its arguments, timers and tokenizer."""
+    clear_current_run()
+
+
+def unset_global_variables() -> None:
+    """Megatron-LM's other name of `destroy_global_vars`."""
+    clear_current_run()
+
+
+def get_args() -> Any:
+    """Returns settings and state of the run, a `LiveArguments`; or what `set_args` was given. Raises UserError before a
+    run is set up."""
     if _current.arguments is None:
         raise UserError("get_args() works once the run is set up: inside the functions that are handed to pretrain()")
     return _current.arguments
@@ -134,9 +194,9 @@ def get_args() -> LiveArguments:
 
 def get_tokenizer() -> "Tokenizer":
     """Returns the run's tokenizer. Raises UserError before a run is set up."""
-    if _current.context is None:
+    if _current.tokenizer is None:
         raise UserError("get_tokenizer() works once the run is set up")
-    return _current.context.tokenizer
+    return _current.tokenizer
 
 
 def get_timers() -> Timers:

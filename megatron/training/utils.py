@@ -8,13 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core import parallel_state
 from megatron.core.collectives import Group, all_reduce, broadcast, group_rank
-from megatron.core.context_parallel import cut_rows, sequence_part
+from megatron.core.context_parallel.batches import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+from megatron.core.datasets.utils import (
+    Blend,
+    get_blend_from_list,
+    read_blend_file,
+    read_blend_per_split_file,
+)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.process_groups_config import default_collection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils.rendezvous import local_device
 
@@ -182,23 +189,40 @@ def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
     return later | (document[:, None, :, None] != document[:, None, None, :])
 
 
-_NOT_ROWS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "sample_ids")
+def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
+    """Returns the blend of --data-path or --data-args-path, and the blends of the splits' own flags. At least one of
+    the two is None; both are without data. Raises UserError for a file that cannot be read."""
+    if args.per_split_data_args_path is not None:
+        return None, read_blend_per_split_file(args.per_split_data_args_path)
+    if args.data_args_path is not None:
+        return read_blend_file(args.data_args_path), None
+    if args.data_path is not None:
+        return get_blend_from_list(args.data_path), None
+    each = [get_blend_from_list(words) for words in (args.train_data_path, args.valid_data_path, args.test_data_path)]
+    return None, each if any(each) else None
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-    """Cuts a batch, tensors [b, s, ...] of whole rows, to this context parallel rank's part of the sequences, in place.
+def is_first_or_last_pipeline_stage(vp_stage: int | None) -> bool:
+    """Returns whether this pipeline rank has the embedding or the loss; with `vp_stage`, whether that chunk does."""
+    whole = vp_stage is None
+    return parallel_state.is_pipeline_first_stage(whole, vp_stage) or parallel_state.is_pipeline_last_stage(
+        whole, vp_stage
+    )
 
-    The rows are cut in zig-zag order into 2 * ranks chunks. `attention_mask` [.., .., s, s] keeps the rows of this
-    rank's queries; document boundaries stay those of whole rows. Raises UserError if the rows cannot be divided.
-    """
-    groups = default_collection()
-    part = sequence_part(groups if cp_group is None else ProcessGroupCollection(cp=cp_group))
-    if part is None:
-        return batch
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and name not in _NOT_ROWS:
-            batch[name] = cut_rows(value, part, 2 if name == "attention_mask" else 1)
-    return batch
+
+def report_memory(name: str) -> None:
+    """Prints the CUDA memory of this process in MiB, on the ranks that hold the first replica of the model. Prints
+    nothing without CUDA."""
+    if not torch.cuda.is_available() or default_collection().rank("dp") != 0:
+        return
+    parts = {
+        "allocated": torch.cuda.memory_allocated(),
+        "max allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "max reserved": torch.cuda.max_memory_reserved(),
+    }
+    values = " | ".join(f"{part}: {value / 2**20:.1f}" for part, value in parts.items())
+    print(f"[rank {_rank()}] {name} memory (MiB) | {values}", flush=True)
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:

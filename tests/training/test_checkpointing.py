@@ -21,7 +21,15 @@ from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.training import global_vars
-from megatron.training.checkpointing import Checkpoints, load_checkpoint, read_run_description, save_checkpoint
+from megatron.training.checkpointing import (
+    Checkpoints,
+    get_checkpoint_name,
+    get_checkpoint_tracker_filename,
+    load_checkpoint,
+    read_metadata,
+    read_run_description,
+    save_checkpoint,
+)
 from megatron.training.state import TrainState
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -364,3 +372,17 @@ def test_megatron_lm_functions_say_what_there_is_not(tmp_path, current):
         save_checkpoint(1, *parts, 0.0, release=True)
     with pytest.raises(UserError, match=r"load_checkpoint\(skip_load_to_model_and_opt=...\): not yet"):
         load_checkpoint(*parts, skip_load_to_model_and_opt=True)
+
+
+def test_the_file_that_names_the_newest_checkpoint(tmp_path):
+    tracker = Path(get_checkpoint_tracker_filename(tmp_path))
+    with pytest.raises(UserError, match="No such file"):
+        read_metadata(tracker)
+    for word, expected in {"12": (12, False), "release": (0, True)}.items():
+        tracker.write_text(word)
+        assert read_metadata(tracker) == expected
+    tracker.write_text("soon")
+    with pytest.raises(UserError, match="holds 'soon'"):
+        read_metadata(tracker)
+    assert get_checkpoint_name(tmp_path, 12) == str(tmp_path / "iter_0000012")
+    assert get_checkpoint_name(tmp_path, 0, release=True) == str(tmp_path / "release")

@@ -11,9 +11,10 @@ import pytest
 from support.command_lines import SMALL
 
 from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
-from megatron.training.arguments import configure, core_transformer_config_from_args
+from megatron.training.arguments import configure, core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.config.settings import LaunchEnvironment
 
 
@@ -101,6 +102,29 @@ def test_a_transformer_config_comes_out_of_it(run: Any) -> None:
 def test_timers_and_writers(run: Any) -> None:
     assert global_vars.get_timers() is global_vars.get_timers()
     assert global_vars.get_tensorboard_writer() is None and global_vars.get_wandb_writer() is None
+
+
+def test_flags_of_other_releases_have_their_defaults(run: Any) -> None:
+    args = global_vars.get_args()
+    assert args.s3_cache_path is None and args.renormalize_blend_weights is False
+    assert args.encoder_pipeline_model_parallel_size == 0 and args.fim_eod_token == "<|endoftext|>"
+
+
+def test_a_script_sets_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = SimpleNamespace(lr=1.0)
+    global_vars.set_args(mine)
+    assert global_vars.get_args() is mine
+    monkeypatch.setattr("sys.argv", ["script.py", *SMALL.split()])
+    args = validate_args(parse_args())
+    global_vars.set_global_variables(args)
+    assert global_vars.get_args() is args and global_vars.get_tokenizer().vocab_size == args.vocab_size + 1
+    assert get_current_global_batch_size() == args.global_batch_size
+    global_vars.destroy_global_vars()
+    with pytest.raises(UserError, match="once the run is set up"):
+        global_vars.get_tokenizer()
+    with pytest.raises(UserError, match="result of validate_args"):
+        global_vars.set_global_variables(parse_args())
+    global_vars.unset_global_variables()
 
 
 def test_our_own_code_never_asks_here() -> None:

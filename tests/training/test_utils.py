@@ -1,5 +1,6 @@
 """Megatron-LM's small functions, against plain loops."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,22 @@ def test_printing_in_one_process(capsys: Any):
     utils.print_rank_last("two")
     utils.print_rank_0("three", rank=1)
     assert capsys.readouterr().out == "one\ntwo\n"
+
+
+def test_blends_of_flags(tmp_path):
+    listed = tmp_path / "data.txt"
+    listed.write_text("0.3 a 0.7 b")
+    of_splits = ("per_split_data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+    none = dict.fromkeys(("data_path", "data_args_path", *of_splits))
+    assert utils.get_blend_and_blend_per_split(SimpleNamespace(**none)) == (None, None)
+    found = utils.get_blend_and_blend_per_split(SimpleNamespace(**none | {"data_args_path": str(listed)}))
+    assert found == ((["a", "b"], [0.3, 0.7]), None)
+    found = utils.get_blend_and_blend_per_split(SimpleNamespace(**none | {"valid_data_path": ["v"]}))
+    assert found == (None, [None, (["v"], None), None])
+
+
+def test_the_ends_of_a_pipeline():
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    assert utils.is_first_or_last_pipeline_stage(None) and utils.is_first_or_last_pipeline_stage(0)
+    parallel_state.destroy_model_parallel()

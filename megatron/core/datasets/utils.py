@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json
+from megatron.core.utils.warn import warn_on_first_rank
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -27,6 +28,11 @@ class Split(Enum):
     train = 0
     valid = 1
     test = 2
+
+
+def compile_helpers() -> None:
+    """Does nothing, and says so once: numba compiles the index functions when they are first called."""
+    warn_on_first_rank("compile_helpers(): nothing to do, index functions are compiled when they are first called")
 
 
 def normalize(weights: Sequence[float]) -> list[float]:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.data_file import DTYPE_NAMES, DTYPES
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 
 Json = Any
+
+Placed = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
+"""Types of values that are not among those that all ranks share."""
 Path = tuple[Any, ...]
 """Keys and indices of a value in a nested state dict."""
 
@@ -52,7 +55,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: Path = ()) -> Json:
     """
     if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
-    if isinstance(value, ShardedTensor | LocalNonpersistentObject):
+    if isinstance(value, Placed):
         return _OMITTED
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors, path)
@@ -82,11 +85,7 @@ def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: Path) -> Jso
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: Path) -> Json:
-    here = {
-        key: encode(item, tensors, (*path, key))
-        for key, item in value.items()
-        if not isinstance(item, ShardedTensor | LocalNonpersistentObject)
-    }
+    here = {key: encode(item, tensors, (*path, key)) for key, item in value.items() if not isinstance(item, Placed)}
     if all(isinstance(key, str) and not key.startswith("$") for key in here):
         return here
     return {"$dict": [[encode(key, tensors, (*path, key)), item] for key, item in here.items()]}
@@ -148,7 +147,7 @@ def merged(requested: Any, common: Any, value_of: Callable[[Any], Any]) -> Any:
 
     Where `value_of` returns `LEFT_OUT`, a dict gets no key, and a list or tuple gets None.
     """
-    if isinstance(requested, ShardedTensor | LocalNonpersistentObject):
+    if isinstance(requested, Placed):
         return value_of(requested)
     if isinstance(requested, Mapping):
         made = dict(common) if isinstance(common, Mapping) else {}
@@ -169,6 +168,4 @@ LEFT_OUT = object()
 
 
 def _holds_places(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping) or next(leaves(value, (ShardedTensor, LocalNonpersistentObject)), None) is not None
-    )
+    return isinstance(value, Mapping) or next(leaves(value, Placed), None) is not None

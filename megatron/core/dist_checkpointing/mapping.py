@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,16 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 
 ReplicaId = int | tuple[int, ...]
+ShardedStateDict = dict[str, Any]
+"""A nested state dict with `ShardedTensor`, `ShardedObject`, `ShardedTensorFactory` and plain values."""
+
+CheckpointingException = UserError
+"""Megatron-LM's name of the exception that saving and loading raise."""
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Returns whether the copy with this id is the one that is written."""
+    return not any(replica_id) if isinstance(replica_id, tuple) else replica_id == 0
 
 
 @dataclass
@@ -149,7 +160,7 @@ class ShardedTensor:
     @property
     def is_main_replica(self) -> bool:
         """Whether this copy is the one that is written."""
-        return not any(self.replica_id) if isinstance(self.replica_id, tuple) else self.replica_id == 0
+        return is_main_replica(self.replica_id)
 
     @property
     def has_regular_grid(self) -> bool:
@@ -241,3 +252,78 @@ class LocalNonpersistentObject:
     def unwrap(self) -> Any:
         """Returns the value."""
         return self.obj
+
+
+@dataclass
+class ShardedObject:
+    """One of several objects that ranks store under one key: number `global_offset` in a grid of `global_shape`.
+
+    `data` is what a checkpoint can contain: numbers, strings, tensors, and dicts, lists and tuples of these. The copy
+    whose `replica_id` is 0 (or all zeros) is written. A load needs no data.
+    """
+
+    key: str
+    data: Any
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    @property
+    def unique_key(self) -> str:
+        """The key with the object's place in the grid."""
+        place, grid = (".".join(map(str, numbers)) for numbers in (self.global_offset, self.global_shape))
+        return f"{self.key}/shard_{place}_{grid}"
+
+    @property
+    def is_main_replica(self) -> bool:
+        """Whether this copy is the one that is written."""
+        return is_main_replica(self.replica_id)
+
+    def without_data(self) -> "ShardedObject":
+        """Returns a copy without data."""
+        return dataclasses.replace(self, data=None)
+
+
+@dataclass
+class ShardedTensorFactory:
+    """A tensor that is stored as several others.
+
+    `build_fn(key, data, replica_id, flattened_range)` returns the state dict that is saved or requested in its place;
+    `merge_fn(loaded state dict)` returns the tensor.
+    """
+
+    key: str
+    data: Tensor
+    build_fn: Callable[..., ShardedStateDict]
+    merge_fn: Callable[[Any], Tensor]
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> ShardedStateDict:
+        """Returns the state dict that stands for the tensor."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+
+def apply_factories(sharded_state_dict: Any) -> Any:
+    """Returns a copy of a state dict with every factory replaced by what it builds."""
+    if isinstance(sharded_state_dict, ShardedTensorFactory):
+        return apply_factories(sharded_state_dict.build())
+    if isinstance(sharded_state_dict, dict):
+        return {key: apply_factories(value) for key, value in sharded_state_dict.items()}
+    if isinstance(sharded_state_dict, list | tuple):
+        return type(sharded_state_dict)(apply_factories(value) for value in sharded_state_dict)
+    return sharded_state_dict
+
+
+def apply_factory_merges(loaded: Any, requested: Any) -> Any:
+    """Returns a loaded state dict in which what a factory of the request had built is merged again."""
+    if isinstance(requested, ShardedTensorFactory):
+        return requested.merge_fn(loaded)
+    if isinstance(requested, dict) and isinstance(loaded, dict):
+        return {
+            key: apply_factory_merges(value, requested[key]) if key in requested else value
+            for key, value in loaded.items()
+        }
+    if isinstance(requested, list | tuple) and isinstance(loaded, list | tuple):
+        return type(loaded)(apply_factory_merges(*pair) for pair in zip(loaded, requested, strict=True))
+    return loaded

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import folders
@@ -28,7 +29,13 @@ from megatron.core.dist_checkpointing.common_state import (
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.geometry import intersect
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+    apply_factory_merges,
+)
 from megatron.core.dist_checkpointing.reading import load_folder
 from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 from megatron.core.dist_checkpointing.writing import save_folder
@@ -61,6 +68,7 @@ def save(
         raise UserError("dist_checkpointing.save(async_sharded_save=True): not yet; leave it out")
     ranks = RankCoordinator()
     _log_strategies(ranks, sharded_strategy, common_strategy)
+    sharded_state_dict = ranks.run_on_all(lambda: apply_factories(sharded_state_dict))
     tensors: dict[str, Tensor] = {}
     common = ranks.run_on_all(lambda: encode(sharded_state_dict, tensors))
     checked = common
@@ -69,9 +77,12 @@ def save(
         checked = ranks.run_on_all(lambda: encode(preprocess_common_before_consistancy_check(plain), {}))
     _check_agreement(ranks, checked)
     chunks = ranks.run_on_all(lambda: _chunks_to_save(sharded_state_dict))
-    if ranks.rank == 0:
-        chunks += tensor_chunks(tensors)
+    of_objects: dict[str, Tensor] = {}
+    objects = _gather_objects(ranks, sharded_state_dict, of_objects)
+    chunks += tensor_chunks(of_objects if ranks.rank else {**tensors, **of_objects})
     contents = {"state_dict": common, "content_metadata": encode(content_metadata, {})}
+    if objects:
+        contents["sharded_objects"] = objects
     save_folder(Path(checkpoint_dir), chunks, common=contents, layout={})
 
 
@@ -98,18 +109,29 @@ def load(
     _log_strategies(ranks, sharded_strategy, common_strategy)
     manifest = ranks.run_on_all(lambda: _open(folder))
     common = manifest.common.get("state_dict", manifest.common)
-    tensors = tensors_of(common)
-    request = ranks.run_on_all(lambda: _LoadRequest(sharded_state_dict, folder))
+    requested = ranks.run_on_all(lambda: apply_factories(sharded_state_dict))
+    objects = manifest.common.get("sharded_objects", {})
+    wanted = {part.unique_key for _, part in leaves(requested, (ShardedObject,))}
+    tensors = tensors_of([common, [objects[key] for key in sorted(wanted & objects.keys())]])
+    request = ranks.run_on_all(lambda: _LoadRequest(requested, folder))
     chunks = [*request.chunks, *tensor_chunks(tensors)]
     quiet = ranks.rank != 0 or handling is StrictHandling.IGNORE_ALL
     loaded = load_folder(folder, chunks, policy=handling.policy, log=(lambda text: None) if quiet else print)
-    state = merged(
-        sharded_state_dict, decode(common, tensors), lambda requested: request.value(requested, loaded.missing)
-    )
+
+    def value_of(part: Any) -> Any:
+        if isinstance(part, ShardedObject):
+            return decode(objects[part.unique_key], tensors) if part.unique_key in objects else LEFT_OUT
+        return request.value(part, loaded.missing)
+
+    state = merged(requested, decode(common, tensors), value_of)
+    state = apply_factory_merges(state, sharded_state_dict)
+    lost = wanted - objects.keys()
+    if lost and not handling.policy.missing:
+        raise UserError(f"{folder} has no {', '.join(sorted(lost))}")
     if not handling.returns:
         return state
     missing = loaded.unused if handling is StrictHandling.RETURN_ALL else ()
-    return state, set(missing), set(loaded.missing)
+    return state, set(missing), set(loaded.missing) | lost
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
@@ -129,8 +151,47 @@ def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
     return decode(RankCoordinator().run_on_all(lambda: _open(Path(checkpoint_dir))).common.get("content_metadata"), {})
 
 
+def load_plain_tensors(checkpoint_dir: str | Path) -> dict[str, Tensor]:
+    """Returns all sharded tensors of a checkpoint by key, whole and on the CPU. A single process may call it, or all
+    ranks together; each gets all tensors."""
+    folder = Path(checkpoint_dir)
+    manifest = RankCoordinator().run_on_all(lambda: _open(folder))
+    shared = tensors_of([manifest.common.get("state_dict", manifest.common), manifest.common.get("sharded_objects")])
+    found = {}
+    for name, stored in open_checkpoint(folder).catalogue.items():
+        if name not in shared:
+            found[name] = torch.empty(stored[0].chunk.global_shape, dtype=stored[0].chunk.dtype)
+    load_folder(folder, tensor_chunks(found), policy=StrictHandling.IGNORE_ALL.policy, log=lambda text: None)
+    return found
+
+
+def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
+    """Raises UserError: a saved folder is never changed."""
+    raise UserError(
+        f"remove_sharded_tensors({str(checkpoint_dir)!r}, {key_prefix!r}): a checkpoint's files have checksums and "
+        "are never changed; load what shall stay and save it into another folder"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Saving
+
+
+def _gather_objects(ranks: RankCoordinator, state: StateDict, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Returns the sharded objects of all ranks as JSON, by unique key. Adds the tensors of this rank's objects to
+    `tensors`. Raises UserError if two ranks write the same object."""
+
+    def encoded() -> dict[str, Any]:
+        own = [part for _, part in leaves(state, (ShardedObject,)) if part.is_main_replica]
+        return {part.unique_key: encode(part.data, tensors, (part.unique_key,)) for part in own}
+
+    found: dict[str, Any] = {}
+    for of_rank in ranks.gather(ranks.run_on_all(encoded)):
+        twice = sorted(found.keys() & of_rank.keys())
+        if twice:
+            raise UserError(f"two ranks write {twice[0]}; give the copies a replica_id other than 0")
+        found |= of_rank
+    return found
 
 
 def _log_strategies(ranks: RankCoordinator, *strategies: Any) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer.chained import ChainedOptimizer
 from megatron.core.optimizer.external import ExternalOptimizer
 from megatron.core.optimizer.flat_optimizer import FlatOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -15,6 +16,7 @@ from megatron.core.optimizer.param_groups import ParamGroupOverride, ParamKey
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 __all__ = [
+    "ChainedOptimizer",
     "ConstantGradScaler",
     "DynamicGradScaler",
     "ExternalOptimizer",

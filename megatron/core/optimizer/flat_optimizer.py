@@ -122,8 +122,16 @@ class FlatOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        return self.update(self.unscaled_norm(), loss_is_finite)
+
+    def unscaled_norm(self) -> Tensor:
+        """Returns the 2-norm of the model's gradient, without the loss scale."""
+        return grad_norm(self.units, self.groups, self.chunks[0]) / self.get_loss_scale().double()
+
+    @torch.no_grad()
+    def update(self, norm: Tensor, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        """Clips by this norm of the gradient and updates the weights; see `step_on_device`."""
         scale = self.get_loss_scale().double()
-        norm = grad_norm(self.units, self.groups, self.chunks[0]) / scale
         gradients_finite = norm.isfinite()
         loss_finite = torch.ones_like(self.halted)
         if loss_is_finite is not None:

@@ -106,15 +106,33 @@ def layout_of(config: Any) -> list[str] | None:
     layout = config.pipeline_model_parallel_layout
     if layout is None or layout == AUTO or config.pipeline_model_parallel_size == 1:
         return None
-    return pipeline_layout(layout if isinstance(layout, str) else "|".join(map(_stage_of_list, layout)))
+    if not isinstance(layout, str | list | tuple):
+        raise ValueError(f"{layout!r} is not a layout; it is a string such as Et*3|tt|ttL, or a list of stages")
+    return pipeline_layout(layout) if isinstance(layout, str) else letters_of_list(layout)
 
 
-_MEGATRON_LM_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+def letters_of_list(layout: Sequence[Any]) -> list[str]:
+    """Returns the letters of each stage of a layout that is given as a list. Raises ValueError if it cannot be
+    parsed."""
+    return pipeline_layout("|".join(map(_stage_of_list, layout)))
+
+
+MEGATRON_LM_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+"""Megatron-LM's names of the contents of a stage, and the letters that stand for them."""
 
 
 def _stage_of_list(stage: Any) -> str:
-    """Returns the letters of a stage that a list layout gives as letters or as Megatron-LM's names."""
-    return stage if isinstance(stage, str) else "".join(_MEGATRON_LM_NAMES.get(name, "?") for name in stage)
+    """Returns the letters of a stage that a list layout gives as letters or as Megatron-LM's names. Raises ValueError
+    for anything else."""
+    if isinstance(stage, str):
+        return stage
+    if not isinstance(stage, list | tuple):
+        raise ValueError(f"{stage!r} is not a stage; a stage is a string of letters such as Et, or a list of names")
+    for name in stage:
+        if not isinstance(name, str) or name not in MEGATRON_LM_NAMES:
+            names = ", ".join(MEGATRON_LM_NAMES)
+            raise ValueError(f"{name!r} in the stage {list(stage)!r} is not one of {names}")
+    return "".join(MEGATRON_LM_NAMES[name] for name in stage)
 
 
 def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:

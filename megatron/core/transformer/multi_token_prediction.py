@@ -13,12 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import choose_backend
+from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.context_parallel.mtp_shift import shifted_rows
 from megatron.core.exceptions import UserError
 from megatron.core.ops.precision import widened
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import add_partial_gradient_axis
+from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recompute import recompute_predictions
@@ -146,3 +151,47 @@ class MultiTokenPredictionBlock(MegatronModule):
         """Runs one depth, [t, h] -> [t, h]. Full recompute wraps this function."""
         (layer,) = layers
         return layer(hidden, embedded, inputs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Megatron-LM's functions
+
+
+def get_mtp_ranks(pp_ranks: Sequence[int], config: TransformerConfig) -> list[int]:
+    """Returns those global ranks of a pipeline, in its order, that hold layers of multi-token prediction."""
+    if not config.mtp_num_layers:
+        return []
+    stages = stage_map(config)
+    holders = {stages.locate(stage.index)[0] for stage in stages.stages if stage.prediction_layers}
+    return [rank for number, rank in enumerate(pp_ranks) if number in holders]
+
+
+def mtp_on_this_rank(config: TransformerConfig, ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Returns whether this pipeline rank holds layers of multi-token prediction; without `ignore_virtual`, whether
+    its chunk `vp_stage` does."""
+    if not config.mtp_num_layers:
+        return False
+    stages, rank = stage_map(config), default_collection().rank("pp")
+    chunks = range(stages.chunks) if ignore_virtual or vp_stage is None else [vp_stage]
+    return any(stages.stage_at(rank, chunk).prediction_layers for chunk in chunks)
+
+
+def roll_tensor(
+    tensor: Tensor,
+    shifts: int = -1,
+    dims: int = -1,
+    cp_group: Group = None,
+    packed_seq_params: PackedSeqParams | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns rows [b, s] shifted by one token to the left, with 0 at the end of each row or packed document, and the
+    sum of the result. Under context parallelism (`cp_group`) the rows continue on other ranks. Raises UserError for
+    other shifts and dimensions."""
+    if shifts != -1 or dims % tensor.dim() != tensor.dim() - 1:
+        raise UserError(f"roll_tensor: shifts {shifts}, dims {dims}: not yet; -1 and -1, one token to the left, work")
+    ranks = group_size(cp_group)
+    part = None if ranks == 1 else SequencePart(group_rank(cp_group), ranks)
+    bounds = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    tokens = Tokens(rows.shape[1], rows.shape[0], part, cu_seqlens=bounds)
+    rolled = shifted_rows([rows], 1, tokens, cp_group)[0][0].view(tensor.shape)
+    return rolled, rolled.sum()

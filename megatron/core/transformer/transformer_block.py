@@ -166,6 +166,12 @@ def layers_of_stage(config: TransformerConfig, groups: ProcessGroupCollection, v
     return stages.stage_at(groups.rank("pp"), vp_stage or 0).layers
 
 
+def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """Returns the number of layers on a (virtual) pipeline stage. `pp_rank` defaults to this rank's."""
+    rank = default_collection().rank("pp") if pp_rank is None else pp_rank
+    return len(stage_map(config).stage_at(rank, vp_stage or 0).layers)
+
+
 def block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:
     """Returns the specs of a stage's layers, from one spec for all layers, from a block's spec, or from the specs
     themselves."""

@@ -3,11 +3,12 @@
 import sys
 
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.core.datasets.utils import Blend, get_blend_from_list, read_blend_file, read_blend_per_split_file
+from megatron.core.datasets.utils import Blend
 from megatron.core.utils.warn import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data_preparation.checks import check_data
 from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
 
 
 def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
@@ -41,17 +42,7 @@ def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatas
 
 def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
     """Returns the blend of the run and the blends of its splits. One of them is None; for mock data both are."""
-    data = config.data
-    if data.mock_data:
-        return None, None
-    if data.per_split_data_args_path is not None:
-        return None, read_blend_per_split_file(data.per_split_data_args_path)
-    if data.data_args_path is not None:
-        return read_blend_file(data.data_args_path), None
-    if data.data_path is not None:
-        return get_blend_from_list(data.data_path), None
-    each = [get_blend_from_list(words) for words in (data.train_data_path, data.valid_data_path, data.test_data_path)]
-    return None, each
+    return (None, None) if config.data.mock_data else get_blend_and_blend_per_split(config.data)
 
 
 def _warn(message: str) -> None:

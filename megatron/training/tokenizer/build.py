@@ -1,5 +1,8 @@
 """Builds the tokenizer that the flags describe, and pads its vocabulary."""
 
+import dataclasses
+from typing import Any
+
 from megatron.core.config_fields import refuse, unsupported_values
 from megatron.core.exceptions import UserError
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -21,6 +24,20 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise UserError(
             f"--vocab-size {config.vocab_size}: the {config.family} has {tokenizer.vocab_size} ids; leave the flag out"
         )
+    return tokenizer
+
+
+def build_tokenizer_of_args(args: Any) -> Tokenizer:
+    """Returns the tokenizer that arguments describe (a namespace, or the result of `get_args()`); settings that they
+    lack have their defaults. Megatron-LM's `build_tokenizer`. Sets `args.padded_vocab_size` if it is None."""
+    fields = dataclasses.fields(TokenizerConfig)
+    given = {field.name: getattr(args, field.name) for field in fields if hasattr(args, field.name)}
+    given.pop("padded_vocab_size", None)
+    config = TokenizerConfig(**given)
+    tokenizer = build_tokenizer(config)
+    if getattr(args, "padded_vocab_size", None) is None:
+        multiple = getattr(args, "make_vocab_size_divisible_by", 128), getattr(args, "tensor_model_parallel_size", 1)
+        args.padded_vocab_size = padded_vocab_size(config.model_vocab_size(tokenizer.vocab_size), *multiple)
     return tokenizer
 
 

@@ -8,16 +8,17 @@ from megatron.training.tokenizer.base import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Reads decimal ids, separated by one blank: 0 to `size` - 1, and `size`, which ends a document.
+    """Reads decimal ids, separated by one blank: 0 to `vocab_size` - 1, and `vocab_size`, which ends a document, so
+    that the property `vocab_size` is one more.
 
     `eod` and `pad` select other ids for these roles.
     """
 
     type_name = "NullTokenizer"
 
-    def __init__(self, size: int, eod: int | None = None, pad: int | None = None) -> None:
-        self._size = size
-        self._eod = size if eod is None else eod
+    def __init__(self, vocab_size: int, eod: int | None = None, pad: int | None = None) -> None:
+        self._size = vocab_size
+        self._eod = vocab_size if eod is None else eod
         self._pad = pad
 
     @property

@@ -8,7 +8,14 @@ import torch
 from support.processes import run_on_ranks
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedTensor, StrictHandling
+from megatron.core.dist_checkpointing import (
+    CheckpointingException,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+)
 from megatron.core.exceptions import UserError
 
 WHOLE = torch.arange(6 * 4, dtype=torch.float32).view(6, 4) + 1
@@ -207,3 +214,45 @@ def _save_on_ranks(folder: str) -> None:
 
 def test_parts_of_several_ranks(tmp_path):
     run_on_ranks(_save_on_ranks, 2, str(tmp_path / "c"))
+
+
+def test_objects_of_several_places(tmp_path):
+    state = {
+        "w": whole(),
+        "rng": [ShardedObject("rng", {"n": n, "t": torch.full((2,), n)}, (2,), (n,)) for n in (0, 1)],
+    }
+    dist_checkpointing.save(state, str(tmp_path / "c"))
+    request = {"w": empty(), "second": ShardedObject("rng", None, (2,), (1,))}
+    loaded = dist_checkpointing.load(request, str(tmp_path / "c"))
+    assert loaded["second"]["n"] == 1 and loaded["second"]["t"].tolist() == [1, 1]
+    with pytest.raises(CheckpointingException, match=r"has no rng/shard_2_3"):
+        dist_checkpointing.load({"third": ShardedObject("rng", None, (3,), (2,))}, str(tmp_path / "c"))
+    loaded, _, unexpected = dist_checkpointing.load(
+        {"third": ShardedObject("rng", None, (3,), (2,))}, str(tmp_path / "c"), strict=StrictHandling.RETURN_ALL
+    )
+    assert "third" not in loaded and unexpected == {"rng/shard_2_3"}
+
+
+def test_two_writers_of_one_object_are_named(tmp_path):
+    twice = {"a": ShardedObject("rng", 1, (1,), (0,)), "b": ShardedObject("rng", 2, (1,), (0,), replica_id=1)}
+    dist_checkpointing.save(twice, str(tmp_path / "c"))
+    assert dist_checkpointing.load({"b": twice["b"].without_data()}, str(tmp_path / "c"))["b"] == 1
+
+
+def test_a_factory_stores_two_tensors_in_place_of_one(tmp_path):
+    def halves(key, tensor, replica_id, flattened_range):
+        return {name: whole(f"{key}.{name}", half) for name, half in zip("gu", tensor.chunk(2), strict=True)}
+
+    def factory(data):
+        return {"fc1": ShardedTensorFactory("fc1", data, halves, lambda parts: torch.cat([parts["g"], parts["u"]]))}
+
+    dist_checkpointing.save(factory(WHOLE.clone()), str(tmp_path / "c"))
+    stored = dist_checkpointing.load_plain_tensors(tmp_path / "c")
+    assert stored.keys() == {"fc1.g", "fc1.u"} and torch.equal(stored["fc1.u"], WHOLE[3:])
+    loaded = dist_checkpointing.load(factory(torch.zeros(6, 4)), str(tmp_path / "c"))
+    assert torch.equal(loaded["fc1"], WHOLE)
+
+
+def test_a_saved_folder_is_not_changed(tmp_path):
+    with pytest.raises(CheckpointingException, match="save it into another folder"):
+        dist_checkpointing.remove_sharded_tensors(tmp_path, "optimizer.")

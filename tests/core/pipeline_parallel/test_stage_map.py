@@ -106,6 +106,10 @@ def test_layers_per_virtual_stage_say_how_many_chunks() -> None:
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*2|t*2L"}, r"has 3 stages .* 2 or 4 stages would do"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|t*4mL"}, r"has 1 multi-token prediction layers"),
         ((8, 2), {"pipeline_model_parallel_layout": "Et*4|{x}"}, r"'x' is out of place"),
+        ((2, 2), {"pipeline_model_parallel_layout": [["Et"], ["tL"]]}, r"'Et' in the stage .* embedding, decoder"),
+        ((2, 2), {"pipeline_model_parallel_layout": [[["decoder"]], ["loss"]]}, r"\['decoder'\] in the stage"),
+        ((2, 2), {"pipeline_model_parallel_layout": [1, 1]}, r"1 is not a stage"),
+        ((2, 2), {"pipeline_model_parallel_layout": 2}, r"2 is not a layout"),
         ((8, 2, 2), {"pipeline_model_parallel_layout": "Et*4|t*4L"}, r"has 2 stages, 2 ranks of 2 chunks have 4"),
         (
             (8, 2),

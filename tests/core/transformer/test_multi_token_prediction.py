@@ -1,5 +1,6 @@
 """Layers that predict several tokens ahead, against a model that is written out plainly, in float64."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,10 +26,13 @@ from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.predictions import PredictionLoss
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metrics
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank, roll_tensor
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 # name: (settings of the config, keywords of the model, packed)
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
@@ -182,10 +186,29 @@ def test_refusals() -> None:
         predicting_config(mtp_num_layers=-1)
     with pytest.raises(UserError, match=r"mtp_standalone: the layers of mtp_num_layers have a stage of their own"):
         predicting_config(mtp_standalone=True)
-    with pytest.raises(UserError, match=r"not yet: use_transformer_engine"):
-        get_gpt_mtp_block_spec(predicting_config(), get_gpt_layer_local_spec(), use_transformer_engine=True)
     config = predicting_config(mtp_num_layers=1)
     spec = get_gpt_mtp_block_spec(predicting_config(), get_gpt_layer_local_spec(), False)
     assert isinstance(spec, ModuleSpec)
     with pytest.raises(UserError, match=r"2 specs of multi-token prediction layers, mtp_num_layers is 1; make them eq"):
         GPTModel(config, get_gpt_layer_local_spec(), 37, 16, mtp_block_spec=spec)
+
+
+def test_which_ranks_hold_predictions() -> None:
+    config = functools.partial(TransformerConfig, num_layers=4, hidden_size=8, num_attention_heads=2)
+    plain = config(pipeline_model_parallel_size=2)
+    assert get_mtp_ranks([3, 7], plain) == [] and not mtp_on_this_rank(plain)
+    assert get_mtp_ranks([3, 7], config(pipeline_model_parallel_size=2, mtp_num_layers=1)) == [7]
+    early = config(pipeline_model_parallel_size=2, mtp_num_layers=1, pipeline_model_parallel_layout="Ett|t|tm|L")
+    assert get_mtp_ranks([3, 7], early) == [3]
+    assert mtp_on_this_rank(early) and mtp_on_this_rank(early, ignore_virtual=False, vp_stage=1)
+    assert not mtp_on_this_rank(early, ignore_virtual=False, vp_stage=0)
+
+
+def test_a_roll_stops_at_the_end_of_a_row_or_document() -> None:
+    rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    rolled, total = roll_tensor(rows)
+    assert rolled.tolist() == [[2, 3, 4, 0], [6, 7, 8, 0]] and total == 30
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 1, 4], dtype=torch.int32))
+    assert roll_tensor(rows[:1], packed_seq_params=packed)[0].tolist() == [[0, 3, 4, 0]]
+    with pytest.raises(UserError, match="shifts 1"):
+        roll_tensor(rows, shifts=1)

@@ -4,12 +4,13 @@ import copy
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.tokenizer import TokenizerConfig
-from megatron.training.tokenizer.build import build_tokenizer, padded_vocab_size, padding_line
+from megatron.training.tokenizer.build import build_tokenizer, build_tokenizer_of_args, padded_vocab_size, padding_line
 
 GOLDEN = Path(__file__).parents[2] / "data/golden/corpus"
 BPE = {"vocab_file": str(GOLDEN / "gpt2bpe/vocab.json"), "merge_file": str(GOLDEN / "gpt2bpe/merges.txt")}
@@ -86,3 +87,9 @@ def test_padding():
     assert padded_vocab_size(50257, 128, 8) == 51200
     line = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     assert padding_line(50257, 50304) == line
+
+
+def test_arguments_with_the_settings():
+    args = SimpleNamespace(tokenizer_type="NullTokenizer", vocab_size=99, padded_vocab_size=None, rank=0)
+    assert build_tokenizer_of_args(args).vocab_size == 100
+    assert args.padded_vocab_size == 128 and args.padded_vocab_size.unpadded == 99 + 1

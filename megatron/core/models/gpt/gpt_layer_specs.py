@@ -28,6 +28,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 def get_gpt_layer_local_spec(
@@ -47,10 +48,13 @@ def get_gpt_layer_local_spec(
     qk_norm_scope: str = "head",
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:
-    """Returns the spec of a GPT layer in plain torch. `normalization` has no effect: the config's is used. Our own
-    keywords `norm_placement` and `qk_norm_scope` are the config's fields of these names; `attn_mask_type` padding
-    makes the layer of an encoder, whose tokens attend to the tokens on both sides."""
-    asked = {"fp8": fp8, "use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
+    """Returns the spec of a GPT layer in plain torch. `normalization` and `fp8` have no effect: the config's are used
+    (scripts of two releases pass something else in the place of `fp8`). Our own keywords `norm_placement` and
+    `qk_norm_scope` are the config's fields of these names; `attn_mask_type` padding makes the layer of an encoder,
+    whose tokens attend to the tokens on both sides."""
+    if fp8:
+        warn_on_first_rank(f"fp8={fp8!r} in a layer spec has no effect: the config says what is computed in fp8")
+    asked = {"use_kitchen": use_kitchen, "use_kitchen_attention": use_kitchen_attention}
     for name, value in asked.items():
         if value:
             raise UserError(f"not yet: {name} {value} in a layer spec")
@@ -76,6 +80,50 @@ def get_gpt_layer_local_spec(
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
             },
         ),
+    )
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool | None = False,
+    qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool | None = False,
+    qk_l2_norm: bool | None = False,
+    use_te_op_fuser: bool | None = False,
+    use_kitchen: bool = False,
+    use_te_activation_func: bool = False,
+    use_kitchen_attention: bool = False,
+    kitchen_attention_backend: str = "sdpa",
+) -> ModuleSpec:
+    """Returns the spec of `get_gpt_layer_local_spec`: there are no layers of Transformer Engine here, which a line says
+    once. `fp8` has no effect, as in Megatron-LM: the config's is used. Raises UserError for other options that only
+    Transformer Engine has."""
+    asked = {"use_te_op_fuser": use_te_op_fuser, "use_te_activation_func": use_te_activation_func}
+    for name, value in asked.items():
+        if value:
+            raise UserError(f"not yet: {name} {value} in a layer spec")
+    say_layers_are_ours()
+    return get_gpt_layer_local_spec(
+        num_experts,
+        moe_grouped_gemm,
+        qk_layernorm,
+        multi_latent_attention,
+        fp8,
+        moe_use_legacy_grouped_gemm,
+        qk_l2_norm=qk_l2_norm,
+        use_kitchen=use_kitchen,
+        use_kitchen_attention=use_kitchen_attention,
+        kitchen_attention_backend=kitchen_attention_backend,
+    )
+
+
+def say_layers_are_ours() -> None:
+    """Logs once that a spec of Transformer Engine's layers gives the layers of this package."""
+    warn_on_first_rank(
+        "layer specs of Transformer Engine: its modules are not used; the layers are those of megatron.core, with the "
+        "kernels that --transformer-impl chooses"
     )
 
 
@@ -155,12 +203,38 @@ def get_gpt_decoder_block_spec(
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
     """Returns the specs of a GPT's layers on a pipeline stage, and of its last norm, as the config describes them.
-    `pp_rank` defaults to this rank's."""
+    `pp_rank` defaults to this rank's. `normalization` and `qk_l2_norm` have no effect beside the config's. With
+    `use_transformer_engine` the layers are the same, and a line says so once."""
     if use_transformer_engine:
-        raise UserError("not yet: use_transformer_engine in a block spec; set it to False")
+        say_layers_are_ours()
     layers = _stage_of_chunk(config, vp_stage, pp_rank).layers
     specs = [gpt_layer_spec_of(config, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def get_gpt_decoder_layer_specs(
+    config: TransformerConfig,
+    use_transformer_engine: bool,
+    normalization: str | None = None,
+    qk_l2_norm: bool | None = False,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> list[ModuleSpec]:
+    """Returns the specs of all layers of a GPT, on whichever stage they are. Only `config` has an effect; see
+    `get_gpt_decoder_block_spec`."""
+    if use_transformer_engine:
+        say_layers_are_ours()
+    return [gpt_layer_spec_of(config, number) for number in range(1, config.num_layers + 1)]
+
+
+def get_gpt_layer_with_inference_spec(
+    qk_layernorm: bool | None = False, multi_latent_attention: bool | None = False, qk_l2_norm: bool | None = False
+) -> ModuleSpec:
+    """Raises UserError: there is no layer for generation only."""
+    raise UserError(
+        "get_gpt_layer_with_inference_spec: not yet: layers for generation only (--transformer-impl "
+        "inference_optimized); get_gpt_layer_local_spec generates too, with an inference_context"
+    )
 
 
 def get_gpt_mtp_block_spec(
@@ -172,9 +246,7 @@ def get_gpt_mtp_block_spec(
 ) -> ModuleSpec | None:
     """Returns the specs of a pipeline stage's layers of multi-token prediction, each built as the decoder's last layer;
     None if the stage has none. `spec` is that of the stage's decoder layers, all or one. `pp_rank` defaults to this
-    rank's."""
-    if use_transformer_engine:
-        raise UserError("not yet: use_transformer_engine in a multi-token prediction spec; set it to False")
+    rank's. `use_transformer_engine` has no effect."""
     depths = _stage_of_chunk(config, vp_stage, pp_rank).prediction_layers
     if not depths:
         return None

@@ -44,6 +44,8 @@ class MoESubmodules:
 
     experts: Spec | None = None
     shared_experts: Spec | None = None
+    router: Spec | None = None
+    """A `Router`; default: TopKRouter."""
 
 
 class MoELayer(MegatronModule):
@@ -70,7 +72,9 @@ class MoELayer(MegatronModule):
         self.pg_collection = groups = pg_collection or default_collection()
         backend = backend or choose_backend(config)
         offer = {"backend": backend}
-        self.router = TopKRouter(config, groups, layer_number=layer_number, backend=backend)
+        self.router = build_module(
+            submodules.router or TopKRouter, config, groups, offer={**offer, "layer_number": layer_number}
+        )
         self.token_dispatcher = DISPATCHERS[config.moe_token_dispatcher_type](config, groups, backend)
         count = self.token_dispatcher.num_local_experts
         self.experts = build_module(

@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.backends import Backend, choose_backend
-from megatron.core.exceptions import UserError
+from megatron.core.backends import Backend
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
     RoutingRule,
     balance_scores,
     best,
     choose_experts,
-    router_logits,
     sinkhorn,
     straight_through,
     within_capacity,
@@ -23,12 +20,11 @@ from megatron.core.ops.moe.routing import (
 from megatron.core.ops.moe.token_noise import token_normal, token_uniform
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import Constant, declare
-from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
-from megatron.core.tensor_parallel.storage import new_parameter, parameter_device
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.storage import parameter_device
 from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import LayerMetrics
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.auxiliary_losses import (
     LOSS_NAMES,
     GlobalBalance,
@@ -37,6 +33,7 @@ from megatron.core.transformer.moe.auxiliary_losses import (
     sequence_loss,
     z_loss,
 )
+from megatron.core.transformer.moe.base_router import Router, refuse_padding
 from megatron.core.transformer.moe.micro_batch_share import (
     MicroBatchShare,
     micro_batch_share,
@@ -46,10 +43,8 @@ from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
-_WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
 
-
-class TopKRouter(MegatronModule):
+class TopKRouter(Router):
     """Sends each token to the k experts with the best scores (Shazeer et al. 2017; Fedus et al. 2021).
 
     Operations that couple tokens (capacity, Sinkhorn, auxiliary losses) act on the whole micro-batch, however tensor
@@ -66,11 +61,7 @@ class TopKRouter(MegatronModule):
         layer_number: int | None = None,
         backend: Backend | None = None,
     ) -> None:
-        super().__init__(config)
-        assert config.num_moe_experts is not None and config.init_method is not None
-        self.groups = pg_collection or default_collection()
-        self.backend = backend or choose_backend(config)
-        self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
+        super().__init__(config, pg_collection, layer_number=layer_number, backend=backend)
         self.rule = routing_rule(config)
         kinds = config.moe_router_load_balancing_type
         self.uses_sinkhorn = "sinkhorn" in listed(kinds)
@@ -78,12 +69,6 @@ class TopKRouter(MegatronModule):
         self.global_balance = GlobalBalance()
         self.metrics = LayerMetrics(0)
         self.set_layer_number(layer_number or 0)
-        # Under sequence parallelism every rank routes its own tokens only.
-        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
-        self.weight = new_parameter(config, (self.num_experts, config.hidden_size), config.init_method, **facts)
-        self.register_parameter("bias", None)
-        if config.add_bias_linear if config.moe_router_bias is None else config.moe_router_bias:
-            self.bias = new_parameter(config, (self.num_experts,), config.init_method, **facts)
         self.register_parameter("expert_bias", None)
         self.local_tokens_per_expert: Tensor | None = None
         """Tokens per expert of this rank since the last step, float64 [experts]; None: none yet, or not needed."""
@@ -116,7 +101,7 @@ class TopKRouter(MegatronModule):
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's pair for this rank's hidden states [s, b, h]: weights [t, experts], 0 for experts that
         a token is not sent to, and a bool map [t, experts]. Auxiliary losses have the scale 1."""
-        _refuse_padding(padding_mask)
+        refuse_padding(padding_mask)
         s, b = input.shape[:2]
         share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         logits = self._logits(input.flatten(0, 1), share)
@@ -124,7 +109,7 @@ class TopKRouter(MegatronModule):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the same pair for this rank's logits [s, b, experts]; see `forward`."""
-        _refuse_padding(padding_mask)
+        refuse_padding(padding_mask)
         s, b = logits.shape[:2]
         share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
         return self._routing(logits.flatten(0, 1), share, None).dense(self.num_experts)
@@ -142,7 +127,7 @@ class TopKRouter(MegatronModule):
 
     def _logits(self, hidden: Tensor, share: MicroBatchShare) -> Tensor:
         """Returns the logits [t, experts]."""
-        logits = self._affine(self._jittered(hidden, share))
+        logits = self.gating(self._jittered(hidden, share))
         if self.config.moe_router_force_load_balancing:
             place = share.noise_position(self.config.seed, self.layer_number, "forced balance", logits.device)
             logits = straight_through(logits, token_normal(place, self.num_experts).to(logits.dtype))
@@ -155,12 +140,6 @@ class TopKRouter(MegatronModule):
         place = share.noise_position(self.config.seed, self.layer_number, "router jitter", hidden.device)
         noise = token_uniform(place, hidden.shape[1])
         return hidden * (1.0 + width * (2.0 * noise - 1.0)).to(hidden.dtype)
-
-    def _affine(self, hidden: Tensor) -> Tensor:
-        if self.config.moe_router_dtype is None:
-            return self.backend.linear(hidden, self.weight, self.bias)
-        wide = torch.promote_types(_WIDTHS[self.config.moe_router_dtype], hidden.dtype)
-        return router_logits(hidden, self.weight, self.bias, torch.promote_types(wide, self.weight.dtype))
 
     def _choose(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
         """Returns experts and weights [t, k]."""
@@ -289,8 +268,3 @@ def routing_rule(config: TransformerConfig) -> RoutingRule:
         groups_kept=kept,
         group_score_of=config.moe_router_group_score_topk or (k // kept if kept else 0),
     )
-
-
-def _refuse_padding(padding_mask: Tensor | None) -> None:
-    if padding_mask is not None:
-        raise UserError("not yet: padding_mask in a router; tokens whose loss is masked are routed as others are")

@@ -7,7 +7,10 @@ import pytest
 from megatron.core.exceptions import UserError
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_inference_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.identity_op import IdentityOp
@@ -15,6 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils.warn import _warn_once
 
 
 def config(**fields: Any) -> TransformerConfig:
@@ -48,5 +52,23 @@ def test_prediction_layers_stand_on_the_last_stage_alone() -> None:
 
 
 def test_what_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(UserError, match="not yet: fp8 hybrid in a layer spec"):
-        get_gpt_layer_local_spec(fp8="hybrid")
+    with pytest.raises(UserError, match="not yet: use_kitchen True in a layer spec"):
+        get_gpt_layer_local_spec(use_kitchen=True)
+    with pytest.raises(UserError, match="not yet: use_te_op_fuser True"):
+        get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True)
+    with pytest.raises(UserError, match="get_gpt_layer_local_spec generates too"):
+        get_gpt_layer_with_inference_spec()
+
+
+def test_specs_of_transformer_engines_layers_are_ours(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()
+    assert get_gpt_layer_with_transformer_engine_spec(4, False, True) == get_gpt_layer_local_spec(4, False, True)
+    get_gpt_layer_local_spec(None, False, False, False, "gdn")  # what two releases pass by mistake
+    assert [record.getMessage().split(":")[0].split(" in ")[0] for record in caplog.records] == [
+        "layer specs of Transformer Engine",
+        "fp8='gdn'",
+    ]
+    config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=2)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    assert block.layer_specs == get_gpt_decoder_layer_specs(config, False) and len(block.layer_specs) == 3
+    assert len(caplog.records) == 2

@@ -245,7 +245,7 @@ def test_forced_balance_ignores_the_input_and_passes_gradients() -> None:
 def test_logits_are_computed_in_the_routers_type(dtype: Any, wide: torch.dtype) -> None:
     ours = router(fp64=False, bf16=True, params_dtype=torch.bfloat16, moe_router_dtype=dtype)
     x = hidden(dtype=torch.bfloat16)
-    logits = ours._affine(x)
+    logits = ours.gating(x)
     assert logits.dtype is wide
     torch.testing.assert_close(logits, F.linear(x.to(wide), ours.weight.to(wide)))
     assert ours.route(x, inputs()).weights.dtype is torch.promote_types(wide, torch.float32)

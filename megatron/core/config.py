@@ -1,0 +1,15 @@
+"""Megatron-LM's switch of experimental features. No feature of this package waits for it: what works is offered."""
+
+
+class _Switch:
+    on = False
+
+
+def set_experimental_flag(flag: bool) -> None:
+    """Sets what `is_experimental_enabled` returns. Nothing else reads it."""
+    _Switch.on = flag
+
+
+def is_experimental_enabled() -> bool:
+    """Returns what `set_experimental_flag` set; False before."""
+    return _Switch.on

@@ -1,0 +1,63 @@
+"""ChainedOptimizer: several optimizers, each of some of the model's parameters, that step as one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer.flat_optimizer import FlatOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate
+
+
+class ChainedOptimizer(MegatronOptimizer):
+    """Steps several optimizers together: gradients are clipped by the norm of all of them, and either all update their
+    weights or none does.
+
+    `get_megatron_optimizer` never returns one: its FlatOptimizer handles all parameters. Raises UserError for other
+    optimizers than those of `get_megatron_optimizer`.
+    """
+
+    def __init__(self, chained_optimizers: Sequence[MegatronOptimizer]) -> None:
+        flat = [optimizer for optimizer in chained_optimizers if isinstance(optimizer, FlatOptimizer)]
+        if not flat or len(flat) < len(chained_optimizers):
+            names = ", ".join(type(optimizer).__name__ for optimizer in chained_optimizers) or "none"
+            raise UserError(f"ChainedOptimizer chains what get_megatron_optimizer returns; it was given {names}")
+        self.chained_optimizers = flat
+        self.config = flat[0].config
+        self.param_groups = [group for optimizer in flat for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        norm = torch.stack([optimizer.unscaled_norm() for optimizer in self.chained_optimizers]).square().sum().sqrt()
+        updates = [optimizer.update(norm, loss_is_finite) for optimizer in self.chained_optimizers]
+        zeros = [update.num_zeros for update in updates if update.num_zeros is not None]
+        applied = torch.stack([update.update_applied for update in updates]).all()
+        return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def get_loss_scale(self) -> Tensor:
+        return self.chained_optimizers[0].get_loss_scale()
+
+    def get_parameters(self) -> list[nn.Parameter]:
+        return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
+
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.reload_model_params(state_dict)
+
+    def state_chunks(self) -> Iterator[Chunk]:
+        for optimizer in self.chained_optimizers:
+            yield from optimizer.state_chunks()
+
+    def common_state(self) -> dict[str, Any]:
+        return {"chained": [optimizer.common_state() for optimizer in self.chained_optimizers]}
+
+    def load_common_state(self, state: Mapping[str, Any]) -> None:
+        for optimizer, its_state in zip(self.chained_optimizers, state["chained"], strict=True):
+            optimizer.load_common_state(its_state)

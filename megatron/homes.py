@@ -1,0 +1,192 @@
+"""Where Megatron-LM's public names are defined, for scripts that import them from another module.
+
+A name is defined once. Two tables lead to the definitions:
+
+- `lazy_names` gives a package names of its modules, which are imported when the name is first used;
+- `OLD_HOMES` lists modules that do not exist here and that scripts of Megatron-LM's releases import. This table is the
+  only place for them: a module of the table is made when a script imports it. Our own code does not import them.
+
+A name that has no meaning here (`NotHere`) can be imported and used in annotations. Calling it raises UserError with
+what to do instead.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a package: imports a name from its module in `homes` at the first use. The value
+    "module:name" renames it; "module:" is the module itself."""
+
+    def get(name: str) -> Any:
+        if name in homes:
+            return _resolve(homes[name], name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get
+
+
+def _resolve(home: str, name: str) -> Any:
+    module, renamed, original = home.partition(":")
+    found = importlib.import_module(module)
+    return found if renamed and not original else getattr(found, original or name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names without a meaning here
+
+
+@dataclass(frozen=True)
+class NotHere:
+    """A name of Megatron-LM that cannot be served. `advice`: what to do instead, as a sentence."""
+
+    advice: str
+
+    def stand_in(self, name: str) -> type:
+        """Returns a class of this name. Its construction, and reading an attribute of it, raise UserError."""
+        return _Refusing(name.rpartition(".")[2], (), {"__doc__": f"Not here: {self.advice}", "advice": self.advice})
+
+
+class _Refusing(type):
+    advice: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(f"{cls.__name__}(...): {cls.advice}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _refusal(f"{cls.__name__}.{name}: {cls.advice}")
+
+
+def _refusal(message: str) -> Exception:
+    return importlib.import_module("megatron.core.exceptions").UserError(message)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Old homes
+
+_LEGACY_MODEL = NotHere(
+    "the models before megatron.core are not here; give --use-mcore-models (scripts of releases 0.5 to 0.7), or leave "
+    "out --use-legacy-models"
+)
+_LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
+_SFT = NotHere("not yet: fine-tuning on conversations; leave out --sft")
+_FIM = NotHere("not yet: fill-in-the-middle data; leave out --fim-data")
+_MAMBA = NotHere("not yet: state-space models; megatron.core.models.gpt.GPTModel is here")
+_YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
+
+OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
+    # Release 0.5, where the app was directly in `megatron`
+    "megatron": {
+        "get_args": "megatron.training",
+        "get_timers": "megatron.training",
+        "get_tokenizer": "megatron.training",
+        "get_tensorboard_writer": "megatron.training",
+        "get_num_microbatches": "megatron.core.num_microbatches_calculator",
+        "get_current_global_batch_size": "megatron.core.num_microbatches_calculator",
+        "update_num_microbatches": "megatron.core.num_microbatches_calculator",
+        "initialize_megatron": "megatron.training.initialize",
+        "is_last_rank": "megatron.training.utils",
+        "print_rank_0": "megatron.training.utils",
+        "print_rank_last": "megatron.training.utils",
+    },
+    "megatron.arguments": "megatron.training.arguments",
+    "megatron.checkpointing": "megatron.training.checkpointing",
+    "megatron.global_vars": "megatron.training.global_vars",
+    "megatron.initialize": "megatron.training.initialize",
+    "megatron.model": {**_LEGACY_MODELS},
+    "megatron.utils": "megatron.training.utils",
+    # Releases 0.6 to 0.16
+    "megatron.legacy.model": {**_LEGACY_MODELS},
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs": {
+        "get_transformer_block_with_experimental_attention_variant_spec": NotHere(
+            "not yet: --experimental-attention-variant; leave it out"
+        ),
+    },
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": {
+        "get_gpt_heterogeneous_layer_spec": NotHere(
+            "not yet: --heterogeneous-layers-config-path; build TransformerBlockSubmodules with the layers' own specs"
+        ),
+    },
+    "megatron.core.models.mamba": {"MambaModel": _MAMBA},
+    "megatron.core.tokenizers": {
+        "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),
+    },
+    "megatron.core.tokenizers.text.utils.build_tokenizer": {
+        "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
+    },
+    "megatron.training.datasets.fim_dataset": {"GPTFIMDataset": _FIM, "GPTFIMDatasetConfig": _FIM},
+    "megatron.training.datasets.sft_dataset": {"SFTDataset": _SFT},
+    "megatron.training.inprocess_restart": {
+        "maybe_wrap_for_inprocess_restart": "megatron.training.launch.start_times",
+    },
+    "megatron.training.tokenizer.tokenizer": {
+        "_NullTokenizer": "megatron.training.tokenizer.null:NullTokenizer",
+        "MegatronTokenizer": "megatron.training.tokenizer.base:Tokenizer",
+        "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
+    },
+    "megatron.training.yaml_arguments": {"core_transformer_config_from_yaml": _YAML},
+    # Modules whose names are defined in others here
+    "megatron.core.datasets.blended_megatron_dataset_config.BlendedMegatronDatasetConfig": {},
+    "megatron.core.dist_checkpointing.core": {
+        "CheckpointingException": "megatron.core.dist_checkpointing.mapping",
+    },
+    "megatron.core.inference.contexts": {
+        "StaticInferenceContext": "megatron.core.inference.static_context",
+    },
+    "megatron.core.inference.sampling_params": {"SamplingParams": "megatron.core.inference.sampling"},
+    "megatron.core.jit": {"jit_fuser": "megatron.core.utils.versions:jit_fuser"},
+}
+"""Old module: the module that replaces it, or its names, each with "module", "module:name" or `NotHere`."""
+
+
+def look_up(module: str, name: str) -> Any:
+    """Returns the object that `module.name` stands for, as `OLD_HOMES` says. Raises AttributeError if it is not in the
+    table."""
+    home = OLD_HOMES.get(module, {})
+    if isinstance(home, str):
+        return getattr(importlib.import_module(home), name)
+    if name in home:
+        found = home[name]
+        made = found.stand_in(name) if isinstance(found, NotHere) else _resolve(found, name)
+        setattr(sys.modules[module], name, made)
+        return made
+    if f"{module}.{name}" in _MODULES:
+        return importlib.import_module(f"{module}.{name}")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+_MODULES = {".".join(words[:n]) for words in (name.split(".") for name in OLD_HOMES) for n in range(2, len(words) + 1)}
+"""The old modules, and the packages that they are in."""
+
+
+class OldHomes(MetaPathFinder, Loader):
+    """Makes the modules of `OLD_HOMES` when they are imported. Searched last, so that a real module of the same name
+    wins."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Returns the spec of an old module; None for any other."""
+        if fullname not in _MODULES:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(name.startswith(f"{fullname}.") for name in _MODULES))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives a new module its names, which are looked up when they are used."""
+        home = OLD_HOMES.get(module.__name__, {})
+        module.__doc__ = "A home of Megatron-LM's names for old scripts; see megatron.homes."
+        module.__getattr__ = lambda name: look_up(module.__name__, name)  # type: ignore[method-assign]
+        if not isinstance(home, str):
+            module.__dict__["__all__"] = list(home)
+
+
+def install_old_homes() -> None:
+    """Makes the old modules importable. Called once, when `megatron` is imported."""
+    if not any(isinstance(finder, OldHomes) for finder in sys.meta_path):
+        sys.meta_path.append(OldHomes())
