@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings, options and fixtures of all tests."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support import distribution
 
-# What tests compute is tiny: threads would only wait for each other, and for the other worker's. Before torch reads it.
+# Tests compute little, so several threads would only slow each other down. torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Hundreds of processes import the product: they are to find it compiled.
+# Hundreds of processes import the package, so its compiled files must be written.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -20,11 +20,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests without the gpu marker are about CPUs, also on a machine that has GPUs: there those are hidden."""
+    """Hides the GPUs of the machine unless tests with the gpu marker run."""
     asked = config.getoption("-m")
     if "gpu" not in asked or "not gpu" in asked:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on a CPU
+        os.environ["TRITON_INTERPRET"] = "1"  # triton reads this at import: its kernels run on a CPU
 
 
 @pytest.fixture(autouse=True)

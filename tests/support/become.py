@@ -1,4 +1,4 @@
-"""Turn a forked process into a Python program, as `python WORDS` would be: its arguments, variables, files and end."""
+"""Runs a Python program in a forked process as `python WORDS` would: arguments, environment, files, exit code."""
 
 import atexit
 import io

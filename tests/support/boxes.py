@@ -1,4 +1,4 @@
-"""Parameters of a model that is split over ranks, against the whole ones: by what each says that it holds."""
+"""Compares the parameters of a model that is split over ranks with whole tensors, by their descriptors."""
 
 import torch
 import torch.distributed as dist
@@ -8,12 +8,12 @@ from megatron.core.parameters import info_of
 
 
 def whole_values(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical tensors of a model on one rank, without padding, by canonical name."""
+    """Returns the canonical tensors of a model on one rank, by canonical name, without padding."""
     return {info_of(p).name: _box(p.detach(), p) for p in model.parameters()}
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Their gradients."""
+    """Returns the gradients of the same tensors."""
     return {info_of(p).name: _box(p.grad, p) for p in model.parameters()}
 
 
@@ -23,7 +23,7 @@ def _box(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """The box of a canonical tensor that a parameter holds."""
+    """Returns the box of a canonical tensor that the parameter holds."""
     box = info_of(parameter).box
     for dim, (start, extent) in enumerate(zip(box.start, box.shape, strict=True)):
         whole = whole.narrow(dim, start, extent)
@@ -32,7 +32,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Give each parameter its part of canonical values. Padding becomes 100, which would drown what it leaked into."""
+    """Sets each parameter to its part of the canonical values, and padding to 100, so that a use of padding shows."""
     for parameter in model.parameters():
         info = info_of(parameter)
         flat = parameter.view(-1)
@@ -41,9 +41,9 @@ def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def gradient_errors(model: nn.Module, gradients: dict[str, Tensor], tp_group) -> dict[str, float]:
-    """Largest |d| / |ref| of each parameter's gradient, once partial ones are summed over the tensor parallel ranks.
+    """Returns the largest |difference| / |reference| of each gradient, after partial ones are summed over `tp_group`.
 
-    The gradient of padding has to be zero.
+    Raises AssertionError if padding has a gradient.
     """
     errors = {}
     for parameter in model.parameters():
@@ -59,7 +59,7 @@ def gradient_errors(model: nn.Module, gradients: dict[str, Tensor], tp_group) ->
 
 
 def error(ours: Tensor, expected: Tensor) -> float:
-    """Largest |d| over the largest |ref|."""
+    """Returns the largest |difference| divided by the largest |reference|."""
     assert ours.shape == expected.shape and ours.dtype == expected.dtype, (ours.shape, expected.shape, ours.dtype)
     if not expected.numel():
         return 0.0

@@ -1,4 +1,4 @@
-"""Checkpoints for tests: small tensors under any layout, saved by as many pretended ranks as it has."""
+"""Checkpoints of small tensors in any layout; one process saves for all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from megatron.core.parameters import Box
 
 
 def whole_tensor(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values that are a function of the name, every element its own."""
+    """Returns a tensor whose elements all differ and depend on the name."""
     seed = sum(map(ord, name))
     return (torch.arange(math.prod(shape), dtype=torch.float64) + 1000.0 * seed).view(shape).to(dtype)
 
@@ -28,7 +28,7 @@ def slice_of(whole: torch.Tensor, box: Box, flat_range: tuple[int, int] | None) 
 
 
 def filled(chunk: Chunk) -> torch.Tensor:
-    """What the chunk's tensor should hold."""
+    """Returns the values that the chunk's tensor should have."""
     whole = whole_tensor(chunk.name, chunk.global_shape, chunk.tensor.dtype)
     return slice_of(whole, chunk.box, chunk.flat_range)
 
@@ -43,14 +43,14 @@ def make_chunk(
     holders: tuple[int, ...] = (),
     empty: bool = False,
 ) -> Chunk:
-    """A chunk that holds its part of `whole_tensor(name)`, or zeros."""
+    """Returns a chunk with its part of `whole_tensor(name)`, or with zeros if `empty`."""
     box = box or Box.whole(shape)
     values = slice_of(whole_tensor(name, shape, dtype), box, flat_range)
     return Chunk(name, shape, box, flat_range, torch.zeros_like(values) if empty else values, holders)
 
 
 def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 10, disk: Disk | None = None) -> Path:
-    """Save as that many ranks would, one after the other in this process; the folder."""
+    """Saves a checkpoint from the chunks of each rank, in this process, and returns its folder."""
     disk = disk or Disk()
     temporary = root / writing._create_temporary(disk, root, step)["temporary"]
     for rank, chunks in enumerate(chunks_by_rank):
@@ -61,7 +61,7 @@ def save_as(root: Path, chunks_by_rank: Sequence[Sequence[Chunk]], step: int = 1
 
 
 def load_as(folder: Path, chunks: Sequence[Chunk]) -> None:
-    """Load what one rank wants, into its tensors."""
+    """Loads the values of one rank's chunks into their tensors."""
     checkpoint = open_checkpoint(folder)
     matching = match(chunks, checkpoint.catalogue)
     assert not matching.missing, matching.missing

@@ -16,16 +16,16 @@ SMALL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 )
-"""The fewest flags that make a run."""
+"""The flags that a run needs at least."""
 
 
 def configured(flags: str = "", *, base: str = SMALL, ranks: int = 1, has_cuda: bool = False) -> PretrainConfig:
-    """The config of a command line on a machine of our choice."""
+    """Returns the config of a command line for a given number of ranks, with or without CUDA."""
     return configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(ranks, has_cuda))
 
 
 def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[str]:
-    """What is said about a command line; empty if it is right."""
+    """Returns the errors that a command line gives; empty if it is valid."""
     try:
         configured(flags, base=base, ranks=ranks)
     except ConfigurationError as error:
@@ -35,13 +35,13 @@ def problems_of(flags: str = "", *, base: str = SMALL, ranks: int = 1) -> list[s
 
 
 def problems_of_config(config_class: type, **values: object) -> list[str]:
-    """What `validate()` of one config dataclass says about these values."""
+    """Returns the errors that `validate()` of a config dataclass gives for these values."""
     config = config_class(**values)
     return [describe_problem(problem, config, spelling_of) for problem in config.validate()]
 
 
 def without(flag: str) -> str:
-    """SMALL without one flag and its value."""
+    """Returns SMALL without one flag and its values."""
     words = SMALL.split()
     at = words.index(flag)
     end = at + 1
@@ -51,13 +51,13 @@ def without(flag: str) -> str:
 
 
 def megatron_lm_commands() -> list[dict[str, str]]:
-    """The published commands that are to be accepted, or refused for reasons: `source` and `command`."""
+    """Returns the commands of Megatron-LM's examples, each as `source` and `command`."""
     file = Path(__file__).parents[1] / "data/flags/megatron_lm_commands.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def smallest_world(argv: list[str]) -> int:
-    """The smallest world that a command is laid out for: whole models, and whole sets of experts."""
+    """Returns the smallest number of ranks that the parallel sizes of a command allow."""
 
     def size(flag: str, default: int = 1) -> int:
         return int(argv[argv.index(flag) + 1]) if flag in argv else default

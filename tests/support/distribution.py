@@ -1,6 +1,6 @@
-"""How tests are shared between the workers of xdist: by file, so that a module's fixtures are set up once.
+"""Distributes tests over the workers of xdist: a file runs in one worker, so a module's fixtures are set up once.
 
-Files whose tests take minutes together are cut where no fixture is shared, and what takes longest begins first.
+Some slow files are split where tests share no fixture. The slowest tests start first.
 """
 
 import re
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 _ALONE = ("tests/docs/test_commands.py", "tests/parity/test_mutations.py::test_a_planted_bug_is_caught")
-"""Each of these tests by itself."""
+"""Each of these tests is a unit of its own."""
 
 _CELL = re.compile(r"(tests/parity/test_layouts\.py).*\[([^/\]]*)/")
-"""Cells of the parity law by model: these share the results of one process."""
+"""Parity cells, grouped by model: cells of one model share the reference's results."""
 
 _FIRST = (
     "tests/docs/test_commands.py::test_quickstart",
@@ -21,11 +21,11 @@ _FIRST = (
     "tests/training",
     "tests/examples",
 )
-"""What takes longest, in this order."""
+"""Tests that start first, in this order."""
 
 
 def scope_of(nodeid: str) -> str:
-    """Tests with the same scope run in one worker, one after the other."""
+    """Returns the scope of a test. Tests with the same scope run in one worker, one after the other."""
     cell = _CELL.match(nodeid)
     if cell:
         return f"{cell[1]}::{cell[2]}"
@@ -33,12 +33,12 @@ def scope_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> int:
-    """Where a test stands in the order of a run."""
+    """Returns the rank of a test in the order of a run."""
     return next((place for place, start in enumerate(_FIRST) if nodeid.startswith(start)), len(_FIRST))
 
 
 def make_scheduler(config: Any, log: Any) -> Any:
-    """The scheduler of xdist that shares tests by `scope_of`, in the order in which they were collected."""
+    """Returns an xdist scheduler that distributes tests by `scope_of`, in the order in which they were collected."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
@@ -75,6 +75,6 @@ _NOT_QUICK = (
 
 
 def is_quick(item: pytest.Item) -> bool:
-    """True for tests of modules that start no processes and do not take seconds."""
+    """Tells whether the test's module starts no processes and takes less than a second or so."""
     assert isinstance(item, pytest.Function)
     return not (_STARTS_PROCESSES & vars(item.module).keys() or item.nodeid.startswith(_NOT_QUICK))

@@ -1,5 +1,5 @@
-"""Checks that compare kernels which move bytes with their definitions in float64: norms, rotary positions, heads,
-biases, sums and updates of weights. They run in Triton's interpreter or on a GPU."""
+"""Compares memory-bound kernels with their definitions in float64: norms, rotary positions, heads, biases, sums and
+weight updates. Runs in Triton's interpreter or on a GPU."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-"""About a unit in the last place of each type; Triton's interpreter truncates to bfloat16 where it should round."""
+"""About one unit in the last place of each type. Triton's interpreter truncates to bfloat16 instead of rounding."""
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -42,7 +42,7 @@ def agree(ours: Tensor | None, exact: Tensor | None, units: float, what: object)
 
 
 def results(function: Callable[..., Tensor], leaves: Sequence[Tensor | None], seed: int) -> list[Tensor | None]:
-    """Output and gradients of a function of tensors."""
+    """Returns output and gradients of a function of tensors."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in leaves]
     output = function(*leaves)
     gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -58,7 +58,7 @@ def compare(
     dtype: torch.dtype,
     units: float = 4.0,
 ) -> None:
-    """The kernel on the leaves as given, its definition on the same numbers in float64."""
+    """Compares the kernel on these leaves with its definition on the same numbers in float64."""
     exact = results(definition, [None if t is None else t.double() for t in leaves], 9)
     ours = results(kernel, leaves, 9)
     assert ours[0] is not None and ours[0].dtype is dtype, what
@@ -90,7 +90,7 @@ def norms() -> None:
 
 
 def norms_of_views() -> None:
-    """Heads in the middle of a packed projection, frozen weights, gradients that are broadcast, and no rows."""
+    """Checks norms of heads inside a packed projection, frozen weights, broadcast gradients, and empty inputs."""
     packed, w = values(5, 3, 6, 16), values(16, seed=1)
     for heads in (packed[:, :, 4], packed[:, :, 1:3], packed.transpose(0, 1)[..., 2, :]):
         compare(
@@ -112,7 +112,7 @@ def positions() -> None:
     for number, (interleaved, turned, first) in enumerate(cases):
         angle = values(5, 3 if number % 2 else 1, 1, turned // 2, seed=3)
         dtype = (torch.float32, torch.bfloat16)[number == 0]
-        # The angles' functions are rounded to the type of the heads first.
+        # Sines and cosines are rounded to the type of the heads first.
         cos, sin = angle.cos(), angle.sin()
         given, rounded = (Rotation(cos.to(t), sin.to(t), interleaved, first) for t in (torch.float32, dtype))
         for heads in views if number < 2 else views[1:2]:
@@ -126,7 +126,7 @@ def positions() -> None:
 
 
 def parts_of_heads() -> None:
-    """Gradients of queries, gates, keys and values that lie in memory as they like, and of one that nobody used."""
+    """Checks gradients of queries, gates, keys and values with any strides, and of an unused one."""
     for sizes, groups, dtype in (((3, 0, 1, 1), 2, torch.bfloat16), ((2, 2, 1, 1), 1, torch.float64)):
         found = []
         for function in (split_heads, split_heads_triton):
@@ -156,7 +156,7 @@ def sums() -> None:
 
 
 def biases() -> None:
-    """A bias before an activation and one before the residual, with their gradients."""
+    """Checks a bias before an activation and one before the residual, with their gradients."""
     clamped = Activation(F.silu, True, clamp=0.7, up_offset=1.0)
     for activation, rows, ffn, dtype in (
         (Activation(gelu_tanh), 33, 300, torch.bfloat16),
@@ -184,7 +184,7 @@ def biases() -> None:
 
 
 def updates() -> None:
-    """AdamW and Adam, weights rounded into the model's, decay as a number and on the device, and steps left out."""
+    """Checks AdamW and Adam: rounding into the model's weights, decay as a number and on the device, skipped steps."""
     for decoupled, on_device, skip in (
         (True, False, False),
         (True, True, False),

@@ -1,4 +1,4 @@
-"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: kernels of experts against their definitions."""
+"""Compares kernels of experts with their definitions. Runs in its own process, with TRITON_INTERPRET=1 or on a GPU."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from megatron.core.ops.moe.weighted_activation_triton import weighted_activation
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_CPU = DEVICE.type == "cpu"
 _UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-"""Of each type, about a unit in the last place; Triton's interpreter cuts bfloat16 off where it should round."""
+"""About one unit in the last place of each type. Triton's interpreter truncates to bfloat16 instead of rounding."""
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -39,7 +39,7 @@ def moves() -> None:
     for dtype, width in ((torch.float32, 70), (torch.bfloat16, 2100), (torch.float64, 1), (torch.float32, 1)):
         numbers = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(9)])
         kept = torch.rand(9, 3, generator=torch.Generator().manual_seed(1)) < 0.7
-        kept[4] = False  # a token that goes nowhere
+        kept[4] = False  # a token without an expert
         for mask in (None, kept.to(DEVICE)):
             rows = 27 if mask is None else int(mask.sum())
             copies, _ = copies_by_group(numbers.to(DEVICE), mask, rows, 6)
@@ -51,7 +51,7 @@ def moves() -> None:
 
 
 def places() -> None:
-    """More choices than one program takes, groups without any, choices that go nowhere."""
+    """Checks more choices than one program handles, groups without choices, and dropped choices."""
     for tokens, k, groups, share in ((9, 3, 6, 1.0), (250, 4, 40, 0.5), (300, 1, 3, 1.0), (300, 2, 300, 0.0)):
         generator = torch.Generator().manual_seed(tokens)
         numbers = torch.rand(tokens, groups, generator=generator).argsort(1)[:, :k].to(DEVICE)
@@ -85,11 +85,11 @@ def activations() -> None:
 
 def activated(activation: Activation, dtype: torch.dtype, ffn: int) -> None:
     results = []
-    plain = values(2, 3, ffn * (2 if activation.gated else 1), dtype=dtype, seed=4)  # without weights
+    plain = values(2, 3, ffn * (2 if activation.gated else 1), dtype=dtype, seed=4)  # without router weights
     for function in (weighted_activation, weighted_activation_triton):
         product = values(6, ffn * (2 if activation.gated else 1), dtype=dtype).requires_grad_()
         weights = values(6, seed=1).requires_grad_()
-        # The definition in float64 is what both are to round.
+        # Both are compared with the definition in float64.
         wide = [product.double(), weights.double()] if function is weighted_activation else [product, weights]
         output = function(wide[0], None, wide[1], activation)
         output.backward(values(6, ffn, dtype=dtype, seed=2).to(output.dtype))
@@ -104,8 +104,8 @@ def activated(activation: Activation, dtype: torch.dtype, ffn: int) -> None:
         agree(ours, expected, 4.0, (activation, dtype, ffn))
 
 
-def what_is_no_number() -> None:
-    """It stays none, where a maximum of two could hide it."""
+def nan_inputs() -> None:
+    """Checks that NaN stays NaN where a maximum could hide it."""
     for activation in (Activation(F.relu), Activation(squared_relu), Activation(F.silu, True, 0.5, 1.0)):
         product = values(3, 10)
         product[0, 1] = product[1, 8] = float("nan")
@@ -114,9 +114,9 @@ def what_is_no_number() -> None:
 
 
 def products() -> None:
-    """Weight gradients into what is there; several tiles a matrix, groups without rows, rows that fill no tile."""
+    """Checks accumulated weight gradients: several tiles per matrix, groups without rows, partly filled tiles."""
     sizes = [70, 0, 1, 130, 0]
-    # Triton's interpreter multiplies bfloat16 as if it were whole numbers.
+    # Triton's interpreter multiplies bfloat16 values as if they were integers.
     for dtype, out_width, in_width in (
         (torch.float16, 40, 24),
         (torch.float16, 20, 12),
@@ -136,7 +136,7 @@ def products() -> None:
 
 
 def linears() -> None:
-    """Outputs and both gradients, on a GPU by torch's grouped product."""
+    """Checks outputs and both gradients; on a GPU torch's grouped product computes them."""
     half = torch.float16 if ON_CPU else torch.bfloat16
     for dtype, sizes in ((half, [70, 0, 1, 130]), (half, [0, 0, 0, 0]), (torch.float32, [2, 0, 3, 1])):
         results = []
@@ -171,7 +171,7 @@ if __name__ == "__main__":
     places()
     moves()
     activations()
-    what_is_no_number()
+    nan_inputs()
     products()
     linears()
     biases()

@@ -1,5 +1,5 @@
-"""What GPU kernels of attention do, in plain float64 operations on a CPU, as their documentation says: a stand-in for
-them, so that the code around them is tested anywhere."""
+"""Stand-ins for the attention kernels of GPUs, written from their documentation in plain float64 operations, so that
+the code around the kernels is tested on any machine."""
 
 import itertools
 
@@ -19,7 +19,7 @@ def sequences(query: Tensor, key: Tensor, lengths: kernels.Lengths | None) -> li
 
 
 def scores(query: Tensor, key: Tensor, scale: float, window: kernels.Window) -> Tensor:
-    """[b, a, sq, sk], the last query standing at the last key."""
+    """Returns scores [b, a, sq, sk]. The last query is at the position of the last key."""
     keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
     distance = torch.arange(len(key)) - torch.arange(len(query))[:, None] - (len(key) - len(query))
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -31,7 +31,7 @@ def scores(query: Tensor, key: Tensor, scale: float, window: kernels.Window) -> 
 
 
 def flash_forward(query, key, value, scale, window, lengths) -> tuple[Tensor, Tensor]:
-    """Queries that see no key: output 0, lse +inf, as flash has it."""
+    """A query that sees no key has output 0 and lse +inf, as in flash attention."""
     s, b, a, _ = query.shape
     output, lse = query.new_full((s, b, a, value.shape[3]), torch.nan), query.new_full((b, a, s), torch.nan)
     for q, k in sequences(query, key, lengths):
@@ -45,7 +45,7 @@ def flash_forward(query, key, value, scale, window, lengths) -> tuple[Tensor, Te
 
 
 def flash_backward(gradient, query, key, value, output, lse, scale, window, lengths) -> tuple[Tensor, Tensor, Tensor]:
-    """What no sequence reaches is not written."""
+    """Rows outside of all sequences are not written."""
     gradients = tuple(torch.full_like(tensor, torch.nan) for tensor in (query, key, value))
     shared, groups = query.shape[2] // key.shape[2], key.shape[2]
     for q, k in sequences(query, key, lengths):
@@ -70,7 +70,7 @@ def cudnn_backward(*tensors_and_scale) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def put_in_place() -> None:
-    """In this process from here on, for every device."""
+    """Replaces the kernels in this process, for every device."""
     for function in (flash_forward, flash_backward, cudnn_forward, cudnn_backward):
         setattr(kernels, function.__name__, function)
     kernels.cudnn_takes = lambda *heads: True  # type: ignore[assignment]

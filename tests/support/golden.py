@@ -1,4 +1,7 @@
-"""Small models of the published release, tests/data/golden: its own names, shapes, logits, losses and gradients."""
+"""Reference values of small models that Megatron-LM computed: names, shapes, logits, losses and gradients.
+
+The files are in tests/data/golden.
+"""
 
 import json
 from dataclasses import dataclass
@@ -17,7 +20,7 @@ _DATA = Path(__file__).parents[1] / "data" / "golden"
 
 @dataclass(frozen=True)
 class Golden:
-    """A model of a folder."""
+    """The reference values of one model in a folder of tests/data/golden."""
 
     folder: str
     name: str
@@ -28,15 +31,15 @@ class Golden:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Of the state dict."""
+        """Shapes in the state dict, by name."""
         return {key: shape for key, shape in self.info["state_dict"] if not key.endswith("_extra_state")}
 
     def tensors(self, kind: str) -> dict[str, Tensor]:
-        """`weights`, `io` or `grads`."""
+        """Returns the tensors of one kind: `weights`, `io` or `grads`."""
         return load_file(_DATA / self.folder / f"{self.name}.{kind}.safetensors")
 
     def check_outputs(self, model: GPTModel) -> None:
-        """Its logits and losses are the published ones; the masked mean's gradients are left in it."""
+        """Checks logits and losses. Leaves the gradients of the masked mean loss in the model."""
         io = self.tensors("io")
         inputs = {"input_ids": io["tokens"], "position_ids": io["position_ids"], "attention_mask": None}
         close("logits", model(**inputs), io["logits"])
@@ -48,7 +51,7 @@ class Golden:
         mean.backward()
 
     def check_all(self, model: GPTModel) -> None:
-        """`check_outputs`, and every parameter's gradient, under its published name."""
+        """Checks outputs (`check_outputs`), and the name and gradient of every parameter."""
         self.check_outputs(model)
         published = self.tensors("grads")
         assert {key for key, _ in model.named_parameters()} == set(published)
@@ -58,12 +61,12 @@ class Golden:
 
 
 def close(name: str, ours: Tensor, published: Tensor) -> None:
-    """The same shape and type, and the same numbers as far as the order of sums in float32 allows."""
+    """Checks that shape and type are equal, and values up to the rounding of float32 sums."""
     assert ours.shape == published.shape and ours.dtype == published.dtype, name
     error = (ours - published).abs().max() / published.abs().max()
     assert error < 1e-5, (name, error.item())
 
 
 def shapes_of(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Of its state dict."""
+    """Returns the shapes in the state dict of a model."""
     return {key: list(value.shape) for key, value in model.state_dict().items()}

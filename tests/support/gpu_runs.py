@@ -1,6 +1,6 @@
-"""Command lines of training runs that tests start on GPUs, kept where a test on a CPU can check them too.
+"""Command lines of training runs on GPUs. They stand here so that a test on a CPU can check that they are valid.
 
-Run as a program it trains once while torch refuses every wait for the device: `python gpu_runs.py [--plant] FLAGS`.
+`python gpu_runs.py [--plant] FLAGS` trains once while torch raises an error whenever the host waits for the device.
 `--plant` adds such a wait to each step, to show that it is noticed.
 """
 
@@ -29,7 +29,7 @@ FLAGS = f"""
 --train-iters {ITERATIONS} --lr 4e-4 --lr-warmup-iters 20 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
 --eval-iters 0 --split 100,0,0 --log-interval 10
 """.split()
-"""What all runs have in common. Data and tokenizer are added by the test."""
+"""Flags of all runs. The tests add data and tokenizer."""
 
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--train-iters", "10", "--lr-decay-iters", "50"]
 
@@ -51,7 +51,7 @@ RUNS = {
 
 
 class NoWaiting(Hook):
-    """Has torch raise an error when the host waits for the device, once the first steps have compiled and allocated."""
+    """From the fifth step on, makes torch raise an error when the host waits for the device."""
 
     def on_start(self, iteration: int) -> None:
         self.after_step(iteration)
@@ -66,7 +66,7 @@ class NoWaiting(Hook):
 
 
 def train_watched(flags: Sequence[str], plant: bool = False) -> int:
-    """Train with `NoWaiting` and return the number of steps; with `plant` each step reads a number of the device."""
+    """Trains with `NoWaiting` and returns the number of steps. With `plant` each step waits for the device."""
     build_hooks, step, steps = set_up.build_hooks, loop.train_step, 0
 
     def counted(*arguments: Any) -> Any:

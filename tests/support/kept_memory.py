@@ -1,4 +1,4 @@
-"""What a forward pass keeps for backward."""
+"""Measures the memory that a forward pass keeps for backward."""
 
 import gc
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that it leaves allocated, on a CPU, beside what is allocated once."""
+    """Returns the bytes still allocated on the CPU after a forward pass. Measures the second of two passes."""
     forward()
     gc.collect()  # so that nothing from before is freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

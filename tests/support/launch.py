@@ -1,4 +1,4 @@
-"""Programs of several ranks as torchrun starts them, for tests that send signals and read exit codes."""
+"""Starts programs of several ranks like torchrun, for tests that send signals and read exit codes."""
 
 import multiprocessing
 import os
@@ -18,17 +18,17 @@ from megatron.training import pretrain
 
 @dataclass
 class Program:
-    """The ranks of a program under way."""
+    """The ranks of a running program."""
 
     processes: list[ForkServerProcess]
     outputs: list[Path]
 
     def output(self, rank: int) -> str:
-        """What a rank printed so far, both streams."""
+        """Returns what a rank has printed so far to stdout and stderr."""
         return self.outputs[rank].read_text() if self.outputs[rank].exists() else ""
 
     def wait_for(self, rank: int, text: str, seconds: float = 240.0) -> None:
-        """Until a rank has printed something."""
+        """Waits until a rank has printed a text. Raises AssertionError if it ends before, or after `seconds`."""
         end = time.monotonic() + seconds
         while text not in self.output(rank):
             assert time.monotonic() < end, f"rank {rank} did not print {text!r}:\n{self.output(rank)}"
@@ -36,13 +36,13 @@ class Program:
             time.sleep(0.02)
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a signal to one rank."""
+        """Sends a signal to one rank."""
         pid = self.processes[rank].pid
         assert pid is not None
         os.kill(pid, number)
 
     def exit_codes(self, seconds: float = 240.0) -> list[int | None]:
-        """Of all ranks once they ended; None for one that has not after so long, which is then killed."""
+        """Waits for all ranks and returns their exit codes: None for a rank that is killed after `seconds`."""
         end = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
@@ -56,7 +56,8 @@ class Program:
 def launch(
     flags: str, world_size: int, folder: Path, main: Callable[[], None] | None = None, *, base: str = TINY
 ) -> Program:
-    """Start the ranks of `main` (pretrain_gpt.py's, if not given) with these flags. `world_size` 0: plain python."""
+    """Starts the ranks of `main` (default: pretrain_gpt.py) with these flags. With `world_size` 0 there is one process
+    without the variables of torchrun."""
     port = free_port()
     folder.mkdir(exist_ok=True)
     ranks = range(max(world_size, 1))

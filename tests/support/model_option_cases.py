@@ -1,4 +1,4 @@
-"""Models of `transformers` that turn every family of model options, and what describes them to ours."""
+"""Models of `transformers` that together use every kind of model option, with the equivalent settings of ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,21 +42,21 @@ THEIRS = {
 
 
 THEIR_LAYERS = {"GPTNeoX": "gpt_neox.layers", "Falcon": "transformer.h"}
-"""Where their layers are, if not in model.layers."""
+"""Path of the layers, for models of `transformers` that do not have them in model.layers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model of theirs and what describes it to ours."""
+    """One model of `transformers` and our equivalent settings."""
 
     kind: str
-    """Their name of the architecture: `{kind}Config` and `{kind}ForCausalLM`."""
+    """Name of the architecture in `transformers`: `{kind}Config` and `{kind}ForCausalLM`."""
     theirs: Mapping[str, Any] = field(default_factory=dict)
-    """Of their config, beside THEIRS."""
+    """Fields of their config, in addition to THEIRS."""
     ours: Mapping[str, Any] = field(default_factory=dict)
-    """Of TransformerConfig, beside COMMON."""
+    """Fields of our TransformerConfig, in addition to COMMON."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Of GPTModel."""
+    """Arguments of our GPTModel."""
     weights: Mapping[str, Source] = field(default_factory=lambda: llama(2))
 
 
@@ -66,11 +66,11 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
 
 WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 WINDOWED = {"window_size": (5, 0), "window_attn_skip_freq": 4}
-"""Both say: in the first three of four layers a query sees six keys."""
+"""Equivalent settings: in the first three of four layers a query sees six keys."""
 GEMMA = {**RMS, "layernorm_zero_centered_gamma": True, "activation_func": gelu_tanh}
 TIED = {"share_embeddings_and_output_weights": True}
 ROOT = torch.tensor(32.0).sqrt().item()
-"""Of the hidden size; theirs is a float32 buffer."""
+"""Square root of the hidden size, rounded to float32 like the buffer of `transformers`."""
 OLD_FALCON = {"new_decoder_architecture": False, "multi_query": True}
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.5, 2.5, 4.0, 7.5]
 

@@ -1,4 +1,4 @@
-"""Where the weights of models of `transformers` go in ours, for tests that compare with them."""
+"""Maps weights of `transformers` models to ours, for tests that compare the models."""
 
 from collections.abc import Callable
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 Get = Callable[[str], Tensor]
-"""A tensor of theirs (of one layer) by the module's path."""
+"""Returns a tensor of the `transformers` model (of one layer) by the path of its module."""
 Source = str | Callable[[Get], Tensor]
-"""Theirs for a module of ours: the path of a module, or how to make the tensor."""
+"""Source of one of our tensors: the path of their module, or a function that computes the tensor."""
 
 
 def grouped(*parts: Tensor, groups: int) -> Tensor:
-    """Rows of separate projections in the order of a joint one: for each group its part of each."""
+    """Interleaves the rows of separate projections by group, as our joint projection has them."""
     return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
 
 def llama(groups: int, **other: Source) -> dict[str, Source]:
-    """Where the weights of Llama's kind go, by our path within a layer or in the model."""
+    """Returns the sources for a model like Llama, by our path within a layer or in the model."""
     return {
         "embedding.word_embeddings": "model.embed_tokens",
         "decoder.final_layernorm": "model.norm",
@@ -50,7 +50,7 @@ POST: dict[str, Source] = {
 
 
 def with_gate(get: Get) -> Tensor:
-    """Of each query head, its rows and then its gate's."""
+    """Splits their query projection, in which each head's rows are followed by those of its gate."""
     both = get("self_attn.q_proj").unflatten(0, (4, 2, 8))
     query, gate = both[:, 0].flatten(0, 1), both[:, 1].flatten(0, 1)
     return grouped(query, gate, get("self_attn.k_proj"), get("self_attn.v_proj"), groups=2)
@@ -60,7 +60,7 @@ EXPERTS = 4
 
 
 def oss_experts() -> dict[str, Source]:
-    """Theirs are transposed, all in one tensor, with gate and up in turns."""
+    """Returns the sources of experts. Theirs are transposed, in one tensor, with alternating gate and up rows."""
     ours: dict[str, Source] = {}
     for expert in range(EXPERTS):
         path = f"mlp.experts.local_experts.{expert}"

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed in processes of their own, for one call or for many."""
+"""A pool of processes that are the ranks of one torch.distributed world and answer many calls."""
 
 import contextlib
 import faulthandler

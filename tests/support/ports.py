@@ -1,17 +1,17 @@
-"""Ports for ranks that meet through MASTER_PORT."""
+"""Finds free ports for MASTER_PORT."""
 
 import itertools
 import os
 import socket
 
 _FIRST, _LAST = 10_000, 32_000
-"""Below the ports that the system gives to outgoing connections: those of other ranks could take ours meanwhile."""
+"""These ports are below those of outgoing connections, so that no connection takes one before it is used."""
 
 _numbers = itertools.count(os.getpid() * 61)
 
 
 def free_port() -> int:
-    """A port that nobody listens at. No two calls of a process give the same, and processes begin at different ones."""
+    """Returns a free port. The calls of one process return different ports, and processes start at different ones."""
     for number in _numbers:
         port = _FIRST + number % (_LAST - _FIRST)
         with socket.socket() as probe:
@@ -20,4 +20,4 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise AssertionError("there is always another number")
+    raise AssertionError("unreachable: the numbers do not end")

@@ -1,4 +1,4 @@
-"""Small GPTs with layers that predict several tokens ahead, and one batch for them, for tests of every layout."""
+"""Small GPTs with multi-token prediction, and batches for them, for tests of all layouts."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCABULARY, ROW, ROWS = 37, 16, 2
 EDGES = [0, 5, 6, 19, ROW * ROWS]
-"""Documents of the packed form, rows laid end to end; one reaches from one row into the next."""
+"""Ends of documents in the packed batch (rows end to end). One document spans the end of a row."""
 LLAMA = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
@@ -27,7 +27,7 @@ ROPE = {"position_embedding_type": "rope"}
 
 
 def predicting_config(**settings: Any) -> TransformerConfig:
-    """A config of two layers in float64; without dropout if nothing else is asked for."""
+    """Returns a config of two layers in float64, by default without dropout."""
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "mtp_num_layers": 2}
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp64": True, "embedding_init_method_std": 0.5}
     return TransformerConfig(**{**sizes, **plain, **settings})
@@ -36,7 +36,7 @@ def predicting_config(**settings: Any) -> TransformerConfig:
 def predicting_model(
     config: TransformerConfig, groups: ProcessGroupCollection | None = None, vp_stage: int | None = None, **model: Any
 ) -> GPTModel:
-    """The model, or the part of it that a rank's chunk has."""
+    """Builds the model, or one rank's chunk of it."""
     rank = 0 if groups is None else groups.rank("pp")
     place = {"use_transformer_engine": False, "vp_stage": vp_stage, "pp_rank": rank}
     spec = get_gpt_decoder_block_spec(config, **place)
@@ -54,14 +54,14 @@ def predicting_model(
 
 @torch.no_grad()
 def randomize(model: GPTModel) -> None:
-    """Norms and biases too, so that nothing is hidden by a zero or a one."""
+    """Sets all parameters to random values, also norms and biases, since zeros and ones hide errors."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator) * 0.4)
 
 
 def whole_batch(packed: bool = False, number: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, labels and a mask with holes, [b, s], of one of many batches; packed: rows laid end to end."""
+    """Returns ids, labels and a mask with holes, [b, s], of batch `number`. Packed: rows end to end, [1, b s]."""
     generator = torch.Generator().manual_seed(1 + number)
     ids = torch.randint(VOCABULARY, (ROWS, ROW + 1), generator=generator)
     mask = torch.rand(ROWS, ROW, generator=generator)
@@ -71,7 +71,7 @@ def whole_batch(packed: bool = False, number: int = 0) -> tuple[Tensor, Tensor, 
 
 
 def tokens_of(packed: bool = False, part: Any = None) -> Tokens:
-    """What the batch's tokens are, or a context parallel rank's part of them."""
+    """Returns the `Tokens` of the batch, or of a context parallel rank's part."""
     length, rows = (ROW * ROWS, 1) if packed else (ROW, ROWS)
     return Tokens(
         length // (1 if part is None else part.size),

@@ -1,4 +1,4 @@
-"""Run a function on the ranks of a small gloo world, in processes of their own."""
+"""Runs a function on the ranks of a small gloo world, each in a process of its own."""
 
 from collections.abc import Callable
 from typing import Any

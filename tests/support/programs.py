@@ -1,13 +1,13 @@
-"""Run Python programs as forks of a process that has imported everything: `PYTHON script.py` in 0.1 s instead of 3 s.
+"""Runs Python programs as forks of a process that has imported everything: `python script.py` in 0.1 s, not 3 s.
 
-`commands()` is a folder with a `python` and a `torchrun` that a test calls as it would call the real ones: with
+`commands()` returns a folder with a `python` and a `torchrun` that a test calls like the real ones: with
 subprocess, or in bash with the folder first on PATH. They hand their arguments, working directory, environment and open
 files to a server, which forks a process that becomes the program (`support.become`). Signals to the command reach the
 program, and the command ends as the program does.
 
-What differs from the real interpreter: imported modules are those of the server, and a script that forgets an import
-may not be noticed. `tests/tools/test_programs.py` runs every tool with its own imports. Not for tests of memory, of
-import times or of variables that a module reads while it is imported.
+One thing differs from the real interpreter: modules are imported already, so a missing import may not be noticed.
+`tests/tools/test_programs.py` runs every tool with its own imports. Do not use this for tests of memory, of import
+times, or of environment variables that a module reads at import.
 """
 
 import atexit
@@ -62,7 +62,7 @@ _FRESH = "python-fresh"
 
 @cache
 def commands() -> Path:
-    """The folder of `python` and `torchrun`. Starts the server at the first call; it ends with this process."""
+    """Returns the folder with `python` and `torchrun`. The first call starts the server; it ends with this process."""
     folder = Path(tempfile.mkdtemp(prefix="programs-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     address = str(folder / "socket")
@@ -81,7 +81,7 @@ def commands() -> Path:
 
 
 def python(*, fresh: bool = False) -> str:
-    """The command to use instead of `sys.executable`. `fresh`: this repository's modules are imported anew."""
+    """Returns the command to use instead of `sys.executable`. `fresh`: imports this repository's modules again."""
     return str(commands() / (_FRESH if fresh else "python"))
 
 
@@ -92,7 +92,7 @@ def _serve(address: str, executable: str, listening: Any) -> None:
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     clients: dict[int, socket.socket] = {}
-    """By process id."""
+    """Connections of running programs, by process id."""
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(address)
         listener.listen(64)
@@ -130,7 +130,7 @@ def _report_ended(clients: dict[int, socket.socket], selector: selectors.BaseSel
 
 
 def _start(client: socket.socket, executable: str, closing: list[Any], descriptors: list[int]) -> int:
-    """Forks the program that a command asks for; its process id."""
+    """Forks the program that a command asks for and returns its process id."""
     _, files, _, _ = socket.recv_fds(client, 1, 3)
     with client.makefile() as text:
         request = json.loads(text.readline())
@@ -155,7 +155,7 @@ def _start(client: socket.socket, executable: str, closing: list[Any], descripto
             become.forget_ours()
         code = become.become(request["words"], request["folder"], request["environment"], files)
         become.leave(code)
-    except BaseException:  # of this file and `become`, not of the program
+    except BaseException:  # an error of this file or of `become`, not of the program
         os.write(files[2], traceback.format_exc().encode())
     finally:
         os._exit(code)

@@ -1,4 +1,4 @@
-"""A GPT written out plainly, to compare the product with: no shared code, no fused operation, one head at a time.
+"""A plainly written GPT to compare the product with: no shared code, no fused operation, one head at a time.
 
 It takes a state dict of the product's names and the same settings, and computes in the weights' type.
 """
@@ -12,18 +12,18 @@ from torch import Tensor
 def reference_logits(
     weights: dict[str, Tensor], config, model: dict, tokens: Tensor, positions: Tensor | None = None, hidden_pairs=None
 ) -> Tensor:
-    """Logits [b, s, V]. `model`: the keywords of GPTModel. `hidden_pairs` bool [b, s, s]: hidden beside the causal
-    ones."""
+    """Returns logits [b, s, V]. `model` has the keywords of GPTModel. `hidden_pairs`, bool [b, s, s], hides pairs of
+    tokens in addition to the causal mask."""
     return head(reference_hidden(weights, config, model, tokens, positions, hidden_pairs), weights, model)
 
 
 def reference_hidden(
     weights: dict[str, Tensor], config, model: dict, tokens: Tensor, positions: Tensor | None = None, hidden_pairs=None
 ) -> Tensor:
-    """What the head reads, [b, s, h]."""
+    """Returns the input of the output layer, [b, s, h]."""
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape) if positions is None else positions
     x = embed(weights, model, tokens, positions)
-    angles, seen = launch_environment(config, model, positions, hidden_pairs)
+    angles, seen = angles_and_visible(config, model, positions, hidden_pairs)
     for number in range(config.num_layers):
         x = layer(x, below(weights, f"decoder.layers.{number}."), config, angles, seen, number + 1)
     return norm(x, weights, "decoder.final_layernorm.", config)
@@ -41,16 +41,16 @@ def reference_predictions(
     documents: Tensor,
     hidden_pairs=None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each depth of multi-token prediction the sum of its losses and the sum of its mask. `hidden` [b, s, h]: what
-    the head reads. `documents` [b, s]: a number for each document; nothing is predicted from one about another."""
-    angles, seen = launch_environment(config, model, positions, hidden_pairs)
+    """Returns (sum of losses, sum of mask) for each depth of multi-token prediction. `hidden`, [b, s, h], is the input
+    of the output layer. `documents`, [b, s], numbers the documents; predictions do not cross documents."""
+    angles, seen = angles_and_visible(config, model, positions, hidden_pairs)
     found = []
     for depth in range(1, config.mtp_num_layers + 1):
         ids, places, wanted, counted = (ahead(row, depth, documents) for row in (tokens, positions, labels, mask))
         part = below(weights, f"mtp.layers.{depth - 1}.")
         e = norm(embed(weights, model, ids, places), part, "enorm.", config)
         x = torch.cat([e, norm(hidden, part, "hnorm.", config)], -1) @ part["eh_proj.weight"].T
-        number = config.num_layers  # as the last, where layers differ
+        number = config.num_layers  # if layers differ, like the last layer
         x = layer(x, below(part, "transformer_layer."), config, angles, seen, number)
         hidden = norm(x, part, "final_layernorm.", config)
         losses = reference_loss(head(hidden, weights, model), wanted)
@@ -59,7 +59,7 @@ def reference_predictions(
 
 
 def ahead(row: Tensor, places: int, documents: Tensor) -> Tensor:
-    """What stands so many places on in each row [b, s], within a document; 0 where there is nothing."""
+    """Returns each row [b, s] shifted left by `places` within its documents; 0 past the end of a document."""
     moved = torch.zeros_like(row)
     for b, s in torch.cartesian_prod(torch.arange(row.shape[0]), torch.arange(row.shape[1] - places)).tolist():
         if documents[b, s] == documents[b, s + places]:
@@ -68,7 +68,7 @@ def ahead(row: Tensor, places: int, documents: Tensor) -> Tensor:
 
 
 def below(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Weights whose names begin so, without it."""
+    """Returns the weights whose names begin with a prefix, under their names without it."""
     return {name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
 
 
@@ -79,8 +79,8 @@ def embed(weights: dict[str, Tensor], model: dict, tokens: Tensor, positions: Te
     return x
 
 
-def launch_environment(config, model: dict, positions: Tensor, hidden_pairs=None) -> tuple[Tensor | None, Tensor]:
-    """Angles of rotary positions, if there are any, and which pairs [b, s, s] see each other."""
+def angles_and_visible(config, model: dict, positions: Tensor, hidden_pairs=None) -> tuple[Tensor | None, Tensor]:
+    """Returns rotary angles (or None), and the bool mask [b, s, s] of pairs that see each other."""
     b, s = positions.shape
     rotary = model.get("position_embedding_type", "learned_absolute") == "rope"
     angles = rope_angles(config, model, positions) if rotary else None
@@ -104,7 +104,7 @@ def head(x: Tensor, weights: dict[str, Tensor], model: dict) -> Tensor:
 
 
 def reference_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Loss of each token."""
+    """Returns the loss of each token."""
     probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
     return -probabilities.log().gather(-1, labels[..., None])[..., 0]
 
@@ -195,7 +195,7 @@ def mlp(x: Tensor, weights: dict[str, Tensor], config) -> Tensor:
 
 
 def rope_angles(config, model: dict, positions: Tensor) -> Tensor:
-    """[b, s, r/2]; in float32, as published."""
+    """Returns rotary angles [b, s, r/2], computed in float32 like Megatron-LM."""
     r = int(config.kv_channels * model.get("rotary_percent", 1.0))
     base = torch.tensor(float(model.get("rotary_base", 10000)))
     frequencies = []

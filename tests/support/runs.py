@@ -1,4 +1,4 @@
-"""Whole runs of tiny models, in this process or on the ranks of a small world, and all that became of them."""
+"""Trains tiny models, in this process or on the ranks of a small world, and records the results."""
 
 import contextlib
 import sys
@@ -27,7 +27,7 @@ from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed
 from megatron.training.providers import Providers
 from megatron.training.trainer import Trainer
 
-torch.set_num_threads(1)  # tiny products: threads would only wait for each other
+torch.set_num_threads(1)  # the models are too small for several threads
 
 GPT = Providers(pretrain_gpt.build_model, pretrain_gpt.build_datasets, pretrain_gpt.build_forward_step)
 
@@ -36,39 +36,39 @@ TINY = (
     "--micro-batch-size 1 --global-batch-size 4 --lr 1e-2 --num-workers 0 --log-interval 100 "
     "--tokenizer-type NullTokenizer --vocab-size 40 --split 80,10,10 --eval-iters 1"
 )
-"""A model of two layers and batches of four; data and length are to be added."""
+"""Flags of a model of two layers with batches of four. Data and length of the run must be added."""
 
 
 @dataclass
 class Piece:
-    """A contiguous run of a canonical tensor, as one rank held it."""
+    """A contiguous range of a canonical tensor, as one rank held it."""
 
     name: str
     global_shape: tuple[int, ...]
     box: Box
     start: int
-    """Place in the box of the first element."""
+    """Index of the first element in the box."""
     values: Tensor
-    """One-dimensional."""
+    """Values, one-dimensional."""
 
 
 @dataclass
 class Outcome:
-    """What became of a run, as one rank knows it."""
+    """Results of a run on one rank."""
 
     decision: ExitDecision | None = None
     place: dict[str, int] = field(default_factory=dict)
-    """Where the rank stands along each axis of the dense grid."""
+    """Coordinate of the rank on each axis of the dense grid."""
     logs: bool = True
-    """It is the rank that prints the log line."""
+    """Whether this rank prints the log line."""
     steps: list[StepRecord] = field(default_factory=list)
     lines: list[LogRecord] = field(default_factory=list)
     validations: list[ValidationRecord] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     sample_ids: list[list[list[int]]] = field(default_factory=list)
-    """By iteration and micro-batch."""
+    """Sample ids by iteration and micro-batch."""
     at_start: dict[str, Any] = field(default_factory=dict)
-    """Everything that a checkpoint holds, before the first step."""
+    """Everything that a checkpoint contains, before the first step."""
     at_end: dict[str, Any] = field(default_factory=dict)
     pieces_at_start: list[Piece] = field(default_factory=list)
     """Weights and optimizer state that this rank holds, before the first step."""
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class _Recorder(Hook, LogWriter):
-    """Writes a run's story into an outcome."""
+    """Records a run in an outcome."""
 
     def __init__(self, run: Trainer, outcome: Outcome) -> None:
         self.run, self.outcome = run, outcome
@@ -120,7 +120,7 @@ class _Recorder(Hook, LogWriter):
 
 
 def everything(run: Trainer) -> dict[str, Any]:
-    """All state of a run by name: weights, optimizer, schedule, counts. For one layout: see `pieces` for others."""
+    """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `pieces`."""
     weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in run.checkpoints.weights(run.model)}
     optimizer = run.optimizer.state_dict()
     rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
@@ -128,14 +128,14 @@ def everything(run: Trainer) -> dict[str, Any]:
 
 
 def pieces(run: Trainer) -> list[Piece]:
-    """Copies of what this rank would write into a checkpoint, and of what others would write in its stead."""
+    """Copies all tensors that this rank holds for a checkpoint, also those that another rank would write."""
     held = [(f"weight {chunk.name}", chunk) for chunk in run.checkpoints.weights(run.model)]
     held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
     return [Piece(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held]
 
 
 def gathered(held: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
-    """Whole canonical tensors from the pieces of all ranks. Copies must be equal to the bit, and nothing missing."""
+    """Joins the pieces of all ranks into whole canonical tensors. Checks that replicas are bit-equal, all there."""
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for piece in (piece for pieces_of_rank in held for piece in pieces_of_rank):
@@ -153,17 +153,17 @@ def gathered(held: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
 
 
 def state_at_start(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
-    """Whole weights and optimizer state before the first step, whatever the layout."""
+    """Returns whole weights and optimizer state before the first step, for any layout."""
     return gathered(rank.pieces_at_start for rank in ranks)
 
 
 def state_at_end(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
-    """Whole weights and optimizer state after the last step, whatever the layout."""
+    """Returns whole weights and optimizer state after the last step, for any layout."""
     return gathered(rank.pieces_at_end for rank in ranks)
 
 
 def logger_of(ranks: Sequence[Outcome]) -> Outcome:
-    """The run as the one rank saw it that prints the log line."""
+    """Returns the outcome of the rank that prints the log line."""
     (outcome,) = (rank for rank in ranks if rank.logs)
     return outcome
 
@@ -176,8 +176,8 @@ def train(
     before: Callable[[Trainer], None] = lambda run: None,
     seconds_ago: float = 0.0,
 ) -> Outcome:
-    """A run of this process's rank, told by flags, whose program started so many seconds ago. `before` may tamper with
-    the run that was set up."""
+    """Trains with these flags on this process's rank. `before` may change the run after its setup. The program counts
+    as started `seconds_ago`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
@@ -187,7 +187,7 @@ def train(
 
 
 def run_script(flags: str, *arguments: Any, base: str = TINY, **keywords: Any) -> Outcome:
-    """What became of `pretrain(...)` as a script calls it, in this process."""
+    """Calls `pretrain(...)` like a script, in this process, and returns the outcome."""
     outcome = Outcome()
     words = ["script.py", *f"{base} {flags}".split()]
     with _remembered(outcome, lambda run: None), mock.patch.object(sys, "argv", words):
@@ -212,12 +212,12 @@ def _remembered(outcome: Outcome, before: Callable[[Trainer], None]) -> Iterator
 
 
 def train_on_ranks(flags: str, world_size: int, *, base: str = TINY) -> list[Outcome]:
-    """The same on every rank of a world of processes."""
+    """Trains on every rank of a world of processes and returns the outcomes in rank order."""
     return [outcomes[0] for outcomes in train_all_on_ranks([flags], world_size, base=base)]
 
 
 def train_all_on_ranks(flags: Sequence[str], world_size: int, *, base: str = TINY) -> list[list[Outcome]]:
-    """Several runs, one after the other, in one world; outcomes by rank, then by run."""
+    """Trains several runs, one after the other, in one world. Returns outcomes by rank, then by run."""
     return run_on_ranks(_train_all, world_size, list(flags), base)
 
 
@@ -226,7 +226,7 @@ def _train_all(flags: list[str], base: str) -> list[Outcome]:
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names under which two states are not equal to the bit."""
+    """Returns the names whose values are not bit-equal in two states."""
 
     def same(x: Any, y: Any) -> bool:
         if isinstance(x, Tensor):
@@ -237,8 +237,8 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def stream(ranks: Sequence[Outcome]) -> list[int]:
-    """Sample ids in the order of the run: iteration, micro-batch, data parallel rank, row. Ranks that compute on the
-    same samples must have drawn the same."""
+    """Returns sample ids in the order of the run: iteration, micro-batch, data parallel rank, row. Checks that ranks
+    which should have the same samples do."""
     replicas = [[rank for rank in ranks if rank.place["dp"] == dp] for dp in range(ranks[-1].place["dp"] + 1)]
     assert all(rank.sample_ids == replica[0].sample_ids for replica in replicas for rank in replica)
     return [
@@ -251,7 +251,7 @@ def stream(ranks: Sequence[Outcome]) -> list[int]:
 
 
 def write_documents(prefix: Path, documents: int = 300, vocabulary: int = 40, seed: int = 0) -> str:
-    """A small corpus of very uneven documents for NullTokenizer --vocab-size 40, whose last id ends a document."""
+    """Writes a small corpus of documents of very different lengths, for NullTokenizer --vocab-size 40."""
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
         for _ in range(documents):

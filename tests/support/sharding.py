@@ -1,4 +1,4 @@
-"""A small model under every strategy of its data parallel units, for tests of what the strategies share."""
+"""A small model under every data parallel sharding strategy, for tests that all strategies must pass."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 
 SAMPLES = 8
-"""Of a step."""
+"""Samples of a step."""
 
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 _FULL = {"use_megatron_fsdp": True}
@@ -27,10 +27,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "optim_grads, plain": {**_FULL, "data_parallel_sharding_strategy": "optim_grads"},
     "optim_grads_params, plain": {**_FULL, "data_parallel_sharding_strategy": "optim_grads_params"},
 }
-"""Settings of DistributedDataParallelConfig; nothing is overlapped where it says plain."""
+"""Settings of DistributedDataParallelConfig. Those named `plain` overlap no communication."""
 
 Pieces = dict[tuple[str, tuple[int, int]], Tensor]
-"""What a rank holds: (name, elements of the box) -> values."""
+"""Values that a rank holds, by (name, range of elements in the box)."""
 
 
 def groups_of(ranks: int, instances: int = 1, **sizes: int) -> ProcessGroupCollection:
@@ -39,7 +39,7 @@ def groups_of(ranks: int, instances: int = 1, **sizes: int) -> ProcessGroupColle
 
 
 def small_model(dtype: torch.dtype = torch.float64, per_token: bool = False, tied: bool = True) -> SmallModel:
-    """Every parameter random, norms too."""
+    """Returns a model with random parameters, also in norms."""
     model = SmallModel(dtype=dtype, padded=3, per_token=per_token, tied=tied)
     with torch.no_grad():
         for number, layer in enumerate(model.layers):
@@ -59,7 +59,7 @@ def wrap(
 
 
 def backward(ddp: DistributedDataParallel, step: int, micro_batches: int, per_token: bool = False) -> Tensor:
-    """This rank's part of a step's samples; returns its number of tokens."""
+    """Runs forward and backward for this rank's samples of a step. Returns their number of tokens."""
     place, ranks = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
     per = SAMPLES // (ranks * micro_batches)
     tokens = torch.zeros(())
@@ -80,7 +80,7 @@ def pieces(chunks: "list[Chunk] | Any") -> Pieces:
 
 
 def joined(ranks: list[Pieces]) -> dict[str, Tensor]:
-    """Whole tensors, flat, from the pieces of all ranks; pieces that several ranks hold are equal to the bit."""
+    """Joins the pieces of all ranks into whole flat tensors. Checks that replicas are bit-equal and all is there."""
     found: dict[str, dict[tuple[int, int], Tensor]] = {}
     for rank in ranks:
         for (name, place), values in rank.items():

@@ -1,4 +1,4 @@
-"""Small models whose parameters feed gradient main_grads, for tests of what happens around a model."""
+"""Small models that accumulate into main gradients, for tests of data parallelism and optimizers."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,7 @@ class SmallModel(nn.Module):
 
 
 def batch(sample: int, vocabulary: int = 13, rows: int = 1, length: int = 5) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, labels and mask of the samples that start at number `sample`: functions of the number alone."""
+    """Returns ids, labels and mask of `rows` samples from number `sample` on. They depend only on these numbers."""
     all_rows = []
     for row in range(sample, sample + rows):
         generator = torch.Generator().manual_seed(1000 + row)

@@ -1,4 +1,4 @@
-"""One batch, and the loss of a rank's part of it, for tests of split rows; packed: rows laid end to end."""
+"""One batch, and the loss of a rank's part of it, for tests of context parallelism."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from megatron.core.tokens import RngPosition, Tokens
 
 VOCABULARY, ROW, ROWS = 37, 16, 2
 _EDGES = [0, 5, 6, 17, 30, ROW * ROWS]
-"""Documents of the packed form; one reaches from one row into the next."""
+"""Ends of documents in the packed batch (rows end to end). One document spans the end of a row."""
 
 
 def loss_of_part(model: GPTModel, groups: ProcessGroupCollection | None, packed: bool) -> Tensor:
-    """The weighted sum of the losses of this rank's tokens (None: all are its), its gradients left in the model."""
+    """Returns the weighted sum of losses of this rank's tokens (without groups: of all) after its backward."""
     part = None if groups is None else sequence_part(groups)
     generator = torch.Generator().manual_seed(1)
     shape = (1, ROW * ROWS) if packed else (ROWS, ROW)

@@ -1,4 +1,4 @@
-"""Which tests run together in a worker, and in which order they begin."""
+"""Tests are grouped by file or parity model, and slow ones start first."""
 
 import pytest
 from support.distribution import is_quick, place_of, scope_of
@@ -16,11 +16,11 @@ from support.distribution import is_quick, place_of, scope_of
         ("tests/parity/test_mutations.py::test_there_are_twenty", "tests/parity/test_mutations.py"),
     ],
 )
-def test_files_stay_whole_and_cells_go_by_model(nodeid: str, scope: str) -> None:
+def test_scope_is_the_file_or_the_model_of_a_cell(nodeid: str, scope: str) -> None:
     assert scope_of(nodeid) == scope
 
 
-def test_tests_of_minutes_stand_alone_and_begin_first() -> None:
+def test_slow_tests_are_separate_and_start_first() -> None:
     page = "tests/docs/test_commands.py::test_commands_of_page_run[docs/moe.md]"
     bug = "tests/parity/test_mutations.py::test_a_planted_bug_is_caught[x]"
     assert (scope_of(page), scope_of(bug)) == (page, bug)

@@ -1,4 +1,4 @@
-"""The pool: calls of some ranks, failures that name themselves, a new world after one, nothing left behind."""
+"""The pool runs calls on some ranks, reports failures by rank, starts anew after one, and leaves nothing behind."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def sum_of_ranks(offset: float) -> tuple[float, int]:
 def fail_on_one() -> None:
     if dist.get_rank() == 1:
         raise ValueError("message of rank 1")
-    dist.barrier()  # rank 1 never comes
+    dist.barrier()  # rank 1 never calls it
 
 
 def fail_on_all() -> None:
@@ -49,7 +49,7 @@ def hang_on_one() -> None:
         threading.Event().wait()
 
 
-def test_processes_live_through_calls(small: Pool) -> None:
+def test_processes_are_kept_between_calls(small: Pool) -> None:
     first = small.run(sum_of_ranks, 2, 0.5)
     again = small.run(sum_of_ranks, 2, 1.5)
     assert [total for total, _ in first] == [2.0, 2.0] and [total for total, _ in again] == [4.0, 4.0]
@@ -66,7 +66,7 @@ def test_a_failure_names_rank_and_cause_and_the_next_call_has_a_new_world(small:
     assert not {process for _, process in before} & {process for _, process in after}
 
 
-def test_every_rank_that_fails_is_heard(small: Pool) -> None:
+def test_an_error_has_the_text_of_every_failed_rank(small: Pool) -> None:
     for _ in range(5):
         with pytest.raises(AssertionError) as caught:
             small.run(fail_on_all, 3)
@@ -78,12 +78,12 @@ def test_a_rank_that_ends_is_named_with_its_exit_code(small: Pool) -> None:
         small.run(die_on_one, 2)
 
 
-def test_a_hang_is_shown_where_it_is() -> None:
+def test_a_hang_is_reported_with_its_stack() -> None:
     with Pool(2, seconds=1.0) as pool, pytest.raises(AssertionError, match=r"rank 0: no answer(.|\n)*hang_on_one"):
         pool.run(hang_on_one, 2)
 
 
-def test_closing_leaves_nothing(small: Pool) -> None:
+def test_close_ends_all_processes(small: Pool) -> None:
     processes = [process for _, process in small.run(sum_of_ranks, 2, 0.5)]
     small.close()
     for process in processes:
@@ -104,10 +104,10 @@ def look_around() -> tuple[object, ...]:
     return variables, os.getcwd(), sys.argv, torch.get_default_dtype(), torch.initial_seed(), threading.active_count()
 
 
-def test_a_world_finds_nothing_of_the_worlds_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_world_does_not_inherit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     before = run_on_ranks(look_around, 2)
     run_on_ranks(change_everything, 2)
-    monkeypatch.setenv("LEFT_BY_A_TEST", "1")  # processes have the session's environment, whoever starts their server
+    monkeypatch.setenv("LEFT_BY_A_TEST", "1")  # processes get the environment of the session
     assert run_on_ranks(look_around, 2) == before
 
 
@@ -117,7 +117,7 @@ def missing() -> set[str]:
     return set(server.MODULES) - set(sys.modules)
 
 
-def test_processes_start_with_what_is_slow_to_import() -> None:
+def test_processes_start_with_slow_modules_imported() -> None:
     assert run_on_ranks(missing, 1) == [set()]
 
 
@@ -127,7 +127,7 @@ def tensors() -> list[torch.Tensor]:
     return [*kinds, grid.T, grid[:, 1:], torch.tensor(2.5), torch.empty(0, 3), grid.clone().requires_grad_()]
 
 
-def test_tensors_arrive_as_they_are() -> None:
+def test_tensors_are_returned_unchanged() -> None:
     (found,) = run_on_ranks(tensors, 1)
     for tensor, expected in zip(found, tensors(), strict=True):
         assert torch.equal(tensor, expected) and tensor.dtype == expected.dtype

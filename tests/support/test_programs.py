@@ -1,4 +1,4 @@
-"""Programs that are forks: they see what a program of the real interpreter sees, and end as it would."""
+"""Programs that run as forks behave like programs of the real interpreter."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_as_the_real_interpreter(name: str, tmp_path: Path) -> None:
+def test_a_fork_behaves_like_the_real_interpreter(name: str, tmp_path: Path) -> None:
     code, expected = EXAMPLES[name]
     variables = {**os.environ, "TOLD": "something"}
     real, ours = (
@@ -79,12 +79,12 @@ def test_signals_reach_the_program_and_a_killed_command_ends_it() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.kill()
-    assert process.stdout.read() == ""  # at its end: the program has closed it too
+    assert process.stdout.read() == ""  # end of file: the program has closed it too
     process.wait()
     process.stdout.close()
 
 
-def test_nothing_of_a_program_is_left_for_the_next() -> None:
+def test_programs_do_not_influence_each_other() -> None:
     change = "import os, torch, megatron.core as core; os.environ['LEFT'] = core.left = '1'; torch.manual_seed(1)"
     look = "import os, megatron.core as core; print(hasattr(core, 'left'), 'LEFT' in os.environ)"
     assert subprocess.run([python(), "-c", change]).returncode == 0

@@ -1,4 +1,4 @@
-"""Text that is hard to cut into words."""
+"""Text that is difficult for tokenizers."""
 
 from hypothesis import strategies as st
 
@@ -8,7 +8,7 @@ _WORDS = ["0", "12", "1234567", "½", "Ⅷ", "٣", "x", "abc", "ÀÉ", "ß", "ſ
 _SIGNS = ["😀", "👩‍👩‍👧", ".", "!!", "__", "/", "//\n", "<|endoftext|>", "\U000e0041", "\U0010ffff"]
 
 TRICKY = _QUOTES + _SPACES + _WORDS + _SIGNS
-"""Quotes, blanks of all kinds, line ends, digits, letters of several widths, and marks that join them."""
+"""Contractions, all kinds of blanks and line ends, digits, letters of one to four bytes, combining marks, emoji."""
 
 texts = st.lists(st.one_of(st.sampled_from(TRICKY), st.text(max_size=6)), max_size=30).map("".join)
-"""Random text that is rich in such pieces."""
+"""Hypothesis strategy: random text with many of these strings."""

@@ -1,4 +1,4 @@
-"""Run in a process of its own, with TRITON_INTERPRET=1 or on a GPU: Triton kernels against their definitions."""
+"""Compares Triton kernels with their torch definitions, in a process with TRITON_INTERPRET=1 or on a GPU."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def bias_dropout_residual() -> None:
         for expected, ours in zip(*results, strict=True):
             if expected is not None:
                 assert expected.dtype == ours.dtype
-                # Triton's interpreter cuts bfloat16 off where it should round.
+                # Triton's interpreter truncates to bfloat16 instead of rounding.
                 cut = DEVICE.type == "cpu" and torch.bfloat16 in (dtype, residual)
                 tolerance = 2**-6 if cut else 1e-6
                 assert (expected - ours).abs().max() <= tolerance * expected.abs().max(), (dtype, bias, residual, width)
@@ -69,7 +69,7 @@ def losses() -> None:
             results.append((loss, leaf.grad))
         for loss, gradient in results[1:]:
             assert (loss - results[0][0]).abs().max() < 1e-5 * results[0][0].abs().max() and loss[1] == 0
-            tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5  # of bfloat16, a unit in the last place
+            tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5  # bfloat16: one unit in the last place
             assert (gradient - results[0][1]).abs().max() < tolerance * weight.max()
             assert not gradient[1].any() and not gradient[:, vocab_size:].any()
         beyond = torch.full_like(labels, vocab_size)

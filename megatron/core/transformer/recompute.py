@@ -25,7 +25,7 @@ from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils.recomputed import ForgottenOutput, ForgottenResults, Recomputed
+from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Recomputed
 
 
 def recompute_activations(block: nn.Module, config: TransformerConfig, tp_group: Group = None) -> None:
@@ -117,17 +117,17 @@ def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
 def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
     parallel = _part(layer, "layernorm", "is_parallel")
     for norm, reader in (("input_layernorm", "add_attention"), ("pre_mlp_layernorm", "add_mlp")):
-        _forget_norm(layer, _part(layer, "layernorm", norm), "add_attention_and_mlp" if parallel else reader)
+        _discard_norm(layer, _part(layer, "layernorm", norm), "add_attention_and_mlp" if parallel else reader)
     if getattr(layer, "has_cross_attention", False):
-        _forget_norm(layer, layer.pre_cross_attn_layernorm, "add_cross_attention")
+        _discard_norm(layer, layer.pre_cross_attn_layernorm, "add_cross_attention")
 
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
     """Keeps none of the queries, keys and values that are computed from latents."""
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")
-    forgotten = ForgottenResults(expand, core_attention.forward)
-    layer.self_attention.expand, core_attention.forward = forgotten.compute, forgotten
+    discarded = DiscardedResults(expand, core_attention.forward)
+    layer.self_attention.expand, core_attention.forward = discarded.compute, discarded
 
 
 def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
@@ -143,7 +143,7 @@ def _recompute_experts(layer: Any, modules: Sequence[str]) -> None:
 def _recompute_activations(layer: Any, modules: Sequence[str]) -> None:
     if _has_experts(layer, "moe_act") and "moe" not in modules:  # moe recomputes these with the rest
         for mlp in getattr(layer.mlp.experts, "local_experts", [layer.mlp.experts]):
-            _forget_activation(_part(mlp, "moe_act", "activate"), mlp, _part(mlp, "moe_act", "linear_fc2"))
+            _discard_activation(_part(mlp, "moe_act", "activate"), mlp, _part(mlp, "moe_act", "linear_fc2"))
 
 
 def _recompute_shared_experts(layer: Any, modules: Sequence[str]) -> None:
@@ -171,11 +171,11 @@ def _recompute(module: Any) -> None:
     module.forward = Recomputed(module.forward)
 
 
-def _forget_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
+def _discard_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
     """Keeps nothing between the two products of an MLP: neither intermediate results of the activation nor its output,
     which the second product needs for its weight gradient."""
-    forgotten = ForgottenResults(_AsTuple(Recomputed(activate)), linear_fc2.forward)
-    mlp.activate, linear_fc2.forward = _FromTuple(forgotten.compute), forgotten
+    discarded = DiscardedResults(_AsTuple(Recomputed(activate)), linear_fc2.forward)
+    mlp.activate, linear_fc2.forward = _FromTuple(discarded.compute), discarded
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,11 @@ class _FromTuple:
         return result
 
 
-def _forget_norm(layer: Any, norm: Any, reader: str) -> None:
+def _discard_norm(layer: Any, norm: Any, reader: str) -> None:
     """Keeps nothing of a norm's result, which the layer's method `reader` would save for backward."""
     if isinstance(norm, IdentityOp):
         return
     method = getattr(layer, reader)
-    forgotten = method if isinstance(method, ForgottenOutput) else ForgottenOutput(method)
-    norm.forward = forgotten.forget(norm.forward)
-    setattr(layer, reader, forgotten)
+    discarded = method if isinstance(method, DiscardedOutput) else DiscardedOutput(method)
+    norm.forward = discarded.discard(norm.forward)
+    setattr(layer, reader, discarded)

@@ -1,9 +1,9 @@
-"""Forgetting what backward needs, and computing it again when it does (Chen et al. 2016, arXiv:1604.06174).
+"""Activation recomputation (Chen et al. 2016, arXiv:1604.06174): discards results in forward, computes them again in
+backward.
 
-The numbers are those of a run that keeps everything, to the bit: what is computed again is a function of what was kept
-(masks of dropout are functions of their place), draws from torch's generators, which a user's own module may make, are
-repeated, and what must not happen twice is said by `once`. Objects here stand in place of a function; they copy with
-the model that they are a part of.
+Results are bit-equal to those of a run that keeps everything. Dropout masks are functions of the token's position, the
+state of torch's generators (which a user's module may use) is restored, and effects that must not happen twice use
+`run_once_under_recompute`. The classes wrap a function and are called in its place. A copy of the model copies them.
 """
 
 import functools
@@ -22,10 +22,10 @@ from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_r
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A function that keeps its arguments for backward, and none of its intermediate results.
+    """Wraps a function so that it keeps only its arguments for backward, which computes the function again.
 
-    Of tensors among the positional arguments, which are equal on all ranks of `spread_over`, each of these keeps its
-    part; backward gathers the whole. So all of the group call it alike.
+    With a group `spread_over`, whose ranks have equal arguments, each rank keeps one part of every positional tensor,
+    and backward gathers the parts. All ranks of the group must then make the same calls.
     """
 
     function: Callable[..., Any]
@@ -34,13 +34,13 @@ class Recomputed:
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.function(*inputs, **keywords)
-        # Within another recomputed function, both of whose passes come here, the values of its first pass hold.
+        # Inside another recomputed function this code runs twice; the second pass uses the cached values of the first.
         name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         key = (getattr(self.function, "__self__", None), "recomputed " + name)
         keywords["context_fn"] = run_once_under_recompute(key, RecomputeCache).passes
         if group_size(self.spread_over) == 1:
             return checkpoint(self.function, *inputs, use_reentrant=False, **keywords)
-        # The arguments are saved as tensors of a graph are, under these hooks; what is inside, under torch's own.
+        # These hooks apply to the arguments; torch's own hooks apply to tensors inside the function.
         with saved_tensors_hooks(self._keep, self._give):
             return checkpoint(self.function, *inputs, use_reentrant=False, **keywords)
 
@@ -64,31 +64,31 @@ class _Share:
     shape: torch.Size
 
 
-class ForgottenOutput:
-    """Functions whose results nobody keeps: who saves one for backward saves how to compute it again.
+class DiscardedOutput:
+    """Discards results of cheap functions that an expensive function `within` would save for backward.
 
-    For a cheap function before an expensive one, such as a norm before a product: the product's input is the norm's
-    result, which is as large as the norm's input and which the norm's input, kept anyway, gives again. Where results
-    are used (the product) is another function, `within`; it calls the cheap ones through `compute`.
+    Example: a matrix product saves its input, which is the result of a norm. The norm's own input is kept anyway, so
+    the product can save that and compute the norm again. `within` must call the cheap functions through `compute`.
+    Calling the object calls `within`.
     """
 
     def __init__(self, within: Callable[..., Tensor]) -> None:
         self.within = within
         self._made: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = []
-        """Functions, their arguments and results, inside the call of `within` that is under way."""
+        """(function, argument, result) of each `compute` in the current call of `within`."""
 
-    def forget(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """What is to stand where a cheap function stood."""
+    def discard(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Returns a replacement for a cheap function, which calls it through `compute`."""
         return functools.partial(self.compute, function)
 
     def compute(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """A cheap function's result."""
+        """Calls a cheap function and remembers its argument and result."""
         output = function(inputs)
         self._made.append((function, inputs, output))
         return output
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """The other function."""
+        """Calls `within`. It saves arguments of cheap functions in place of their results."""
         self._made = []
         try:
             if not torch.is_grad_enabled():
@@ -111,27 +111,28 @@ class ForgottenOutput:
             return kept.function(kept.inputs).view(kept.shape)
 
 
-class ForgottenResults:
-    """A function of whose several results nobody keeps any: where `within`, a function that is called with them next,
-    saves one of them, or a view of it, for backward, it saves how to compute all of them again.
+class DiscardedResults:
+    """Discards the results of a cheap function that the next function, `within`, would save for backward.
 
-    For a cheap function whose results are much larger than its arguments, such as the projection of latents to heads.
+    If `within` saves a result or a view of one, it saves the arguments of the cheap function instead, and backward
+    computes all results again. For a cheap function whose results are much larger than its arguments, such as the
+    projection of latents to heads. Call `compute` in place of the function, then the object in place of `within`.
     """
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], within: Callable[..., Tensor]) -> None:
         self.function, self.within = function, within
         self._made: _Again | None = None
-        """Of the last call of `compute`, until `within` has returned."""
+        """The last call of `compute`, until `within` starts."""
 
     def compute(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """The first function: it stands where the function stood."""
+        """Calls the cheap function and remembers its arguments."""
         results = self.function(*inputs)
         if torch.is_grad_enabled():
             self._made = _Again(self.function, inputs, results)
         return results
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """The other function."""
+        """Calls `within` with hooks that save the results of the last `compute` as recipes."""
         made, self._made = self._made, None
         if made is None:
             return self.within(*inputs, **keywords)
@@ -143,7 +144,7 @@ class ForgottenResults:
 
 
 class _Again:
-    """One call of a function whose results are forgotten."""
+    """One call of a function whose results are discarded and computed again in backward."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Any, results: tuple[Tensor, ...]) -> None:
         self.function, self.results = function, results
@@ -152,7 +153,7 @@ class _Again:
         self._computed: tuple[Tensor, ...] = ()
 
     def keep(self, tensor: Tensor) -> "Tensor | _View":
-        """What is saved in a tensor's place."""
+        """Returns what autograd saves for a tensor: a `_View` if it is a view of a result, else the tensor."""
         place = tensor.untyped_storage().data_ptr()
         for number, result in enumerate(self.results):
             if place and result.untyped_storage().data_ptr() == place and result.dtype is tensor.dtype:
@@ -162,7 +163,7 @@ class _Again:
         return tensor
 
     def view(self, view: "_View") -> Tensor:
-        """Compute the results again, if they are not there: they stay until every view of them was asked for."""
+        """Returns a view of a result. The first call computes all results; they are freed after the last saved view."""
         if not self._computed:
             with torch.no_grad():
                 self._computed = self.function(*self.inputs)
@@ -175,14 +176,14 @@ class _Again:
 
 @dataclass(frozen=True)
 class _View:
-    """A view of one of the results of a call."""
+    """Describes a view of one result of a call."""
 
     call: _Again
     number: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Elements of memory between the result's first and the view's."""
+    """Storage offset of the view relative to the result, in elements."""
 
 
 def _give(kept: "Tensor | _View") -> Tensor:
@@ -191,7 +192,7 @@ def _give(kept: "Tensor | _View") -> Tensor:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What a forgotten result is computed from."""
+    """The function and argument that give a discarded result."""
 
     function: Callable[[Tensor], Tensor]
     inputs: Tensor
@@ -199,7 +200,7 @@ class _Recipe:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Two living tensors have the same elements in the same order; their shapes may differ."""
+    """Tells whether two tensors have the same memory, type and order of elements. Their shapes may differ."""
     if not (a.is_contiguous() and b.is_contiguous()):
         return False
     return (a.data_ptr(), a.numel(), a.dtype) == (b.data_ptr(), b.numel(), b.dtype)

@@ -90,7 +90,7 @@ def test_wherever_norms_stand(way, placement):
 
 
 @pytest.mark.parametrize(("placement", "count"), [("parallel", 1), ("parallel_two_norms", 2), ("sandwich", 2)])
-def test_norms_that_a_product_reads_are_forgotten(placement, count):
+def test_norms_that_a_product_reads_are_discarded(placement, count):
     settings = {"norm_placement": placement}
     saved = (kept_by(**settings) - kept_by(**settings, **WAYS["layernorm"])) / LAYERS / HIDDEN
     assert saved == pytest.approx(count, abs=0.1)
@@ -172,7 +172,7 @@ def test_a_part_that_a_layer_does_not_have_is_named():
             layer.mlp.experts = nn.Module()
         with pytest.raises(UserError, match=f"{module}: a TransformerLayer has no such part"):
             recompute_parts(layer, [module])
-    recompute_parts(layer, ["layernorm"])  # places that a spec leaves empty have nothing to forget
+    recompute_parts(layer, ["layernorm"])  # places that a spec leaves empty have nothing to discard
 
 
 def test_an_attribute_error_inside_a_part_is_not_taken_for_a_missing_part():

@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.utils.recomputed import ForgottenResults
+from megatron.core.utils.recomputed import DiscardedResults
 
 LENGTH, ROWS, LAYERS = 32, 2, 2
 HEADS, KEY, VALUE = 4, 16, 24
@@ -108,14 +108,14 @@ def test_results_are_computed_once_and_let_go() -> None:
 
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(within(*function(x, 0.3)), x)[0]
-    forgotten = ForgottenResults(function, within)
-    output = forgotten(*forgotten.compute(x, 0.3))
+    discarded = DiscardedResults(function, within)
+    output = discarded(*discarded.compute(x, 0.3))
     calls.clear()
     for _ in range(2):  # a graph that is kept gives them twice
         assert torch.equal(torch.autograd.grad(output, x, retain_graph=True)[0], expected)
     assert calls == [False, False]
     with torch.no_grad():
-        assert forgotten(*forgotten.compute(x, 0.3)).item() == output.item()
+        assert discarded(*discarded.compute(x, 0.3)).item() == output.item()
 
 
 def test_it_is_a_part_of_latent_attention() -> None:
