@@ -156,7 +156,7 @@ class ParameterInfo:
     """Grid axes along which `box` differs. Along all other axes of its grid the parameter is replicated."""
     tied: bool = False
     """Whether another pipeline stage has a copy of the same canonical tensor (embedding and head)."""
-    tied_over: Literal["embd", "pos_embd"] = "embd"
+    tied_over: Literal["embd", "pos_embd", "encoder_pp", "decoder_pp"] = "embd"
     """For a tied parameter: the group of the ranks of a pipeline with a copy."""
     embedding_or_output: bool = False
     """Whether --decoupled-lr sets its learning rate."""

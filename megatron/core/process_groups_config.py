@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.collectives import Group, PlannedGroup, group_rank, group_ranks
 from megatron.core.exceptions import UserError
 from megatron.core.rank_grid import GROUP_AXES, RankGrid, hierarchical_groups
+from megatron.core.rank_grid import all_ranks as all_ranks
 from megatron.core.rank_grid import first_and_last as first_and_last
 from megatron.core.rank_grid import first_only as first_only
 from megatron.core.utils.torch_groups import create_group_among_members
@@ -33,13 +34,16 @@ class ProcessGroupCollection:
     """
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = GROUP_AXES
-    """The grid axes along which each group extends. The groups `embd`, `pos_embd` and the list `hcp` have no axes."""
+    """The grid axes along which each group extends. The groups of some ranks of a pipeline (`embd`,
+    `pos_embd`, `encoder_pp`, `decoder_pp`) and the list `hcp` have no axes."""
 
     tp: Group
     pp: Group
     mp: Group
     embd: Group
     pos_embd: Group
+    encoder_pp: Group
+    decoder_pp: Group
     cp: Group
     tp_cp: Group
     hcp: list[Group]
@@ -75,9 +79,13 @@ class ProcessGroupCollection:
         hierarchical_context_sizes: Sequence[int] | None = None,
         embedding_ranks: EmbeddingRanks = first_and_last,
         position_embedding_ranks: EmbeddingRanks = first_only,
+        encoder_ranks: EmbeddingRanks = all_ranks,
+        decoder_ranks: EmbeddingRanks = all_ranks,
         timeout: timedelta | None = None,
     ) -> "ProcessGroupCollection":
-        """Returns the frozen collection of one rank of a grid. Makes no torch group yet."""
+        """Returns the frozen collection of one rank of a grid. Makes no torch group yet. Each function takes the ranks
+        of a pipeline and returns those with the word embedding or the head (`embd`), with position embeddings
+        (`pos_embd`), with layers of an encoder (`encoder_pp`) and with layers of a decoder (`decoder_pp`)."""
         collection = cls()
         collection.grid = grid
         collection.__dict__.update(
@@ -85,7 +93,12 @@ class ProcessGroupCollection:
             _timeout=timeout,
             _made={},
             _hierarchical_sizes=hierarchical_context_sizes,
-            _pipeline_choice={"embd": embedding_ranks, "pos_embd": position_embedding_ranks},
+            _pipeline_choice={
+                "embd": embedding_ranks,
+                "pos_embd": position_embedding_ranks,
+                "encoder_pp": encoder_ranks,
+                "decoder_pp": decoder_ranks,
+            },
         )
         return collection.freeze()
 
@@ -125,8 +138,8 @@ class ProcessGroupCollection:
     # Numbers, without communication ----------------------------------------------------------------------------------
 
     def ranks(self, name: str, of: int | None = None) -> tuple[int, ...]:
-        """Returns the global ranks of a group, in group order. For `embd` and `pos_embd`, those of this rank's
-        pipeline.
+        """Returns the global ranks of a group, in group order. For a group of some ranks of a pipeline (`embd`), those
+        of this rank's pipeline.
 
         `of` selects the group of another rank; a collection filled by hand does not know it.
         """
@@ -135,7 +148,7 @@ class ProcessGroupCollection:
             group = getattr(self, name)
             return (0,) if group is None else group_ranks(group)
         rank = self._rank if of is None else of
-        if name in ("embd", "pos_embd"):
+        if name in _OF_PIPELINE:
             return tuple(self._pipeline_choice[name](self.grid.named_group("pp", rank)))
         return self.grid.named_group(name, rank)
 
@@ -197,7 +210,8 @@ class ProcessGroupCollection:
             made.clear()
 
 
-_NAMES = frozenset((*ProcessGroupCollection.AXES, "embd", "pos_embd", "hcp"))
+_OF_PIPELINE = ("embd", "pos_embd", "encoder_pp", "decoder_pp")
+_NAMES = frozenset((*ProcessGroupCollection.AXES, *_OF_PIPELINE, "hcp"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,11 @@ def first_only(pipeline: Sequence[int]) -> list[int]:
     return [pipeline[0]]
 
 
+def all_ranks(pipeline: Sequence[int]) -> list[int]:
+    """Returns all ranks of a pipeline."""
+    return list(pipeline)
+
+
 @dataclass(frozen=True)
 class RankGrid:
     """The sizes of all axes of a world of ranks, and the groups that follow. Raises UserError for sizes that do not

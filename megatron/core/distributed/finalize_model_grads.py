@@ -72,7 +72,7 @@ def _sum_tied(slices: Sequence[GradientSlice], groups: ProcessGroupCollection) -
     for first, *others in copies.values():
         for other in others:
             first.add_(other)
-    for group in ("embd", "pos_embd"):
+    for group in sorted({group for group, _ in copies}):
         _sum_together([copies[key][0] for key in sorted(copies) if key[0] == group], groups, group)
     for first, *others in copies.values():
         for other in others:

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from megatron.core.collectives import Group, Pending, start_receive, start_send
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import Pipeline
+from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn, num_encoder_layers
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+ONE_STATE = StatesIn()
+"""One hidden state per token."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,12 @@ class MessageFormat:
     device: torch.device
     shape_is_sent: bool = False
     """Sequence lengths differ between micro-batches: the shape is sent before the hidden states."""
+    encoder_length: int = 0
+    """Length of this rank's part of the encoder's sequence; `shape` is that of the decoder's hidden states then."""
 
-    def shape_of(self, states: int) -> tuple[int, ...]:
+    def shape_of(self, states: StatesIn) -> tuple[int, ...]:
         """Returns the shape of several hidden states, concatenated along the sequence."""
-        return (states * self.shape[0], *self.shape[1:])
+        return (states.decoder * self.shape[0] + states.encoder * self.encoder_length, *self.shape[1:])
 
     def adjusted(self, adjust: Callable[..., Any] | None) -> "MessageFormat":
         """Returns the format with the shape that Megatron-LM's `adjust_tensor_shapes_fn` gives for receives and
@@ -65,7 +70,7 @@ class PipelineP2P:
         self._me = groups.rank("pp")
         self._sent: dict[int, deque[Pending]] = defaultdict(deque)
 
-    def send_hidden(self, hidden: Tensor, peer: int, states: int = 1) -> None:
+    def send_hidden(self, hidden: Tensor, peer: int, states: StatesIn = ONE_STATE) -> None:
         """Sends hidden states to the pipeline rank `peer`; several `states` are concatenated along the sequence.
 
         Raises UserError if they do not have the shape of the message format, or a type that it would round.
@@ -90,7 +95,7 @@ class PipelineP2P:
         """Sends the gradient of hidden states to the rank that they came from."""
         self._send(gradient.to(self.format.dtype), peer)
 
-    def receive_hidden(self, peer: int, states: int = 1) -> Pending:
+    def receive_hidden(self, peer: int, states: StatesIn = ONE_STATE) -> Pending:
         """Posts a receive of hidden states, shaped as `send_hidden` sends them."""
         shape = self.format.shape_of(states)
         if self.format.shape_is_sent:
@@ -149,16 +154,31 @@ def message_format_of(
     device: torch.device,
     seq_length: int | None,
     micro_batch_size: int | None,
+    decoder_seq_length: int | None = None,
 ) -> MessageFormat:
     """Returns the message format of a config. Context parallel ranks divide the sequence, and under sequence
-    parallelism tensor parallel ranks too. Raises UserError for sizes that are missing or do not divide."""
+    parallelism tensor parallel ranks too. For an encoder-decoder model `seq_length` is the encoder's. Raises UserError
+    for sizes that are missing or do not divide."""
     if seq_length is None or micro_batch_size is None:
         raise UserError("a pipeline needs seq_length and micro_batch_size: a stage must know the shape of its messages")
     parts = groups.size("cp") * (groups.size("tp") if config.sequence_parallel else 1)
-    if seq_length % parts:
+    lengths = {"seq_length": seq_length}
+    if num_encoder_layers(config):
+        if decoder_seq_length is None:
+            raise UserError("a pipeline of an encoder and a decoder needs decoder_seq_length beside seq_length")
+        lengths["decoder_seq_length"] = decoder_seq_length
+    elif decoder_seq_length not in (None, seq_length):
         raise UserError(
-            f"seq_length {seq_length} does not divide by {parts}, the context and sequence parallel ranks; "
-            f"{seq_length // parts * parts or parts} does"
+            f"decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}: the model has one stack of "
+            "layers; leave decoder_seq_length out"
         )
-    shape = (seq_length // parts, micro_batch_size, config.hidden_size)
-    return MessageFormat(shape, config.pipeline_dtype, device, config.variable_seq_lengths)
+    for name, length in lengths.items():
+        if length % parts:
+            raise UserError(
+                f"{name} {length} does not divide by {parts}, the context and sequence parallel ranks; "
+                f"{length // parts * parts or parts} does"
+            )
+    first, last = (lengths[name] // parts for name in ("seq_length", next(reversed(lengths))))
+    shape = (last, micro_batch_size, config.hidden_size)
+    encoder_length = first if num_encoder_layers(config) else 0
+    return MessageFormat(shape, config.pipeline_dtype, device, config.variable_seq_lengths, encoder_length)

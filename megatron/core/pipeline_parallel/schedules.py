@@ -79,7 +79,9 @@ def forward_backward_no_pipelining(
     yields all micro-batches), or single objects. A stage that is not the first gets its input by `set_input_tensor`
     before its forward step. Only the last stage calls loss functions; ranks without it return [].
     A message between stages has [seq_length / (context and sequence parallel ranks), micro_batch_size, hidden size]
-    elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` can change the shape.
+    elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` can change the shape. For an encoder
+    and a decoder (config.num_encoder_layers) `seq_length` is the encoder's and `decoder_seq_length` the decoder's; the
+    hidden states of both travel in one message.
 
     Raises UserError for arguments that do not fit the config or the process groups.
     """
@@ -92,9 +94,9 @@ def forward_backward_no_pipelining(
         raise UserError("p2p_communicator: stages exchange through pg_collection.pp; leave it out")
     p2p = None
     if pipeline.pipeline_size > 1:
-        if decoder_seq_length not in (None, seq_length):
-            raise UserError(f"not yet: decoder_seq_length {decoder_seq_length} beside seq_length {seq_length}")
-        message_format = message_format_of(config, groups, device_of(chunks), seq_length, micro_batch_size)
+        message_format = message_format_of(
+            config, groups, device_of(chunks), seq_length, micro_batch_size, decoder_seq_length
+        )
         p2p = PipelineP2P(groups, pipeline, message_format.adjusted(adjust_tensor_shapes_fn))
     task = PipelineTask(
         forward_step_func,
@@ -108,7 +110,7 @@ def forward_backward_no_pipelining(
         collect_non_loss_data,
         rng_position_of,
         config.grad_scale_func or grad_scale_func,
-        num_states=states_into_stages(config, pipeline),
+        states_in=states_into_stages(config, pipeline),
     )
     runner = Runner(task)
     timed = config.timers("forward-backward", log_level=1) if config.timers is not None else None

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.config_fields import refuse
 from megatron.core.exceptions import UserError
 from megatron.core.flag_grammars import MOST_LAYERS
+from megatron.core.pipeline_parallel.encoder_decoder import encoder_decoder_problems
 from megatron.core.pipeline_parallel.stages import (
     AUTO,
     Pipeline,
@@ -14,6 +15,7 @@ from megatron.core.pipeline_parallel.stages import (
     layout_of,
     letters_of_stages,
     middle_ranks,
+    num_encoder_layers,
     overlaps_expert_communication,
     pipeline_of,
 )
@@ -26,13 +28,16 @@ class Stage:
     index: int
     """Position of the stage in the order of the model, from 0."""
     layers: range
-    """Numbers of its transformer layers, counted over the whole model from 1; may be empty."""
+    """Numbers of its transformer layers, counted over the whole model from 1; may be empty. Of an encoder-decoder
+    model: those of the decoder."""
     embedding: bool
     """The stage has the embedding."""
     loss: bool
     """The stage has the final norm, the output head and the loss."""
     prediction_layers: int = 0
     """Number of multi-token prediction layers."""
+    encoder_layers: range = range(0)
+    """Numbers of its layers of an encoder, counted over the encoder from 1."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,13 @@ def stage_map(config: Any) -> StageMap:
         )
     pipeline = pipeline_of(config)
     stages, first = [], 1
+    encoder = num_encoder_layers(config)
     for index, letters in enumerate(letters_of_stages(config, pipeline)):
-        layers = range(first, first + letters.count("t"))
-        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m")))
-        first = layers.stop
+        numbers = range(first, first + letters.count("t"))  # counted over both stacks
+        layers = range(max(numbers.start - encoder, 1), max(numbers.stop - encoder, 1))
+        read = range(min(numbers.start, encoder + 1), min(numbers.stop, encoder + 1)) if encoder else range(0)
+        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m"), read))
+        first = numbers.stop
     return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(stages))
 
 
@@ -80,7 +88,9 @@ def stage_problems(config: Any) -> Iterator[str]:
     if config.pipeline_model_parallel_size == 1 and (config.virtual_pipeline_model_parallel_size or 1) == 1:
         return  # one stage has all layers
     yield from _schedule_problems(config)
-    if config.pipeline_model_parallel_layout is not None:
+    if num_encoder_layers(config):
+        yield from encoder_decoder_problems(config)
+    elif config.pipeline_model_parallel_layout is not None:
         yield from _exclusive_with_layout(config)
         if config.pipeline_model_parallel_layout != AUTO:
             yield from _layout_problems(config)

@@ -3,6 +3,9 @@
 A model is cut into `pipeline_size * chunks` stages, in the order of its layers. Each rank of a pipeline holds `chunks`
 of them. `Pipeline` assigns stages to ranks; the functions below read from a config which layers are on which stage.
 They expect a config without `stage_map.stage_problems`; `stage_map.stage_map` checks that and returns all stages.
+
+An encoder-decoder model (`num_encoder_layers`) has the stages of its encoder first, then those of its decoder. On the
+decoder's stages the encoder's output travels with the decoder's hidden states, because every layer attends to it.
 """
 
 import itertools
@@ -86,7 +89,8 @@ def overlaps_expert_communication(config: Any) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The modules on each stage, as letters: E embedding, t transformer layer, m multi-token prediction layer, L loss
+# The modules on each stage, as letters: E embedding, t transformer layer, m multi-token prediction layer, L loss. The
+# second E of an encoder-decoder model begins its decoder.
 
 
 def letters_of_stages(config: Any, pipeline: Pipeline) -> list[str]:
@@ -94,8 +98,15 @@ def letters_of_stages(config: Any, pipeline: Pipeline) -> list[str]:
     layout = layout_of(config)
     if layout is not None:
         return layout
-    stages = ["t" * count for count in _layers_of_stages(config, pipeline)]
-    stages[0] = "E" + stages[0]
+    split = decoder_stage(config)
+    if split is not None and pipeline.num_stages > 1:
+        counts = _even_layers(num_encoder_layers(config), split)
+        counts += _even_layers(config.num_layers, pipeline.num_stages - split)
+    else:
+        counts = [num_encoder_layers(config) + count for count in _layers_of_stages(config, pipeline)]
+    stages = ["t" * count for count in counts]
+    for first in {0, split or 0}:
+        stages[first] = "E" + stages[first]
     stages[-1] += "m" * (config.mtp_num_layers or 0) + "L"
     return stages
 
@@ -133,6 +144,34 @@ def _stage_of_list(stage: Any) -> str:
             names = ", ".join(MEGATRON_LM_NAMES)
             raise ValueError(f"{name!r} in the stage {list(stage)!r} is not one of {names}")
     return "".join(MEGATRON_LM_NAMES[name] for name in stage)
+
+
+def _even_layers(layers: int, stages: int) -> list[int]:
+    return [layers // stages] * stages
+
+
+def decoder_stage(config: Any) -> int | None:
+    """Returns the index of the stage on which the decoder of an encoder-decoder model begins; None for other models.
+
+    A layout says where; otherwise `pipeline_model_parallel_split_rank`, by default so that the two stacks have stages
+    in proportion to their layers, at least one each. With one stage it is stage 0.
+    """
+    encoder = num_encoder_layers(config)
+    if not encoder:
+        return None
+    size, layout = config.pipeline_model_parallel_size, layout_of(config)
+    if size == 1:
+        return 0
+    if layout is not None:
+        return next((stage for stage, letters in enumerate(layout) if stage and "E" in letters), 0)
+    if config.pipeline_model_parallel_split_rank is not None:
+        return int(config.pipeline_model_parallel_split_rank)
+    return min(size - 1, max(1, round(size * encoder / (encoder + config.num_layers))))
+
+
+def num_encoder_layers(config: Any) -> int:
+    """Returns the number of layers of the encoder of an encoder-decoder model; 0 for a model with one stack."""
+    return getattr(config, "num_encoder_layers", None) or 0
 
 
 def _layers_of_stages(config: Any, pipeline: Pipeline) -> list[int]:
@@ -177,23 +216,51 @@ def prediction_stage(config: Any) -> int | None:
 
 def embedding_ranks(config: Any, shared_with_head: bool) -> list[int]:
     """Returns the pipeline ranks that hold the word embedding, ascending: the rank of the first stage, of the stage
-    with multi-token prediction, and, with `shared_with_head`, of the output head."""
+    with multi-token prediction, of the decoder's first stage, and, with `shared_with_head`, of the output head."""
     pipeline, predicts = pipeline_of(config), prediction_stage(config)
-    stages = {0} | ({pipeline.num_stages - 1} if shared_with_head else set())
+    stages = {0, decoder_stage(config) or 0} | ({pipeline.num_stages - 1} if shared_with_head else set())
     stages |= set() if predicts is None else {predicts}
     return sorted({pipeline.locate(stage)[0] for stage in stages})
 
 
-def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[int, ...]:
-    """Returns, for each stage, how many hidden states it receives per token from the stage before.
+def encoder_ranks(config: Any) -> list[int]:
+    """Returns the pipeline ranks with layers of the encoder of an encoder-decoder model, ascending."""
+    return list(range(decoder_stage(config) or 1))
 
-    This is 1, except behind the stage with multi-token prediction: there the hidden states of the decoder and of each
-    prediction depth travel together.
+
+def decoder_ranks(config: Any) -> list[int]:
+    """Returns the pipeline ranks with layers of the decoder, ascending: all ranks of a model without encoder."""
+    return list(range(decoder_stage(config) or 0, config.pipeline_model_parallel_size))
+
+
+@dataclass(frozen=True)
+class StatesIn:
+    """The hidden states that a stage receives from the stage before: how many per token."""
+
+    decoder: int = 1
+    """Per token of the decoder, or of the only stack of a model."""
+    encoder: int = 0
+    """Per token of the encoder. They come after the decoder's."""
+
+
+def states_into_stages(config: Any, pipeline: Pipeline) -> tuple[StatesIn, ...]:
+    """Returns what each stage receives from the stage before.
+
+    This is one hidden state per token, except behind the stage with multi-token prediction: there the hidden states of
+    the decoder and of each prediction depth travel together. In an encoder-decoder model the encoder's states travel to
+    the decoder's first stage, and to the others beside the decoder's.
     """
     predicts = prediction_stage(config) if pipeline.num_stages > 1 else None
     depths = getattr(config, "mtp_num_layers", None) or 0
+    split = decoder_stage(config) if pipeline.num_stages > 1 else None
     return tuple(
-        1 + (depths if predicts is not None and stage > predicts else 0) for stage in range(pipeline.num_stages)
+        StatesIn(
+            decoder=0
+            if split is not None and stage <= split
+            else 1 + (depths if predicts is not None and stage > predicts else 0),
+            encoder=0 if split is None else 1,
+        )
+        for stage in range(pipeline.num_stages)
     )
 
 

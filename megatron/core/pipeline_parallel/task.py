@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
-from megatron.core.pipeline_parallel.stages import Pipeline
+from megatron.core.pipeline_parallel.p2p_communication import ONE_STATE, PipelineP2P
+from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tokens import RngPosition
 
@@ -36,16 +36,16 @@ class PipelineTask:
     """Returns the position for random numbers of the micro-batch with this number; called on every stage."""
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
     """Multiplies a loss by the loss scale before backward; None: losses are not scaled."""
-    num_states: Sequence[int] = ()
-    """Hidden states that each stage receives per token (`stages.states_into_stages`); empty: one each."""
+    states_in: Sequence[StatesIn] = ()
+    """Hidden states that each stage receives (`stages.states_into_stages`); empty: one per token."""
 
     def stage_index(self, chunk: int) -> int:
         """Returns the index of the stage that is this chunk of this rank."""
         return self.pipeline.stage_index(self.groups.rank("pp"), chunk)
 
-    def states_into(self, stage: int) -> int:
-        """Returns the number of hidden states that a stage receives per token."""
-        return self.num_states[stage] if self.num_states else 1
+    def states_into(self, stage: int) -> StatesIn:
+        """Returns the hidden states that a stage receives."""
+        return self.states_in[stage] if self.states_in else ONE_STATE
 
     def local_neighbour(self, chunk: int, step: int) -> int | None:
         """Returns the chunk of this rank that is the stage before (step -1) or after (+1) a chunk; None if that stage

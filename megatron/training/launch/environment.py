@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.exceptions import UserError
-from megatron.core.pipeline_parallel.stages import Pipeline, embedding_ranks, pipeline_of
+from megatron.core.pipeline_parallel.stages import Pipeline, decoder_ranks, embedding_ranks, encoder_ranks, pipeline_of
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     default_collection,
@@ -111,6 +111,7 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
     shared = not (transformer.mtp_num_layers and config.model.untie_embeddings_and_output_weights)
     holders = embedding_ranks(transformer, shared_with_head=shared)
     position_holders = embedding_ranks(transformer, shared_with_head=False)
+    readers, writers = encoder_ranks(transformer), decoder_ranks(transformer)
     sizes = config.transformer.hierarchical_context_parallel_sizes
     return ProcessGroupCollection.from_grid(
         config.grid,
@@ -118,6 +119,8 @@ def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None 
         hierarchical_context_sizes=sizes if config.grid.context > 1 else None,
         embedding_ranks=lambda ranks: [ranks[place] for place in holders],
         position_embedding_ranks=lambda ranks: [ranks[place] for place in position_holders],
+        encoder_ranks=lambda ranks: [ranks[place] for place in readers],
+        decoder_ranks=lambda ranks: [ranks[place] for place in writers],
         timeout=timeout,
     )
 

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.p2p_communication import (
     max_sends_in_flight,
     message_format_of,
 )
-from megatron.core.pipeline_parallel.stages import Pipeline
+from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 
@@ -85,9 +85,9 @@ def test_hidden_states_and_gradients_reach_the_neighbours_global_rank(wire: Wire
 
 def test_several_states_are_one_message(wire: Wire) -> None:
     messages, hidden = p2p(), torch.randn(8, 1, 2)
-    messages.send_hidden(hidden, 2, states=2)
-    assert torch.equal(messages.receive_hidden(0, states=2).wait(), hidden)
-    assert FORMAT.shape_of(3) == (12, 1, 2)
+    messages.send_hidden(hidden, 2, states=StatesIn(2))
+    assert torch.equal(messages.receive_hidden(0, states=StatesIn(2)).wait(), hidden)
+    assert FORMAT.shape_of(StatesIn(3)) == (12, 1, 2)
 
 
 def test_a_shape_that_varies_is_sent_first(wire: Wire) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core.pipeline_parallel.stages import Pipeline
+from megatron.core.pipeline_parallel.stages import Pipeline, StatesIn
 from megatron.core.pipeline_parallel.task import PipelineTask
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -41,5 +41,5 @@ def test_neighbours_on_the_same_rank(
 
 
 def test_a_stage_receives_one_state_per_token_unless_told_otherwise() -> None:
-    assert task(0, Pipeline(2)).states_into(1) == 1
-    assert task(0, Pipeline(2), num_states=(1, 3)).states_into(1) == 3
+    assert task(0, Pipeline(2)).states_into(1) == StatesIn(decoder=1)
+    assert task(0, Pipeline(2), states_in=(StatesIn(), StatesIn(3))).states_into(1) == StatesIn(3)

@@ -5,8 +5,10 @@ import copy
 import dataclasses
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from megatron.core.collectives import group_size
 from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import MicroBatch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -14,6 +16,7 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import Relati
 from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.T5.t5_head import T5LMHead
+from megatron.core.models.T5.t5_stage import part_of_stage
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,13 +28,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class T5Model(LanguageModule):
-    """An encoder-decoder language model.
+    """An encoder-decoder language model, or the part of one on a pipeline stage.
 
     `config` describes the decoder, `encoder_config` the encoder; they may differ in `num_layers` only. Both stacks
     share one embedding. `position_embedding_type` relative gives the self-attention of each stack a bias that its
     layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's weight, it has a
     bias; with `logit_scale` 1 / sqrt(hidden size) it is that of the published T5. `vocab_size`, `parallel_output` and
     our own keyword `vocab_padding_multiple` are those of GPTModel; `fp16_lm_cross_entropy` has no effect.
+
+    With several pipeline stages, `config.num_encoder_layers` is the number of the encoder's layers, and
+    `stage_map(config)` says which layers are where: the first stages have the encoder, the others the decoder.
+    `pre_process` is true on the first stage of each stack, which have the embedding, and `post_process` on the last
+    stage, which has the head. Each copy of the embedding, of a tied head's weight and of a stack's bias has the same
+    canonical name and initial values, and their gradients are summed.
 
     Raises UserError for settings that T5's layers do not have.
     """
@@ -64,14 +73,16 @@ class T5Model(LanguageModule):
         super().__init__(config, pg_collection)
         _check(config, encoder_config, position_embedding_type)
         groups = self.pg_collection
-        if groups.size("pp") > 1:
-            raise UserError(f"not yet: T5 with pipeline_model_parallel_size {groups.size('pp')}; use 1")
+        part = part_of_stage(config, encoder_config, groups, add_encoder, add_decoder)
+        cut = groups.size("pp") > 1
         self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
         if self.vocab_size != vocab_size and vocab_padding_multiple is None:
             vocab_padding_multiple = int(vocab_size)
         self.max_sequence_length = max_sequence_length
         self.pre_process, self.post_process = pre_process, post_process
-        self.add_encoder, self.add_decoder = add_encoder, add_decoder
+        self.add_encoder, self.add_decoder = part.encoder is not None, part.decoder is not None
+        self.states_in = part.states_in
+        self.input_tensor: Tensor | None = None
         self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         if pre_process:
@@ -82,6 +93,8 @@ class T5Model(LanguageModule):
                 "learned_absolute" if position_embedding_type == "learned_absolute" else "none",
                 tp_group=groups.tp,
                 vocab_padding_multiple=vocab_padding_multiple,
+                tied=cut,
+                positions_tied=cut,
             )
         self.rotary_pos_emb, self.rotary_pos_emb_local = choose_rotary_embeddings(
             config,
@@ -96,19 +109,22 @@ class T5Model(LanguageModule):
         buckets = relative_attention_num_buckets, relative_attention_max_distance
         self.encoder: TransformerBlock | None = None
         self.encoder_relative_pos_emb: RelativePositionEmbedding | None = None
-        if add_encoder:
-            numbers = range(1, encoder_config.num_layers + 1)
-            self.encoder = _stack(encoder_config, transformer_encoder_layer_spec, numbers, groups, relative)
+        if part.encoder is not None:
+            spec, ends = transformer_encoder_layer_spec, part.encoder_ends
+            self.encoder = _stack(encoder_config, spec, part.encoder, groups, relative, ends)
             if relative:
-                self.encoder_relative_pos_emb = RelativePositionEmbedding(config, True, *buckets, groups.tp)
+                self.encoder_relative_pos_emb = RelativePositionEmbedding(
+                    config, True, *buckets, groups.tp, tied=cut, tied_over="encoder_pp"
+                )
         self.decoder: TransformerBlock | None = None
         self.decoder_relative_pos_emb: RelativePositionEmbedding | None = None
-        if add_decoder:
-            numbers = range(1, config.num_layers + 1)
-            self.decoder = _stack(config, transformer_decoder_layer_spec, numbers, groups, relative)
+        if part.decoder is not None:
+            self.decoder = _stack(config, transformer_decoder_layer_spec, part.decoder, groups, relative, post_process)
             if relative:
-                self.decoder_relative_pos_emb = RelativePositionEmbedding(config, False, *buckets, groups.tp)
-        if post_process and add_decoder:
+                self.decoder_relative_pos_emb = RelativePositionEmbedding(
+                    config, False, *buckets, groups.tp, tied=cut, tied_over="decoder_pp"
+                )
+        if post_process and part.decoder is not None:
             self.lm_head = T5LMHead(
                 config,
                 parallel_output,
@@ -139,13 +155,16 @@ class T5Model(LanguageModule):
         micro_batch: MicroBatch | None = None,
     ) -> Tensor:
         """Returns logits [b, s of the decoder, vocab_size], or this rank's part of them (see `parallel_output`); with
-        `lm_labels` [b, s] the loss of each token [b, s], in float32 at least.
+        `lm_labels` [b, s] the loss of each token [b, s], in float32 at least. A stage that is not the last returns
+        hidden states for the next one: of the encoder [s, b, h], or of the decoder followed by the encoder's output, [s
+        of both, b, h].
 
         - `encoder_input_ids`, `decoder_input_ids`: int64 [b, s], of different lengths.
         - The masks (bool, broadcast to [b, heads, queries, keys], or [b, queries, keys]; True hides a key) apply in
           addition to the decoder's causal mask: of the encoder's self-attention, the decoder's, and cross attention.
         - `encoder_hidden_states` [s, b, h]: the encoder's output, which is then not computed.
         - `output_encoder_hidden_only`: returns the encoder's output [s, b, h].
+        - Every stage reads the ids, at least for their shapes, and gets its hidden states by `set_input_tensor`.
         - `micro_batch` is how the tokens run in this step; the schedules of `pipeline_parallel` add it to the call.
 
         Under sequence parallelism hidden states are this rank's [s / ranks, b, h].
@@ -156,18 +175,22 @@ class T5Model(LanguageModule):
             raise UserError("packed_seq_params: T5 reads whole rows; leave it out")
         micro_batch = micro_batch or MicroBatch()
         read = self._layer_inputs(encoder_input_ids, _four_dims(encoder_attn_mask), micro_batch, "encoder.")
-        if encoder_hidden_states is None:
-            encoder_hidden_states = self._encode(encoder_input_ids, read)
+        written = self._layer_inputs(decoder_input_ids, _four_dims(decoder_attn_mask), micro_batch, "")
+        received, encoded = self._take_received(written.tokens)
+        if encoder_hidden_states is not None:
+            encoded = encoder_hidden_states
+        if encoded is None:
+            encoded = self._encode(encoder_input_ids, received, read)
         if output_encoder_hidden_only or self.decoder is None:
-            return encoder_hidden_states
-        encoder = self._encoder_states(encoder_hidden_states, _four_dims(encoder_decoder_attn_mask), read)
-        written = self._layer_inputs(decoder_input_ids, _four_dims(decoder_attn_mask), micro_batch, "", encoder)
-        hidden = self._decode(decoder_input_ids, written)
-        return self.lm_head(hidden, lm_labels)
+            return encoded
+        mask = _four_dims(encoder_decoder_attn_mask)
+        written = dataclasses.replace(written, encoder=self._encoder_states(encoded, mask, read))
+        hidden = self._decode(decoder_input_ids, received, written)
+        return self.lm_head(hidden, lm_labels) if self.post_process else torch.cat([hidden, encoded])
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Sets the hidden states received from the previous stage, for the next forward."""
-        assert input_tensor is None, "one stage receives nothing"
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """Returns the weight that embedding and head share; None if this stage has neither."""
@@ -175,19 +198,29 @@ class T5Model(LanguageModule):
             return self.embedding.word_embeddings.weight
         return self.lm_head.output_layer.weight if self.post_process else None
 
-    def _encode(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
-        """Returns the encoder's output [s, b, h]."""
+    def _take_received(self, written: Tokens) -> tuple[Tensor | None, Tensor | None]:
+        """Returns what the previous stage sent: hidden states of this stage's stack, and the encoder's output; None for
+        what it did not send. `written` describes the decoder's tokens."""
+        received, self.input_tensor = self.input_tensor, None
+        if received is None or self.decoder is None:
+            return received, None
+        length = written.seq_length // (group_size(self.pg_collection.tp) if self.sequence_parallel else 1)
+        hidden, encoded = received.tensor_split([length * self.states_in.decoder])
+        return (hidden if self.states_in.decoder else None), encoded
+
+    def _encode(self, ids: Tensor, received: Tensor | None, inputs: LayerInputs) -> Tensor:
+        """Returns hidden states [s, b, h] after the encoder's layers."""
         if self.encoder is None:
             raise UserError("a T5Model without encoder (add_encoder False) needs encoder_hidden_states")
         inputs = _with_bias(inputs, self.encoder_relative_pos_emb)
-        hidden: Tensor = self.encoder(self._embed(ids, inputs), inputs=inputs)
+        hidden: Tensor = self.encoder(self._embed(ids, inputs) if received is None else received, inputs=inputs)
         return hidden
 
-    def _decode(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
-        """Returns the decoder's output [s, b, h]."""
+    def _decode(self, ids: Tensor, received: Tensor | None, inputs: LayerInputs) -> Tensor:
+        """Returns hidden states [s, b, h] after the decoder's layers."""
         assert self.decoder is not None
         inputs = _with_bias(inputs, self.decoder_relative_pos_emb)
-        hidden: Tensor = self.decoder(self._embed(ids, inputs), inputs=inputs)
+        hidden: Tensor = self.decoder(self._embed(ids, inputs) if received is None else received, inputs=inputs)
         return hidden
 
     def _embed(self, ids: Tensor, inputs: LayerInputs) -> Tensor:
@@ -195,24 +228,18 @@ class T5Model(LanguageModule):
         hidden: Tensor = self.embedding(ids, positions, inputs.hidden_dropout_position(0, "embedding"))
         return hidden
 
-    def _layer_inputs(
-        self,
-        ids: Tensor,
-        mask: Tensor | None,
-        micro_batch: MicroBatch,
-        stack: str,
-        encoder: EncoderStates | None = None,
-    ) -> LayerInputs:
+    def _layer_inputs(self, ids: Tensor, mask: Tensor | None, micro_batch: MicroBatch, stack: str) -> LayerInputs:
         """Returns what the layers of a stack read besides the hidden states. Positions that are neither learned nor
         rotated come from the stack's bias."""
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
         tokens: Tokens = self.describe_tokens(None, ids, None, None, None, learned, micro_batch.rng_position)
         inputs = self.layer_inputs(tokens, ids.device, micro_batch, mask)
-        return dataclasses.replace(inputs, stack=stack, encoder=encoder)
+        return dataclasses.replace(inputs, stack=stack)
 
     def _encoder_states(self, hidden: Tensor, mask: Tensor | None, inputs: LayerInputs) -> EncoderStates:
         """Returns what cross attention reads: all tokens of the encoder's output, gathered once for all layers."""
         group, parallel = self.pg_collection.tp, self.sequence_parallel
+        hidden = hidden.to(self.config.params_dtype)  # a stage may have sent it beside wider states
         return encoder_states_of(
             hidden, inputs.tokens, group, sequence_parallel=parallel, attention_mask=mask, dropout=inputs.dropout
         )
@@ -224,12 +251,16 @@ def _stack(
     numbers: range,
     groups: ProcessGroupCollection,
     relative: bool,
+    ends: bool,
 ) -> TransformerBlock:
-    """Builds the layers with these numbers of the encoder or of the decoder."""
+    """Builds the layers with these numbers of the encoder or of the decoder, and with `ends` the norm after them."""
     layers = block_submodules(spec, config.num_layers)
+    specs = layers.layer_specs or []
+    if len(specs) == config.num_layers:  # those of the whole stack
+        layers = dataclasses.replace(layers, layer_specs=[specs[number - 1] for number in numbers])
     config = copy.copy(config)  # the config of the layers alone: their attention adds a bias
     config.relative_bias = relative
-    return TransformerBlock(config, layers, pg_collection=groups, layer_numbers=numbers)
+    return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)
 
 
 def _with_bias(inputs: LayerInputs, positions: RelativePositionEmbedding | None) -> LayerInputs:

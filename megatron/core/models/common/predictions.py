@@ -89,7 +89,7 @@ def states_into_stage(
             f"puts {stage.prediction_layers} layers on this stage; "
             "get_gpt_mtp_block_spec(config, spec, use_transformer_engine) gives what belongs there"
         )
-    return states_into_stages(config, stages)[stage.index]
+    return states_into_stages(config, stages)[stage.index].decoder
 
 
 def check_copies_have_groups(model: nn.Module, groups: ProcessGroupCollection) -> None:

@@ -28,6 +28,14 @@ class StageConfig:
     """Contents of each pipeline stage, separated by |, such as Et*3|(tt|)*29,m|L: E embedding, t transformer layer, m
     multi-token prediction layer, L loss. `auto` finds stages of equal cost."""
 
+    num_encoder_layers: int | None = not_a_flag(None)
+    """Layers of the encoder of an encoder-decoder model, whose decoder has `num_layers`; None: the model has one stack
+    of layers."""
+
+    pipeline_model_parallel_split_rank: int | None = flag(None, only_with=_PIPELINE)
+    """T5: first pipeline stage of the decoder; the stages before it are the encoder's. Default: stages in proportion to
+    the layers of the two."""
+
     account_for_embedding_in_pipeline_split: bool = flag(False, only_with=_PIPELINE)
     """Count the embedding as a layer when stages are cut."""
 

@@ -1,0 +1,92 @@
+"""What is wrong with a config that cuts an encoder and a decoder into pipeline stages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.pipeline_parallel.stages import (
+    AUTO,
+    counted_as_layers,
+    decoder_stage,
+    layout_of,
+    num_encoder_layers,
+)
+
+
+def encoder_decoder_problems(config: Any) -> Iterator[str]:
+    """Yields a problem for each reason why an encoder and a decoder cannot be cut into the stages of a pipeline."""
+    if (config.virtual_pipeline_model_parallel_size or 1) > 1 or config.pipeline_schedule in ("interleaved", "zb-v"):
+        several = "{virtual_pipeline_model_parallel_size}"
+        if (config.virtual_pipeline_model_parallel_size or 1) == 1:
+            several = "{pipeline_schedule}"
+        yield f"{several}: an encoder and a decoder have one stage on each rank; leave it out"
+        return
+    if config.pipeline_model_parallel_size == 1:
+        return
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(config, name) is not None:
+            yield f"{{{name}}}: for an encoder and a decoder {{pipeline_model_parallel_layout:name}} cuts unevenly"
+    if counted_as_layers(config):
+        yield (
+            "{account_for_embedding_in_pipeline_split:name} and {account_for_loss_in_pipeline_split:name} do not go "
+            "with an encoder and a decoder; {pipeline_model_parallel_layout:name} auto weighs both"
+        )
+    size, split = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank
+    if split is not None and not 1 <= split < size:
+        yield (
+            "{pipeline_model_parallel_split_rank}: the encoder and the decoder need a stage each; it must be from 1 to "
+            f"{size - 1}"
+        )
+        return
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        if split is not None and layout != AUTO:
+            yield "{pipeline_model_parallel_split_rank} does not go with {pipeline_model_parallel_layout}; give one"
+        elif layout != AUTO:
+            yield from _two_stack_layout_problems(config)
+        return
+    first = decoder_stage(config)
+    assert first is not None
+    for stack, layers, stages in (
+        ("encoder", num_encoder_layers(config), first),
+        ("decoder", config.num_layers, size - first),
+    ):
+        if layers % stages:
+            below = layers // stages * stages
+            near = f"{below} or {below + stages}" if below else f"{stages}"
+            yield (
+                f"{layers} layers of the {stack} do not divide by its {stages} pipeline stages; {near} layers do, and "
+                "{pipeline_model_parallel_split_rank:name} or {pipeline_model_parallel_layout:name} cut otherwise"
+            )
+
+
+def _two_stack_layout_problems(config: Any) -> Iterator[str]:
+    complaint = "{pipeline_model_parallel_layout}"
+    try:
+        stages = layout_of(config)
+    except ValueError as error:
+        yield f"{complaint}: {str(error).replace('{', '{{').replace('}', '}}')}"
+        return
+    assert stages is not None
+    size = config.pipeline_model_parallel_size
+    if len(stages) != size:
+        yield f"{complaint} has {len(stages)} stages for {{pipeline_model_parallel_size}}; give {size}"
+        return
+    letters = "".join(stages)
+    starts = [stage for stage, contents in enumerate(stages) if contents.startswith("E")]
+    if letters.count("E") != 2 or len(starts) != 2 or starts[0] != 0:
+        yield (
+            f"{complaint}: an encoder and a decoder each begin a stage with E, the embedding, such as Et*6|Et*6L for "
+            "two ranks"
+        )
+        return
+    if letters.count("L") != 1 or not letters.endswith("L"):
+        yield f"{complaint} must end with L, the loss, and have one"
+    encoder = "".join(stages[: starts[1]]).count("t")
+    for stack, found, wanted in (
+        ("encoder", encoder, num_encoder_layers(config)),
+        ("decoder", letters.count("t") - encoder, config.num_layers),
+    ):
+        if found != wanted:
+            yield f"{complaint} has {found} layers of the {stack}, which has {wanted}"
+    if "m" in letters:
+        yield f"{complaint}: an encoder and a decoder have no multi-token prediction layers (m)"
