@@ -3,8 +3,9 @@
 On a GPU a timer records events in the current stream, and measures the time of the device between them.
 """
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -95,6 +96,21 @@ class _Silent(Timer):
     def stop(self, barrier: bool = False) -> None: ...
 
 
+@contextlib.contextmanager
+def timed(timers: Callable[..., Any] | None, name: str, log_level: int, barrier: bool = False) -> Iterator[None]:
+    """Runs the timer `timers(name, log_level=log_level)` inside the context, which may end with an exception. `timers`
+    is a `Timers` object or a script's own function; None: nothing is timed."""
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=log_level)
+    timer.start(barrier=barrier)
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
 class Timers:
     """Timers by name: `timers("forward-backward", log_level=1).start()`.
 
@@ -109,7 +125,7 @@ class Timers:
             raise UserError(f"--timing-log-level {log_level}: 0, 1 or 2")
         if log_option not in ("max", "minmax", "all"):
             raise UserError(f"--timing-log-option {log_option!r}: max, minmax or all")
-        self._log_level = log_level
+        self.log_level = log_level
         self._log_option = log_option
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
@@ -123,7 +139,7 @@ class Timers:
             if not 0 <= level <= self.MAX_LOG_LEVEL:
                 raise UserError(f"timer {name!r} has level {level}: 0, 1 or 2")
             self._levels[name] = level
-            if level <= self._log_level:
+            if level <= self.log_level:
                 self._timers[name] = Timer(name)
         elif log_level is not None and log_level != self._levels[name]:
             raise UserError(f"timer {name!r} has level {self._levels[name]}, not {log_level}")
@@ -134,7 +150,10 @@ class Timers:
     ) -> str | None:
         """Returns one line per timer with the times of all ranks in ms / `normalizer`; None if no timer ran. All ranks
         must call this."""
-        times = self._of_all_ranks(names, reset, barrier)
+        return self.text_of(self.seconds_of_ranks(names, reset, barrier), normalizer)
+
+    def text_of(self, times: Mapping[str, Sequence[float]], normalizer: float = 1.0) -> str | None:
+        """Returns one line per timer, from the result of `seconds_of_ranks`; None if no timer ran."""
         lines = []
         for name, seconds in times.items():
             ran = [1000.0 * s / normalizer for s in seconds if s > 0.0]
@@ -174,7 +193,7 @@ class Timers:
     ) -> None:
         """Writes the largest time of each timer, in seconds / `normalizer`, to a writer. All ranks must call this;
         ranks without a writer pass None."""
-        for name, seconds in self._of_all_ranks(names, reset, barrier).items():
+        for name, seconds in self.seconds_of_ranks(names, reset, barrier).items():
             if writer is not None:
                 writer.add_scalar(f"{name}-time", max(seconds) / normalizer, iteration)
 
@@ -185,12 +204,15 @@ class Timers:
             return f"({min(milliseconds):.2f}, {max(milliseconds):.2f})"
         return " ".join(f"{value:.2f}" for value in milliseconds)
 
-    def _of_all_ranks(self, names: Sequence[str] | None, reset: bool, barrier: bool) -> dict[str, list[float]]:
-        """Returns the seconds of each timer on every rank."""
-        chosen = [name for name in (names if names is not None else self._timers) if name in self._timers]
+    def seconds_of_ranks(
+        self, names: Sequence[str] | None = None, reset: bool = True, barrier: bool = False
+    ) -> dict[str, list[float]]:
+        """Returns the seconds of each timer on every rank, 0 where it did not run. All ranks must call this, with the
+        same names; without names, all ranks must have the same timers."""
+        chosen = list(self._timers if names is None else names)
         if barrier:
             barrier_of()
-        mine = [self._timers[name].elapsed(reset=reset) for name in chosen]
+        mine = [self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0 for name in chosen]
         if not dist.is_initialized() or not chosen:
             return {name: [seconds] for name, seconds in zip(chosen, mine, strict=True)}
         on_gpu = "nccl" in dist.get_backend_config()

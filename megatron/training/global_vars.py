@@ -136,11 +136,11 @@ class _CurrentRun:
 _current = _CurrentRun()
 
 
-def set_current_run(context: "Context", timers: Timers | None = None, **facts: Any) -> None:
+def set_current_run(context: "Context", **facts: Any) -> None:
     """Makes this run the one that the functions below act on. `facts` are further values of `get_args()`."""
     _current.context = context
     _current.arguments = LiveArguments(context.config, context.state, **facts)
-    _current.timers, _current.tokenizer = timers, context.tokenizer
+    _current.timers, _current.tokenizer = context.timers, context.tokenizer
 
 
 def clear_current_run() -> None:

@@ -15,6 +15,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision
 from megatron.training.trainer import Trainer
@@ -69,6 +71,7 @@ def train_step(trainer: Trainer) -> StepResult:
         micro_batch_size=trainer.config.training.micro_batch_size,
         seq_length=trainer.config.data.seq_length,
         global_batch_size=trainer.batches.global_batch_size,
+        timers=trainer.log.timers,
         **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
@@ -96,13 +99,17 @@ def run_step(
     micro_batch_size: int,
     seq_length: int,
     global_batch_size: int,
+    timers: Timers | None = None,
     **of_schedule: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
     A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `of_schedule` are
-    further arguments of `forward_backward`.
+    further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
+    (`optimizer`, level 1).
     """
+    if takes(forward_backward, "timers"):
+        of_schedule["timers"] = timers
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -117,7 +124,8 @@ def run_step(
         **of_schedule,
     )
     learning_rate, loss_scale = scheduler.learning_rate, optimizer.get_loss_scale().clone()
-    update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
+    with timed(timers, "optimizer", 1):
+        update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
     return StepResult(reports, update, learning_rate, loss_scale)
 

@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.environment import Environment
@@ -34,6 +35,8 @@ class Context:
     environment: Environment
     tokenizer: "Tokenizer"
     state: TrainState
+    timers: Timers = field(default_factory=lambda: Timers(0, "max"))
+    """Named timers, as --timing-log-level and --timing-log-option say; silent ones by default."""
 
     @property
     def vocab_size(self) -> int:

@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import timed
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
@@ -177,8 +178,11 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint of this iteration. It is complete when this returns."""
+        timers = self.log.timers
         with self.log.paused(), self.in_phase("saving"):
-            self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
+            with timed(timers, "save-checkpoint", 0, barrier=True):
+                self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
+            timers.log(["save-checkpoint"])
             self.log.event("save", self.state.iteration)
             self.hooks.after_save(self.state.iteration)
 

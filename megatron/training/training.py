@@ -297,6 +297,7 @@ def train_step(
         micro_batch_size=get_micro_batch_size(),
         seq_length=run.config.data.seq_length or 0,
         global_batch_size=samples,
+        timers=run.timers,
         **of_schedule,
     )
     run.state.iteration += 1

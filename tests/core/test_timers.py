@@ -7,7 +7,7 @@ import pytest
 from support.processes import run_on_ranks
 
 from megatron.core.exceptions import UserError
-from megatron.core.timers import Timers
+from megatron.core.timers import Timers, timed
 
 
 def spend(timers: Timers, name: str, seconds: float, level: int = 0) -> None:
@@ -91,3 +91,29 @@ def test_times_are_those_of_all_ranks(option: str, numbers: int) -> None:
     ((tag, value, iteration),) = written
     assert (tag, iteration) == ("forward-backward-time", 7)
     assert value >= 0.06
+
+
+def times_of_different_parts() -> dict[str, list[float]]:
+    """The first rank sends, the last one receives, as in a pipeline."""
+    import torch.distributed as dist
+
+    timers = Timers(2, "max")
+    spend(timers, ["send", "receive"][dist.get_rank()], 0.01, level=2)
+    return timers.seconds_of_ranks(["send", "receive", "nothing"])
+
+
+def test_a_timer_that_runs_on_some_ranks() -> None:
+    first, second = run_on_ranks(times_of_different_parts, 2)
+    assert first == second and list(first) == ["send", "receive", "nothing"]
+    assert [[seconds > 0.0 for seconds in first[name]] for name in first] == [[True, False], [False, True], [False] * 2]
+
+
+def test_a_part_is_timed_also_if_it_fails() -> None:
+    timers = Timers(1, "max")
+    with pytest.raises(ValueError, match="x"), timed(timers, "part", 1):
+        time.sleep(0.01)
+        raise ValueError("x")
+    assert timers("part").elapsed() >= 0.01
+    with timed(None, "part", 1), timed(timers, "detail", 2):
+        pass
+    assert timers("detail").elapsed() == 0.0

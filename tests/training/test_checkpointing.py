@@ -172,7 +172,7 @@ def current():
         config, groups = run.checkpoints.config, run.checkpoints.groups
         environment = SimpleNamespace(groups=groups)
         global_vars.set_current_run(
-            SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None)
+            SimpleNamespace(config=config, environment=environment, state=run.state, tokenizer=None, timers=None)
         )
         return run
 

@@ -12,6 +12,7 @@ from support.command_lines import SMALL
 
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+from megatron.core.timers import Timers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import global_vars
 from megatron.training.arguments import configure, core_transformer_config_from_args, parse_args, validate_args
@@ -32,7 +33,9 @@ def run() -> Iterator[Any]:
         return parser
 
     config = configure([*SMALL.split(), "--mine", "7"], provider, launch_environment=LaunchEnvironment(1, False))
-    context = SimpleNamespace(config=config, state=State(), tokenizer="the tokenizer", environment=None)
+    context = SimpleNamespace(
+        config=config, state=State(), tokenizer="the tokenizer", environment=None, timers=Timers(0, "max")
+    )
     global_vars.set_current_run(context, padded_vocab_size=128)  # type: ignore[arg-type]
     yield context
     global_vars.clear_current_run()

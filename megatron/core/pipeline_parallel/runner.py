@@ -1,9 +1,10 @@
 """Executes the action list of one rank: micro-batches, stages, losses and gradients. Knows nothing about models."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from megatron.core.pipeline_parallel.interleaving import Interleaver, MicroBatch
 from megatron.core.pipeline_parallel.losses import StepLosses
 from megatron.core.pipeline_parallel.p2p_communication import PipelineP2P
 from megatron.core.pipeline_parallel.task import PipelineTask
+from megatron.core.timers import timed
 
 
 @dataclass
@@ -46,11 +48,27 @@ MicroBatchKey = tuple[int, int]
 """(number of the micro-batch, chunk)."""
 
 
+TIMERS = {
+    ActionKind.FORWARD: "forward-compute",
+    ActionKind.BACKWARD: "backward-compute",
+    ActionKind.INPUT_GRADIENT: "backward-compute",
+    ActionKind.WEIGHT_GRADIENT: "weight-gradient-compute",
+    ActionKind.PAIR: "forward-and-backward-compute",
+    ActionKind.SEND_FORWARD: "forward-send",
+    ActionKind.RECEIVE_FORWARD: "forward-recv",
+    ActionKind.SEND_BACKWARD: "backward-send",
+    ActionKind.RECEIVE_BACKWARD: "backward-recv",
+}
+"""Timer of each kind of action, at level 2. A receive is only begun; the forward or backward that needs it waits."""
+
+
 class Runner:
     """Runs an action list; results are collected in `losses`."""
 
-    def __init__(self, task: PipelineTask) -> None:
+    def __init__(self, task: PipelineTask, timers: Callable[..., Any] | None = None) -> None:
         self.task = task
+        self.timers = timers
+        """Measure each action, by `TIMERS`; None: nothing is timed."""
         self.losses = StepLosses(
             task.config, task.groups, task.num_microbatches, task.collect_non_loss_data, task.grad_scale_func
         )
@@ -105,7 +123,8 @@ class Runner:
                 for stack, no_sync in zip(self._no_sync, contexts, strict=True):
                     stack.enter_context(no_sync())
             for action in actions:
-                steps[action.kind](action)
+                with timed(self.timers if action.kind in TIMERS else None, TIMERS.get(action.kind, ""), 2):
+                    steps[action.kind](action)
                 for member in action.members:
                     if member.chunk in self._synced and member.kind in (
                         ActionKind.BACKWARD,

@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.stages import (
 )
 from megatron.core.pipeline_parallel.task import ForwardStep, PipelineTask
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.timers import timed
 from megatron.core.tokens import RngPosition
 
 
@@ -55,6 +56,7 @@ def forward_backward_no_pipelining(
     rng_position_of: Callable[[int], RngPosition] | None = None,
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     finalize_model_grads_func: Callable[..., Any] | None = None,
+    timers: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """Runs forward and backward of all micro-batches of a step; returns the report of each.
 
@@ -69,7 +71,8 @@ def forward_backward_no_pipelining(
     last micro-batch only, and finished by `finalize_model_grads_func([model], tokens or None)`, unless
     `forward_only`.
 
-    Functions of these two names in the config are used in place of the arguments.
+    `timers` measure the whole call (level 1) and its parts. Functions and timers of these names in the config are used
+    in place of the arguments.
 
     `rng_position_of(number)` returns the position in the run of a micro-batch, for random numbers (dropout, router
     noise). A model whose forward takes `micro_batch` is given it, with the scale of auxiliary losses and the
@@ -112,16 +115,14 @@ def forward_backward_no_pipelining(
         config.grad_scale_func or grad_scale_func,
         states_in=states_into_stages(config, pipeline),
     )
-    runner = Runner(task)
-    timed = config.timers("forward-backward", log_level=1) if config.timers is not None else None
-    if timed is not None:
-        timed.start(barrier=config.barrier_with_L1_time)
-    runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
+    timers = config.timers or timers
+    runner = Runner(task, timers)
     finalize = config.finalize_model_grads_func or finalize_model_grads_func
-    if not forward_only and finalize is not None:
-        _finalize(finalize, config, chunks, runner, pg_collection, force_all_reduce)
-    if timed is not None:
-        timed.stop()
+    with timed(timers, "forward-backward", 1, barrier=config.barrier_with_L1_time):
+        runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))
+        if not forward_only and finalize is not None:
+            with timed(timers, "all-grads-sync", 1):
+                _finalize(finalize, config, chunks, runner, pg_collection, force_all_reduce)
     return runner.losses.reports
 
 

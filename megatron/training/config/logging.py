@@ -7,7 +7,6 @@ from typing import Literal
 from megatron.core.config_fields import flag, not_yet, too_small
 
 _TENSORBOARD = "tensorboard_dir"
-_TIMING = "not yet: only the time of whole steps is logged"
 _WANDB = "not yet: metrics go to metrics.jsonl and to TensorBoard"
 
 
@@ -34,11 +33,12 @@ class LoggingConfig:
     logging_level: int | None = None
     """Level of Python's loggers, as a number: 10 debug, 20 info, 30 warning, 40 error."""
 
-    timing_log_level: Literal[0, 1, 2] = flag(0, no_effect=_TIMING)
-    """Detail of timing: 0 the step, 1 its main parts, 2 everything."""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Times below the log line: 0 none, only those of set-up and saving; 1 the main parts of a step; 2 also each
+    forward, backward, message and batch."""
 
-    timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", no_effect=_TIMING)
-    """Times to log: the longest over all ranks, the shortest and longest, or all."""
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Which ranks' times are logged: the longest (max), the shortest and the longest (minmax), or every rank's."""
 
     # TensorBoard -----------------------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class LoggingConfig:
     """Points that are collected before they are written."""
 
     log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
-    """Write timers to TensorBoard."""
+    """Write the time of a step, and the times of --timing-log-level, to TensorBoard."""
 
     log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
     """Write memory use to TensorBoard."""

@@ -12,6 +12,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.exceptions import UserError
+from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.loaders import build_data_iterator
@@ -36,13 +37,17 @@ class Splits:
 
 
 def build_splits(
-    config: PretrainConfig, environment: Environment, state: TrainState, datasets: Sequence[Any]
+    config: PretrainConfig,
+    environment: Environment,
+    state: TrainState,
+    datasets: Sequence[Any],
+    timers: Timers | None = None,
 ) -> Splits:
     """Makes iterators over the data sets of a run (train, valid, test), which continue at the counts of `state`.
 
     Each rank reads its own data. In a user's script, some tensor and pipeline parallel ranks may have None instead of a
     data set, and then get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no
-    training data, or less than the run consumes.
+    training data, or less than the run consumes. `timers` measure the reads of training data.
     """
     available = _on_any_rank([dataset is not None for dataset in datasets], environment)
     if not available[0] and not config.evaluation.skip_train:
@@ -71,10 +76,11 @@ def build_splits(
     train, valid, test = datasets
     evaluates = config.evaluation.eval_iters > 0
     finished = state.iteration >= config.training.train_iters
+    reads = available[0] and not finished
+    training = split(train, state.consumed_train_samples) if reads else step_data(config, environment, iter(()))
+    training.timers = timers
     return Splits(
-        train=step_data(config, environment, iter(()))
-        if not available[0] or finished
-        else split(train, state.consumed_train_samples),
+        train=training,
         valid=split(valid, state.consumed_valid_samples) if available[1] and evaluates else None,
         test=split(test, 0) if available[2] and evaluates else None,
     )

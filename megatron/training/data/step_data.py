@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.timers import Timers, timed
 from megatron.core.tokens import RngPosition
 
 
@@ -31,6 +32,8 @@ class StepData(Iterator[Any]):
         data_parallel_size: int = 1,
         seed: int = 1234,
     ) -> None:
+        self.timers: Timers | None = None
+        """Measure the reads (`batch-generator`, level 2)."""
         self.micro_batches = micro_batches
         self.micro_batch_size = micro_batch_size
         self.data_parallel_rank = data_parallel_rank
@@ -67,7 +70,8 @@ class StepData(Iterator[Any]):
     def __next__(self) -> Any:
         if self.micro_batches is None:
             raise StopIteration
-        batch = next(self.micro_batches)
+        with timed(self.timers, "batch-generator", 2):
+            batch = next(self.micro_batches)
         # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
         self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))
         return batch

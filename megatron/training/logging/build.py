@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from torch import nn
 
+from megatron.core.timers import Timers
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
@@ -25,6 +26,7 @@ def build_log(
     state: TrainState,
     padded_vocab_size: int,
     model: Sequence[nn.Module],
+    timers: Timers,
 ) -> TrainingLog:
     """Returns this rank's part of the log; only one of the ranks that compute losses writes. Raises UserError for a
     file or folder that cannot be written."""
@@ -59,6 +61,7 @@ def build_log(
             stages_report=transformer.num_moe_experts is not None or bool(transformer.mtp_num_layers),
         ),
         per_layer=transformer.moe_per_layer_logging,
+        timers=timers,
     )
 
 

@@ -6,8 +6,8 @@ from megatron.training.logging.records import LogRecord, ValidationRecord
 
 
 def format_line(record: LogRecord) -> str:
-    """Returns the log line of an iteration. Values that the record lacks are left out, and so are losses that are not
-    positive."""
+    """Returns the log line of an iteration, and below it the lines of its timers, if it has any. Values that the record
+    lacks are left out, and so are losses that are not positive."""
     parts = [
         f"iteration {record.iteration:8d}/{record.train_iters:8d}",
         f"consumed samples: {record.consumed_samples:12d}",
@@ -34,7 +34,8 @@ def format_line(record: LogRecord) -> str:
         parts.append(f"params norm: {record.params_norm:.3f}")
     parts.append(f"number of skipped iterations: {record.skipped_iterations:3d}")
     parts.append(f"number of nan iterations: {record.nan_iterations:3d}")
-    return f" [{record.time:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
+    line = f" [{record.time:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(parts) + " |"
+    return line if record.times is None else f"{line}\n{record.times}"
 
 
 def format_validation(record: ValidationRecord) -> str:

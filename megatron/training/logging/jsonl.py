@@ -7,8 +7,9 @@ Kinds of lines, told apart by their keys:
     {"iteration": 10, "split": "validation", "lm loss": 4.0, "lm loss PPL": 54.6, "evaluated tokens": 8192, ...}
     {"iteration": 10, "event": "save", ...}
 
-Every iteration has a training line with its own values. Two kinds of values are means over the interval between two log
-lines: the speed, and the values that layers report, which stand in the line of the interval's last iteration.
+Every iteration has a training line with its own values. Three kinds of values are means over the interval between two
+log lines: the speed; the values that layers report and the times of --timing-log-level ("optimizer ms"), which stand in
+the line of the interval's last iteration.
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
@@ -123,6 +124,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "tokens per second": speed.tokens_per_second,
         "throughput (TFLOP/s/GPU)": speed.tflops_per_device,
         "mfu": speed.mfu,
+        **{f"{name} ms": seconds * 1000.0 for name, seconds in step.times.items()},
     }
     line = {key: value for key, value in line.items() if value is not None}
     if not step.applied:

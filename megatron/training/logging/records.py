@@ -27,6 +27,9 @@ class StepRecord:
     num_zeros: int | None = None
     reported: Mapping[str, float] = field(default_factory=dict)
     """Values that layers report, by tag: means over the iterations since the last record that has any."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the parts of an iteration, on the rank that took longest: means over the iterations since the last
+    record that has any. Empty unless --timing-log-level asks for them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class LogRecord:
     """Tokens consumed so far; not part of Megatron-LM's line."""
     speed: Speed | None = None
     """Not part of Megatron-LM's line."""
+    times: str | None = None
+    """The lines of --timing-log-level, which follow the log line."""
 
 
 @dataclass(frozen=True)

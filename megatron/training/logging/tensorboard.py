@@ -51,7 +51,9 @@ class ScalarLog(LogWriter):
         for step in steps:
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
-            for tag, value in step.reported.items():  # filled once a log line
+            times = step.times if self._choices.log_timers_to_tensorboard else {}
+            # Both are filled once a log line.
+            for tag, value in {**step.reported, **{f"{name}-time": s for name, s in times.items()}}.items():
                 self._both(tag, value, step.iteration, step.consumed_samples)
         if steps:
             self._interval(steps[-1], speed)

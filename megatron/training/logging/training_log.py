@@ -22,11 +22,22 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.pipeline_parallel import runner
+from megatron.core.timers import Timers
 from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
+
+TIMERS_OF_STEP = (
+    "forward-backward",
+    *dict.fromkeys(runner.TIMERS.values()),
+    "batch-generator",
+    "all-grads-sync",
+    "optimizer",
+)
+"""Timers that a log line shows, in this order, as far as they run."""
 
 
 class TrainingLog:
@@ -44,6 +55,7 @@ class TrainingLog:
         log_throughput: put the throughput into the log line.
         layers: reads the values that layers report; None: they report nothing.
         per_layer: also write their values layer by layer.
+        timers: the parts of a step, which are read with each log line.
         now: returns the wall time for the line's timestamp.
     """
 
@@ -61,6 +73,7 @@ class TrainingLog:
         log_throughput: bool = False,
         layers: LayerReports | None = None,
         per_layer: bool = False,
+        timers: Timers | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
@@ -74,11 +87,12 @@ class TrainingLog:
         self.log_throughput = log_throughput
         self.layers = layers
         self.per_layer = per_layer
+        self.timers = timers or Timers(0, "max")
         self._now = now
         self._since_line = StepClock()
         self._since_flush = StepClock()
         self._first: int | None = None
-        self._line_samples = 0
+        self._line_samples = self._iterations_since_line = 0
 
     def start(self, iteration: int) -> None:
         """Training starts after `iteration` iterations."""
@@ -96,6 +110,7 @@ class TrainingLog:
         """
         assert self._first is not None, "start() comes first"
         self.metrics.record(iteration, reports, **values)
+        self._iterations_since_line += 1
         for writer in self.writers:
             writer.progress(iteration)
         if iteration % self.log_interval == 0:
@@ -136,8 +151,11 @@ class TrainingLog:
         for writer in self.writers:
             writer.close()
 
-    def _read(self, *, reset: bool) -> MetricsInterval:
+    def _read(self, *, reset: bool, times: Mapping[str, float] | None = None) -> MetricsInterval:
         interval = self._with_layers(self.metrics.collect(reset=reset), reset)
+        if times and interval.steps:
+            last = dataclasses.replace(interval.steps[-1], times=times)
+            interval = dataclasses.replace(interval, steps=(*interval.steps[:-1], last))
         seconds = self._since_flush.seconds()
         if interval.steps:
             self._since_flush.restart()
@@ -161,7 +179,9 @@ class TrainingLog:
         return dataclasses.replace(interval, steps=(*interval.steps[:-1], last), losses=losses)
 
     def _line(self, *, reset: bool, skipped_samples: int) -> tuple[NonFinite, ...]:
-        interval = self._read(reset=reset)
+        times, iterations = self._times(reset), self._iterations_since_line
+        longest = {name: max(seconds) / iterations for name, seconds in times.items() if max(seconds) > 0.0}
+        interval = self._read(reset=reset, times=longest)
         last = interval.last
         assert last is not None
         rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)
@@ -184,13 +204,18 @@ class TrainingLog:
             nan_iterations=interval.nan,
             tokens=last.tokens,
             speed=rates,
+            times=self.timers.text_of(times, normalizer=iterations),
         )
         for writer in self.writers:
             writer.line(record)
         if reset:
             self._since_line.restart()
-            self._line_samples = 0
+            self._line_samples = self._iterations_since_line = 0
         return interval.non_finite
+
+    def _times(self, reset: bool) -> dict[str, list[float]]:
+        """Returns the seconds of the timers of a step on every rank, since the last line. Every rank calls it."""
+        return self.timers.seconds_of_ranks(TIMERS_OF_STEP, reset) if self.timers.log_level > 0 else {}
 
     def _speed(self, seconds: float, iterations: int, samples: int) -> Speed:
         """Returns the rates of `iterations` steps over `samples` samples."""

@@ -15,6 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
+from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpointing import Checkpoints
@@ -47,16 +48,18 @@ def set_up(
     `started` is `time.monotonic()` at the start of the program, from which --exit-duration-in-mins counts.
     """
     context, padded = start_run(config, environment)
-    config = context.config  # complete: the layout `auto` is resolved
-    model = build_model(context, providers.build_model)
-    for line in kernel_notes(model, environment, config):
-        print(line, flush=True)
-    optimizer = build_optimizer(context, model, providers.build_optimizer)
-    of_script = providers.build_scheduler
-    scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
-    checkpoints = Checkpoints(config, environment.groups)
-    checkpoints.load(context.state, model, optimizer, scheduler)
-    datasets = providers.build_datasets(context, sample_counts(config))
+    config, timers = context.config, context.timers  # complete: the layout `auto` is resolved
+    with timed(timers, "model-and-optimizer-setup", 0, barrier=True):
+        model = build_model(context, providers.build_model)
+        for line in kernel_notes(model, environment, config):
+            print(line, flush=True)
+        optimizer = build_optimizer(context, model, providers.build_optimizer)
+        of_script = providers.build_scheduler
+        scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
+        checkpoints = Checkpoints(config, environment.groups)
+        checkpoints.load(context.state, model, optimizer, scheduler)
+    with timed(timers, "train/valid/test-data-iterators-setup", 0):
+        datasets = providers.build_datasets(context, sample_counts(config))
     forward_step = providers.build_forward_step(context)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     trainer = build_trainer(
@@ -67,11 +70,12 @@ def set_up(
         scheduler,
         checkpoints,
         forward_step,
-        lambda: build_splits(config, environment, context.state, datasets),
+        lambda: build_splits(config, environment, context.state, datasets, timers),
         signals,
         started,
         hooks_of_script,
     )
+    timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     for note in run_notes(config, environment, trainer.splits):
         if environment.is_first:
             print(note, flush=True)
@@ -86,7 +90,8 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
     tokenizer = build_tokenizer(config.tokenizer)
     padded = vocabulary_rows(config, tokenizer)
     config, notes = resolve_auto_layout(config, padded)
-    context = Context(config, environment, tokenizer, TrainState())
+    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
+    context = Context(config, environment, tokenizer, TrainState(), timers)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
@@ -115,7 +120,7 @@ def build_trainer(
     config, environment, state = context.config, context.environment, context.state
     batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
     use_schedule(batches)
-    log = build_log(config, environment, state, padded_vocab_size, model)
+    log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
     exit_agreement = ExitAgreement(
         agreement_group(),
         rank=environment.rank,

@@ -9,6 +9,7 @@ import torch
 from support.runs import TINY
 
 from megatron.core.exceptions import UserError
+from megatron.core.timers import Timers
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.logging.build import build_log
@@ -25,7 +26,7 @@ def log_of(flags: str, logs: bool = True) -> TrainingLog:
     environment: Any = SimpleNamespace(
         groups=groups, device=torch.device("cpu"), rank=0, world_size=1, has_loss=True, logs=logs
     )
-    return build_log(config, environment, TrainState(), 41, [])
+    return build_log(config, environment, TrainState(), 41, [], Timers(0, "max"))
 
 
 def test_writers_are_files_first_and_the_console_last(tmp_path: Path) -> None:

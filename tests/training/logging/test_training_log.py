@@ -1,10 +1,13 @@
 """The loop's log as a whole: when lines come, what they average, what goes into the file."""
 
 import math
+import re
 from datetime import datetime
 
+import pytest
 import torch
 
+from megatron.core.timers import Timers
 from megatron.training.logging.console_line import format_line
 from megatron.training.logging.jsonl import JsonlLog, read_metrics
 from megatron.training.logging.metrics import StepMetrics
@@ -73,6 +76,21 @@ def test_lines_come_after_the_first_iteration_and_at_the_interval(tmp_path):
     assert "learning rate: 1.000000E-01 | global batch size:     4 | lm loss: 2.500000E+00 |" in format_line(
         writer.lines[1]
     )
+
+
+def test_times_of_the_parts_of_a_step(tmp_path):
+    """They follow the log line, and stand in the file with the interval's last iteration."""
+    writer, timers = Lines(), Timers(1, "max")
+    log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=2, timers=timers)
+    log.start(0)
+    for iteration in range(1, 5):
+        timers("optimizer", 1)._spans.append((0.0, 0.01 * iteration))
+        take_steps(log, iteration, iteration)
+    assert [re.search(r"optimizer:\.+ (.*)", record.times)[1] for record in writer.lines] == ["10.00", "15.00", "35.00"]
+    assert format_line(writer.lines[-1]).endswith(f" |\n{writer.lines[-1].times}")
+    log.close()
+    times = [line.get("optimizer ms") for line in read_metrics(tmp_path / "metrics.jsonl").training]
+    assert times == [pytest.approx(10.0), pytest.approx(15.0), None, pytest.approx(35.0)]
 
 
 def test_an_interval_of_one_never_averages_two_iterations(tmp_path):
