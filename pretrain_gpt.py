@@ -110,4 +110,4 @@ def describe_tokens(batch: Batch, data: StepData, part: SequencePart | None, sam
 
 
 if __name__ == "__main__":
-    pretrain(Providers(build_model, build_datasets, build_forward_step))
+    pretrain(Providers(build_model, build_datasets, build_forward_step), args_defaults={"model_family": "gpt"})

@@ -32,6 +32,7 @@ TESTED_WITH = {
     "core/transformer/shared_key_values.py": "core/models/gpt/test_gpt_model_over_ranks.py",
     "core/utils/recomputed.py": "core/transformer/test_recompute.py",
     "training/data/gpt_data.py": "training/data/test_loaders.py",
+    "training/data/sources.py": "training/data/test_bert_data.py",
     "training/data/splits.py": "training/data/test_loaders.py",
     "training/data_preparation/batches.py": "training/data_preparation/test_prepare.py",
     "training/data_preparation/config.py": "training/data_preparation/test_prepare.py",

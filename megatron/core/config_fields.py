@@ -58,6 +58,9 @@ class FlagDeclaration:
     is printed if it is given without the other one."""
     or_with: str | None = None
     """A bool field that also makes this one effective, independently of `only_with`."""
+    families: tuple[str, ...] | None = None
+    """The model families that read the flag ("gpt", "bert", "t5"); None: all. A note is printed if it is given in a run
+    of another family."""
     gathers: bool = False
     """For a list: a repeated flag appends to it. Otherwise the last value counts."""
     hints: Mapping[str, str] | None = None
@@ -69,7 +72,7 @@ class FlagDeclaration:
 def flag(default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **declaration: Any) -> Any:
     """Returns a dataclass field whose flag needs more than the default rule. Keywords are those of
     `FlagDeclaration`."""
-    for name in ("aliases", "supported"):
+    for name in ("aliases", "supported", "families"):
         if name in declaration and isinstance(declaration[name], Sequence) and not isinstance(declaration[name], str):
             declaration[name] = tuple(declaration[name])
     metadata = {_METADATA_KEY: FlagDeclaration(**declaration)}

@@ -5,7 +5,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_building import SampleIndices, SamplePlan, build_indices, plan_samples
-from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
+from megatron.core.datasets.index_cache import Arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.special_tokens import (
@@ -127,17 +126,6 @@ class GPTDataset(MegatronDataset):
         self.sample_index = indices.sample_index
         self.shuffle_index = indices.shuffle_index
         self._plain_mask = None if config.reset_attention_mask else self._causal_mask()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Replaces mapped index arrays by their file names, so that another process maps them again."""
-        state = dict(vars(self))
-        for name in _INDICES:
-            if isinstance(state[name], np.memmap):
-                state[name] = Path(str(state[name].filename))
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: load_array(v) if isinstance(v, Path) else v for name, v in state.items()})
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -255,11 +243,7 @@ class GPTDataset(MegatronDataset):
             built = build_indices(self.indices, self.dataset.sequence_lengths, self._plan, self.config.random_seed)
             return vars(built)
 
-        if self.dataset_path is None and not self.config.path_to_cache:
-            return SampleIndices(**build())
-        folder = self.config.path_to_cache or Path(f"{self.dataset_path}/cache/{type(self).__name__}_indices")
-        cache = IndexCache(folder, f"{type(self).__name__}-{self.index_split.name}", self.unique_description)
-        return SampleIndices(**cache.load_or_build(_INDICES, self._fits_plan, build))
+        return SampleIndices(**self.load_or_build_indices(_INDICES, self._fits_plan, build))
 
     def _fits_plan(self, arrays: Arrays) -> bool:
         documents, cuts, order = (arrays[name] for name in _INDICES)

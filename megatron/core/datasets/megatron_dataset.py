@@ -5,13 +5,15 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.core.datasets.utils import Split
 
 
@@ -63,6 +65,27 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
                 "tokenizer": getattr(tokenizer, "unique_identifiers", type(tokenizer).__name__),
             }
         )
+
+    def load_or_build_indices(
+        self, names: list[str], valid: Callable[[Arrays], bool], build: Callable[[], Arrays]
+    ) -> Arrays:
+        """Returns index arrays from the cache. Builds and saves them if the cache has none or `valid` rejects them.
+
+        Indices of made-up data are cached only in a folder that the config names.
+        """
+        if self.dataset_path is None and not self.config.path_to_cache:
+            return build()
+        name = type(self).__name__
+        folder = self.config.path_to_cache or Path(f"{self.dataset_path}/cache/{name}_indices")
+        cache = IndexCache(folder, f"{name}-{self.index_split.name}", self.unique_description)
+        return cache.load_or_build(names, valid, build)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Replaces mapped index arrays by their file names, so that another process maps them again."""
+        return {name: Path(str(v.filename)) if isinstance(v, np.memmap) else v for name, v in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: load_array(v) if isinstance(v, Path) else v for name, v in state.items()})
 
     @property
     def unique_description(self) -> str:

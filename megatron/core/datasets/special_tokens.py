@@ -43,8 +43,8 @@ def document_mask(cu_seqlens: np.ndarray) -> np.ndarray:
     return causal_mask(len(document)) | (document[:, None] != document[None, :])
 
 
-def _special_id(tokenizer: Any, name: str) -> int | None:
-    """A special id of the tokenizer; None if it has none. Megatron-LM's tokenizers say so in three ways."""
+def special_id(tokenizer: Any, name: str) -> int | None:
+    """Returns a special id of the tokenizer; None if it has none. Megatron-LM's tokenizers say so in three ways."""
     try:
         return getattr(tokenizer, name, None)
     except NotImplementedError:
@@ -57,12 +57,12 @@ def padding_id(config: BlendedMegatronDatasetConfig) -> int:
     Every occurrence of the pad id is masked out of the loss. With a second meaning, it would mask real tokens.
     """
     tokenizer = config.tokenizer
-    pad = _special_id(tokenizer, "pad")
+    pad = special_id(tokenizer, "pad")
     if pad is None or pad < 0:
         return NO_PADDING
     special = getattr(tokenizer, "special_tokens_dict", None) or {}
     others = {value for name, value in special.items() if "pad" not in name}
-    others |= {_special_id(tokenizer, "eos"), _special_id(tokenizer, "eod")}
+    others |= {special_id(tokenizer, "eos"), special_id(tokenizer, "eod")}
     if pad in others and not config.allow_ambiguous_pad_tokens:
         warn_on_first_rank(
             f"the tokenizer's pad id {pad} is also another special token, so it is not treated as padding, which would "

@@ -13,7 +13,7 @@ from megatron.core.config_fields import fields_of_problem
 from megatron.core.model_parallel_config import parallel_problems
 from megatron.core.optimizer.optimizer_config import optimizer_problems
 from megatron.core.transformer.transformer_config import transformer_problems
-from megatron.training.config import file_checks, parallel_checks
+from megatron.training.config import file_checks, model_families, parallel_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
@@ -262,6 +262,7 @@ RULES: tuple[Rule, ...] = (
     _gated_mlp,
     _gradient_types,
     _library,
+    model_families.masked_words,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
     parallel_checks.sequence_length,

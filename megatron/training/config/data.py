@@ -50,10 +50,10 @@ class DataConfig:
     """Tokens in a sample. Required."""
 
     encoder_seq_length: int | None = None
-    """For GPT another spelling of --seq-length."""
+    """T5: tokens of the encoder's part of a sample. Another spelling of --seq-length."""
 
-    decoder_seq_length: int | None = not_yet(None)
-    """Tokens of the decoder's part of a sample, for encoder-decoder models."""
+    decoder_seq_length: int | None = flag(None, families=["t5"])
+    """T5: tokens of the decoder's part of a sample. Required."""
 
     num_workers: int = 2
     """Processes per rank that read and prepare batches; 0: the training process does it. The number does not change the
@@ -76,13 +76,13 @@ class DataConfig:
     )
     """Put square attention masks into batches."""
 
-    reset_position_ids: bool = False
+    reset_position_ids: bool = flag(False, families=["gpt"])
     """Start positions at 0 after each end-of-document token."""
 
-    reset_attention_mask: bool = False
+    reset_attention_mask: bool = flag(False, families=["gpt"])
     """Let tokens attend to their own document only."""
 
-    eod_mask_loss: bool = False
+    eod_mask_loss: bool = flag(False, families=["gpt"])
     """Leave end-of-document tokens out of the loss."""
 
     allow_ambiguous_pad_tokens: bool = False
@@ -93,6 +93,12 @@ class DataConfig:
 
     num_dataset_builder_threads: int = 1
     """Data sets of a blend that are indexed in parallel."""
+
+    mask_prob: float = flag(0.15, families=["bert", "t5"])
+    """BERT and T5: fraction of the tokens of a sample that are masked."""
+
+    short_seq_prob: float = flag(0.1, families=["bert", "t5"])
+    """BERT and T5: fraction of the samples that are shorter than --seq-length."""
 
     fim_data: bool = not_yet(False)
     """Rearrange samples for fill in the middle."""
@@ -113,6 +119,11 @@ class DataConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
         yield from too_small(self, ("seq_length", "num_dataset_builder_threads"), 1)
         yield from too_small(self, ("num_workers", "mid_level_dataset_surplus"), 0)
+        yield from too_small(self, ("decoder_seq_length",), 1)
+        if not 0 < self.mask_prob < 1:
+            yield "{mask_prob}: expected a fraction between 0 and 1, such as 0.15"
+        if not 0 <= self.short_seq_prob <= 1:
+            yield "{short_seq_prob}: expected a fraction from 0 to 1, such as 0.1"
         sources = self.sources()
         if len(sources) > 1:
             names = " and ".join(f"{{{field}:name}}" for field in sources)

@@ -6,6 +6,7 @@ from megatron.core.config_fields import value_text
 from megatron.core.datasets.utils import parse_split
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
+from megatron.training.config.model_families import NAMES
 from megatron.training.config.settings import Settings
 
 
@@ -32,7 +33,10 @@ def _declared(settings: Settings) -> Iterator[str]:
         value = getattr(settings, field)
         if not settings.is_given(field) or value == flag.default:
             continue
-        if flag.declaration.no_effect is not None:
+        families = flag.declaration.families
+        if families is not None and settings.model_family not in (None, *families):
+            yield f"{{{field}}}: has no effect for {NAMES[settings.model_family]}"
+        elif flag.declaration.no_effect is not None:
             yield f"{{{field}}}: {flag.declaration.no_effect}"
         elif not is_read(flag, settings):
             yield f"{{{field}}}: has no effect {_condition(flag, settings)}"

@@ -103,8 +103,11 @@ class ModelConfig:
     decoder_num_layers: int | None = not_yet(None)
     """Layers of the decoder of an encoder-decoder model."""
 
-    bert_binary_head: bool = flag(True, off="--bert-no-binary-head", no_effect="GPT has no such head")
-    """BERT: train a head that predicts whether two segments belong together."""
+    bert_binary_head: bool = flag(True, off="--bert-no-binary-head", families=["bert"])
+    """BERT: train a head that predicts whether two segments are swapped."""
+
+    model_family: str | None = not_a_flag(None)
+    """The family that the entry script trains: "gpt", "bert" or "t5"; None: a script that does not say so."""
 
     # Older releases --------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,9 @@ def resolve(
 ) -> PretrainConfig:
     """Completes and checks the values of a command line.
 
-    `args_defaults` are the defaults of a user's script, by Megatron-LM's name. As in Megatron-LM, such a default is
-    used only where the value is None otherwise; elsewhere a note says which value is used.
+    `args_defaults` are the defaults of a user's script, by Megatron-LM's name, and the `model_family` of an entry
+    script. As in Megatron-LM, such a default is used only where the value is None otherwise; elsewhere a note says
+    which value is used.
 
     Raises ConfigurationError with all problems.
     """
@@ -78,7 +79,7 @@ def resolve(
 def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, value in defaults.items():
-        field = field_of_name(name)
+        field = name if name == "model_family" else field_of_name(name)
         if field is None:
             extra.setdefault(name, value)
         elif settings.values[field] is None:

@@ -68,7 +68,7 @@ load-main-params-from-ckpt log-device-memory-used log-energy log-memory-interval
 logits-load-decode-threads logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha
 logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k
 logits-save-top-p logits-save-top-p-min-k mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype
-mamba-training-ssm-states-dtype mask-factor mask-prob mask-type max-tokens-to-oom
+mamba-training-ssm-states-dtype mask-factor mask-type max-tokens-to-oom
 megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer megatron-fsdp-version
 memory-snapshot-path mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
 mhc-sinkhorn-iterations mla-down-proj-fusion mlp-chunks-for-training modelopt-enabled moe-combine-bwd-dtype
@@ -113,7 +113,7 @@ rl-rollout-bank-dir rl-rollout-bank-max-bytes rl-sequence-packing-algo rl-sequen
 rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs rl-use-sequence-packing
 rl-verify-model-weights-swap run-workload-inspector-server sample-rate save-activations-interval
 save-dgrads-interval save-params-interval save-tokens-per-expert-interval save-wgrads-interval
-sft-tokenizer-prompt-format sharp-enabled-group short-seq-prob start-eval-at-iter straggler-ctrlr-port
+sft-tokenizer-prompt-format sharp-enabled-group start-eval-at-iter straggler-ctrlr-port
 straggler-minmax-count swin-backbone-type te-precision-config-file tensor-parallel-num-weight-shards
 titles-data-path torch-fsdp2-no-reshard-after-forward train-sync-interval use-grouped-gemm-for-dense-mlp
 use-grouped-gemm-for-shared-expert use-legacy-static-engine use-mp-args-from-checkpoint-args use-mup

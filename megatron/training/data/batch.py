@@ -1,9 +1,9 @@
-"""A micro-batch of a GPT run."""
+"""A micro-batch as loaders deliver it: what the batches of all models share, and the batch of a GPT run."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,35 @@ from megatron.core.tokens import SequencePart
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchRecord:
+    """A batch whose fields are tensors, or None. `sample_ids` always stays on the host."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Returns a copy on another device. `sample_ids` stays on the host."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns a field by name, for user scripts: `batch["tokens"]`."""
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        changed: dict[str, Any] = {
+            field.name: change(value)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor) and field.name != "sample_ids"
+        }
+        return dataclasses.replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Batch(BatchRecord):
     """b samples of s tokens; with context parallelism (`part`), one rank's part of each sample.
 
     `cu_seqlens` refers to the rows laid end to end, b * s tokens, and separates rows like documents. It has one entry
@@ -37,10 +65,6 @@ class Batch:
     sample_ids: Tensor | None = None
     """int64 [b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        """Returns a copy on another device. `sample_ids` stays on the host."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
     def laid_end_to_end(self) -> "Batch":
         """Returns the batch as one row of b * s tokens, the form that models take with document boundaries."""
         return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in _ROWS})
@@ -60,25 +84,6 @@ class Batch:
         mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
         return dataclasses.replace(self, **rows, attention_mask=mask)
 
-    def pin_memory(self) -> "Batch":
-        """Returns a copy in page-locked memory, from which copies to a GPU are asynchronous."""
-        return self._map(lambda tensor: tensor.pin_memory())
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns a field by name, for user scripts: `batch["tokens"]`."""
-        try:
-            return getattr(self, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def _map(self, change: Any) -> "Batch":
-        changed = {
-            field.name: change(value)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor) and field.name != "sample_ids"
-        }
-        return dataclasses.replace(self, **changed)
-
 
 def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
     """Returns the batch of some items of a GPT dataset."""
@@ -94,6 +99,12 @@ def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
         max_seqlen=max(int(item["max_seqlen"]) for item in items),
         sample_ids=sample_ids,
     )
+
+
+def stack_items(items: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Tensor]:
+    """Returns these entries of the items, each stacked to one tensor, and the items' `sample_id` as `sample_ids`."""
+    stacked = {name: torch.stack([item[name] for item in items]) for name in names}
+    return stacked | {"sample_ids": torch.stack([item["sample_id"] for item in items])}
 
 
 _ROWS = ("tokens", "labels", "loss_mask", "position_ids")

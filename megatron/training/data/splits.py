@@ -9,14 +9,18 @@ from torch.distributed import ReduceOp
 from torch.utils.data import default_collate
 
 from megatron.core.collectives import all_reduce
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import collate_gpt
+from megatron.training.data.bert_data import collate_bert
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.step_data import StepData
+from megatron.training.data.t5_data import collate_t5
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 
@@ -107,8 +111,14 @@ def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
 
 
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
-    """Returns the function that makes a batch from items: a `Batch` for this package's data sets, torch's default for
-    others."""
-    if isinstance(dataset, MegatronDataset | BlendedDataset):
+    """Returns the function that makes a batch from items: a record for this package's data sets (a `Batch` unless they
+    are BERT's or T5's), torch's default for others."""
+    if isinstance(dataset, BlendedDataset):
+        return collate_of(dataset.datasets[0])
+    if isinstance(dataset, BERTMaskedWordPieceDataset):
+        return collate_bert
+    if isinstance(dataset, T5MaskedWordPieceDataset):
+        return collate_t5
+    if isinstance(dataset, MegatronDataset):
         return collate_gpt
     return lambda items: default_collate(list(items))

@@ -11,7 +11,7 @@ from megatron.core.datasets.utils import Blend, normalize, parse_split
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.gpt_data import blends
+from megatron.training.data.sources import blends
 from megatron.training.dry_run.rank_memory import MemoryBytes, RankMemory, parameters_of_model, rank_memory
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout, vocabulary_rows

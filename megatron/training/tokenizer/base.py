@@ -55,6 +55,31 @@ class Tokenizer(ABC):
         return self.special_tokens_dict.get("bos_token")
 
     @property
+    def eos(self) -> int | None:
+        """The id that ends a sequence; None if the vocabulary has none."""
+        return self.special_tokens_dict.get("eos_token")
+
+    @property
+    def cls(self) -> int | None:
+        """The id that begins BERT's input; None if the vocabulary has none."""
+        return self.special_tokens_dict.get("cls_token")
+
+    @property
+    def sep(self) -> int | None:
+        """The id that ends each segment of BERT's input; None if the vocabulary has none."""
+        return self.special_tokens_dict.get("sep_token")
+
+    @property
+    def mask(self) -> int | None:
+        """The id that stands for a masked token; None if the vocabulary has none."""
+        return self.special_tokens_dict.get("mask_token")
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the sentinels <extra_id_0>, <extra_id_1>, ..., which stand for masked spans; empty without them."""
+        return []
+
+    @property
     @abstractmethod
     def special_tokens_dict(self) -> dict[str, int]:
         """Special ids by role: eos_token, bos_token, pad_token, unk_token, ..."""

@@ -73,21 +73,6 @@ class BertWordPieceTokenizer(Tokenizer):
         return self._ids["[EOS]"]
 
     @property
-    def cls(self) -> int:
-        """The id that begins BERT's input."""
-        return self._ids["[CLS]"]
-
-    @property
-    def sep(self) -> int:
-        """The id that ends each segment of BERT's input."""
-        return self._ids["[SEP]"]
-
-    @property
-    def mask(self) -> int:
-        """The id that stands for a masked token."""
-        return self._ids["[MASK]"]
-
-    @property
     def vocab(self) -> dict[str, int]:
         """Ids by token. A blank line of the file has an id but no token."""
         return dict(self._ids)

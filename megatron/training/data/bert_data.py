@@ -1,0 +1,57 @@
+"""The data of a BERT run: the config of its data sets from the flags, and its batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDatasetConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.batch import BatchRecord, stack_items
+from megatron.training.data.sources import shared_fields
+from megatron.training.tokenizer.base import Tokenizer
+
+
+def bert_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> BERTMaskedWordPieceDatasetConfig:
+    """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data, or if the
+    tokenizer lacks a special token of BERT."""
+    return BERTMaskedWordPieceDatasetConfig(
+        **shared_fields(config, tokenizer),
+        masking_probability=config.data.mask_prob,
+        short_sequence_probability=config.data.short_seq_prob,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=config.model.bert_binary_head,
+    )
+
+
+@dataclass(frozen=True)
+class BertBatch(BatchRecord):
+    """b samples of s tokens, all int64, with the names of BERTMaskedWordPieceDataset's items."""
+
+    text: Tensor
+    """[b, s]: tokens, masked ones replaced."""
+    types: Tensor
+    """[b, s]: segment of each token, 0 or 1."""
+    labels: Tensor
+    """[b, s]: the token that was masked; -1 elsewhere."""
+    is_random: Tensor
+    """[b]: 1 if the segments are swapped, otherwise 0; -1 for rows that only fill up the batch."""
+    loss_mask: Tensor
+    """[b, s]: 1 where a token was masked, otherwise 0."""
+    padding_mask: Tensor
+    """[b, s]: 1 for tokens, 0 for padding."""
+    truncated: Tensor
+    """[b]: 1 if tokens were cut off, otherwise 0."""
+    sample_ids: Tensor
+    """[b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
+
+
+def collate_bert(items: Sequence[Mapping[str, Any]]) -> BertBatch:
+    """Returns the batch of some items of a BERT dataset."""
+    names = ("text", "types", "labels", "is_random", "loss_mask", "padding_mask", "truncated")
+    return BertBatch(**stack_items(items, names))

@@ -1,0 +1,47 @@
+"""Where a run's data is, for the config of its data sets; checks the data against the tokenizer."""
+
+import sys
+from typing import Any
+
+from megatron.core.datasets.utils import Blend
+from megatron.core.utils.warn import is_first_rank
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data_preparation.checks import check_data
+from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+
+def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the fields of BlendedMegatronDatasetConfig, which the data of all models have, by name.
+
+    Raises UserError if another tokenizer made the data.
+    """
+    data = config.data
+    blend, per_split = blends(config)
+    prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
+    if is_first_rank():
+        for prefix in sorted(prefixes):
+            check_data(prefix, tokenizer, config.tokenizer.model_vocab_size(tokenizer.vocab_size), warn=_warn)
+    return {
+        "random_seed": config.seed,
+        "sequence_length": data.seq_length,
+        "blend": blend,
+        "blend_per_split": per_split,
+        "split": None if per_split is not None else data.split,
+        "num_dataset_builder_threads": data.num_dataset_builder_threads,
+        "path_to_cache": data.data_cache_path,
+        "mmap_bin_files": data.mmap_bin_files,
+        "mock": data.mock_data,
+        "tokenizer": tokenizer,
+        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
+    }
+
+
+def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:
+    """Returns the blend of the run and the blends of its splits. One of them is None; for mock data both are."""
+    return (None, None) if config.data.mock_data else get_blend_and_blend_per_split(config.data)
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)

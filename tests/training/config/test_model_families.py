@@ -1,0 +1,52 @@
+"""Rules of BERT and T5 runs, and flags that only some families read."""
+
+import pytest
+from support.command_lines import SMALL, without
+
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import LaunchEnvironment
+
+DATA = without("--mock-data") + " --data-path some/prefix"
+
+
+def configured(family: str | None, flags: str, base: str = DATA):
+    defaults = {} if family is None else {"model_family": family}
+    words = f"{base} {flags}".split()
+    return configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, False))
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "base", "problem"),
+    [
+        ("bert", "--seq-length 4", DATA, "--seq-length 4: a sample of BERT has three special tokens and at least two"),
+        ("t5", "--seq-length 3 --decoder-seq-length 9", DATA, "--seq-length 3: a sample of T5 has at least two tokens"),
+        ("bert", "", SMALL, "--mock-data: BERT has no made-up data; give --data-path"),
+        ("t5", "", DATA, "--decoder-seq-length is missing: the tokens of the decoder's part"),
+        ("bert", "--mask-prob 0", DATA, "--mask-prob 0.0: expected a fraction between 0 and 1, such as 0.15"),
+        ("bert", "--short-seq-prob 2", DATA, "--short-seq-prob 2.0: expected a fraction from 0 to 1, such as 0.1"),
+    ],
+)
+def test_samples_that_cannot_be_made(family: str, flags: str, base: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        configured(family, flags, base)
+    assert len(error.value.problems) == 1 and error.value.problems[0].startswith(problem), error.value.problems
+
+
+def test_a_flag_of_another_family_has_no_effect() -> None:
+    flags = "--mask-prob 0.2 --decoder-seq-length 16 --bert-no-binary-head --eod-mask-loss"
+
+    def idle(family: str | None) -> list[str]:
+        return [note for note in configured(family, flags).notes if "has no effect for" in note]
+
+    assert idle("gpt") == [
+        "--bert-no-binary-head: has no effect for GPT",
+        "--decoder-seq-length 16: has no effect for GPT",
+        "--mask-prob 0.2: has no effect for GPT",
+    ]
+    assert idle("bert") == [
+        "--decoder-seq-length 16: has no effect for BERT",
+        "--eod-mask-loss: has no effect for BERT",
+    ]
+    assert len(idle("t5")) == 2 and idle(None) == []
+    assert configured("bert", flags).model.model_family == "bert" and configured(None, flags).model.model_family is None
