@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING
+from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING
 from parity.models import Model
 
 
@@ -186,4 +186,23 @@ _PREDICTING = Family(
     rare=[("sp2", "cp4-levels")],
 )
 
-FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING]
+_BERT = Family(
+    "BERT",
+    BERT,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2 pp2-interleaved pp2-zb-v",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+    further=[
+        ("sp2", "pp2-zb-h1"),
+        ("sp2", "pp2", "dp2-optim"),
+        ("pp4-layout", "dp2-optim_grads"),
+        ("tp4", "recompute-all-parts"),
+    ],
+    rare=[("sp4", "dp2-optim_grads_params"), ("dp4-hybrid", "pp2")],
+)
+
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _BERT]

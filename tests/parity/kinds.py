@@ -1,52 +1,19 @@
-"""Architectures of the parity proof: how a model is built, what it reads, and how its loss is computed.
-
-A new architecture is one more entry of `KINDS`, and models with its name as their `kind`.
-"""
+"""The architectures of the parity proof. A new one is one more entry of `KINDS`, and models with its name as their
+`kind`."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from parity.bert import BERT
+from parity.kind import Chunk, Kind
 from parity.models import LENGTH, Model, randomize_constants, starve
 from parity.text import TextBatch, micro_batch
 from torch import Tensor, nn
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Which part of a model a chunk is."""
-
-    groups: ProcessGroupCollection | None = None
-    pre_process: bool = True
-    post_process: bool = True
-    vp_stage: int | None = None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One architecture."""
-
-    build: Callable[[Model, TransformerConfig, Chunk], nn.Module]
-    """Builds one chunk of a model."""
-    micro_batch: Callable[[Model, int, int, tuple[int, int], int | None], Any]
-    """(model, step, first sample, part (rank, size) of a context parallel rank, rows or None) -> a micro-batch: a
-    dataclass of tensors, with its `Tokens`. A function of its arguments alone."""
-    forward: Callable[..., Any]
-    """(chunk, micro-batch, further keywords of the model's forward) -> the chunk's output."""
-    loss: Callable[[Any, Any], tuple[Any, ...]]
-    """(output, micro-batch) -> what a loss function returns: (sum, tokens, report) or (mean, report). The report is
-    [sum, count], of which the sum is compared up to rounding and the count to the bit."""
-    count: Callable[[Any], Tensor]
-    """Tokens of a micro-batch that the loss counts."""
-    shapes: Callable[[Model], dict[str, int]]
-    """Lengths and sizes that the pipeline schedules are told."""
 
 
 def kind_of(model: Model) -> Kind:
@@ -115,4 +82,4 @@ def _count(batch: TextBatch) -> Tensor:
     return batch.mask.sum()
 
 
-KINDS = {"gpt": Kind(_build_gpt, micro_batch, _forward_gpt, _loss_per_token, _count, _shapes_gpt)}
+KINDS = {"gpt": Kind(_build_gpt, micro_batch, _forward_gpt, _loss_per_token, _count, _shapes_gpt), "bert": BERT}

@@ -263,4 +263,27 @@ PREDICTING = [
 ]
 """Multi-token prediction: one and two further tokens, packed documents, with latent attention and experts."""
 
-MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING]
+BERT = [
+    Model(
+        "bert",
+        kind="bert",
+        tied=True,
+        positions="learned_absolute",
+        settings=_DROPOUT,
+        options={"num_tokentypes": 2},
+        losses=("default",),
+        rows=2,
+    ),
+    Model(
+        "bert-post",
+        kind="bert",
+        positions="learned_absolute",
+        settings={"norm_placement": "post_residual", "embedding_norm": True, "hidden_dropout": 0.2},
+        options={"num_tokentypes": 0, "add_binary_head": False},
+        rows=2,
+        vocabulary=64,
+    ),
+]
+"""Padded rows seen from both sides: two heads and one, token types and none, norms before and after each residual."""
+
+MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *BERT]

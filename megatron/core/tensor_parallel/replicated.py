@@ -19,9 +19,9 @@ class ReplicatedLinear(ShardedStateModule):
     with `skip_bias_add`.
 
     Under `config.sequence_parallel` each rank computes its own tokens; only the weight's gradient is summed, once per
-    step. This pays off for a layer that is narrow compared to its number of tokens. Without sequence parallelism all
-    ranks compute the same. `gather_output`, `is_expert`, `tp_comm_buffer_name` and `tp_group` have no effect; they let
-    this class replace a `ColumnParallelLinear`.
+    step. This pays off for a layer that is narrow compared to its number of tokens. Without sequence parallelism, or
+    with `input_is_whole`, all ranks compute the same. `gather_output`, `is_expert`, `tp_comm_buffer_name` and
+    `tp_group` have no effect; they let this class replace a `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class ReplicatedLinear(ShardedStateModule):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: Group = None,
+        input_is_whole: bool = False,
         backend: Backend | None = None,
     ) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ class ReplicatedLinear(ShardedStateModule):
         self.skip_bias_add = skip_bias_add
         self.backend = backend or choose_backend(config)
         self.register_load_state_dict_pre_hook(drop_empty_extra_state)
-        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
+        by_token = config.sequence_parallel and not input_is_whole
+        facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if by_token else ())}
         self.weight = new_parameter(config, (output_size, input_size), init_method, **facts)
         self.register_parameter("bias", None)
         if bias:

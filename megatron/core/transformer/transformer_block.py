@@ -83,8 +83,8 @@ class TransformerBlock(MegatronModule):
         recompute_activations(self, config, self.pg_collection.tp)
 
     def has_final_layernorm_in_this_stage(self) -> bool:
-        """True if this stage has the norm after the last layer."""
-        return self.post_layer_norm and self.post_process
+        """True if this stage has the norm after the last layer; with `norm_placement` post_residual no stage has."""
+        return self.post_layer_norm and self.post_process and self.config.norm_placement != "post_residual"
 
     def set_input_tensor(self, input_tensor: Tensor | None) -> None:
         """Sets the hidden states [s, b, h] received from the previous stage; the next forward uses them instead of its

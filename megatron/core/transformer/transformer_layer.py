@@ -41,10 +41,10 @@ class TransformerLayer(MegatronModule):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both outputs before they are added. In a decoder
     with an encoder, x + cross_attention(norm(x), encoder's output) stands between the two.
 
-    The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), or add norms
-    there; or it puts the two side by side, x + attention(norm(x)) + mlp(norm(x)). Both outputs are multiplied by
-    `residual_multiplier`. With `apply_residual_connection_post_layernorm` they are added to the normed hidden states
-    instead of x.
+    The config's `norm_placement` can move the norms after attention and MLP, x + norm(attention(x)), or after the
+    residual is added, norm(x + attention(x)), or add norms; or it puts the two side by side, x + attention(norm(x)) +
+    mlp(norm(x)). Both outputs are multiplied by `residual_multiplier`. With `apply_residual_connection_post_layernorm`
+    they are added to the normed hidden states instead of x.
     """
 
     layer_type = LayerType.decoder
@@ -95,6 +95,7 @@ class TransformerLayer(MegatronModule):
         if config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", *self.norms)
         _check_placement(config.norm_placement, submodules)
+        self.norms_sum = config.norm_placement == "post_residual"
         self.is_parallel = config.norm_placement.startswith("parallel")
 
     @property
@@ -115,7 +116,9 @@ class TransformerLayer(MegatronModule):
         """Returns x + dropout(attention(norm(x)))."""
         normed = self.input_layernorm(hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
-        return self._add(self.self_attn_bda, attended, self._residual(hidden_states, normed), inputs, "self_attention")
+        residual = self._residual(hidden_states, normed)
+        added = self._add(self.self_attn_bda, attended, residual, inputs, "self_attention")
+        return self.post_attention_layernorm(added) if self.norms_sum else added
 
     def add_cross_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(cross_attention(norm(x), encoder's output))."""
@@ -128,7 +131,8 @@ class TransformerLayer(MegatronModule):
         """Returns x + dropout(mlp(norm(x)))."""
         normed = self.pre_mlp_layernorm(hidden_states)
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
-        return self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
+        added = self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
+        return self.post_mlp_layernorm(added) if self.norms_sum else added
 
     def add_attention_and_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
@@ -148,6 +152,7 @@ class TransformerLayer(MegatronModule):
     def _branch(self, output_and_bias: tuple[Tensor, Tensor | None], norm: Any) -> tuple[Tensor, Tensor | None]:
         """Returns the output of attention or MLP after the norm and the multiplier that the config asks for."""
         multiplier = self.config.residual_multiplier
+        norm = None if self.norms_sum else norm
         if (norm is None or isinstance(norm, IdentityOp)) and multiplier == 1.0:
             return output_and_bias
         output, bias = output_and_bias
@@ -179,8 +184,8 @@ def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> 
         raise UserError(f"norm_placement is {placement}: a layer with cross attention has it pre")
     behind = submodules.post_attention_layernorm, submodules.post_mlp_layernorm
     before = submodules.input_layernorm, submodules.pre_mlp_layernorm
-    unwanted = {"post": before, "parallel": before[1:]}.get(placement, ())
-    wanted = behind if placement in ("post", "sandwich") else ()
+    unwanted = {"post": before, "post_residual": before, "parallel": before[1:]}.get(placement, ())
+    wanted = behind if placement in ("post", "post_residual", "sandwich") else ()
     if IdentityOp in wanted or any(spec is not IdentityOp for spec in unwanted):
         raise UserError(
             f"norm_placement is {placement}, but the layer spec places norms otherwise; give it "

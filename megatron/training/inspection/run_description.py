@@ -81,6 +81,7 @@ MODEL_OPTIONS = (
     "nope_temperature_scale",
     "nope_temperature_floor",
     "norm_placement",
+    "embedding_norm",
     "norm_affine",
     "norm_bias",
     "attention_output_bias",

@@ -34,6 +34,7 @@ CONFIGS: dict[str, type] = {
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"}
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",
+    "embedding_norm",
     "norm_affine",
     "norm_bias",
     "qk_norm_scope",

@@ -5,6 +5,7 @@ Each bug is a small change of one file. It does not change one process, all numb
 """
 
 from parity.mutations.attention import LATENT, MODEL_OPTIONS
+from parity.mutations.bert import BERT
 from parity.mutations.context import CONTEXT
 from parity.mutations.data import DATA
 from parity.mutations.experts import EXPERTS, ROUTERS
@@ -15,4 +16,4 @@ from parity.mutations.tensor import TENSOR
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING]
+MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING, *BERT]

@@ -58,8 +58,8 @@ def get_gpt_layer_local_spec(
     for name, value in asked.items():
         if value:
             raise UserError(f"not yet: {name} {value} in a layer spec")
-    before = IdentityOp if norm_placement == "post" else WrappedTorchNorm
-    behind = WrappedTorchNorm if norm_placement in ("post", "sandwich") else IdentityOp
+    before = IdentityOp if norm_placement in ("post", "post_residual") else WrappedTorchNorm
+    behind = WrappedTorchNorm if norm_placement in ("post", "post_residual", "sandwich") else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

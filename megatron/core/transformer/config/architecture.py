@@ -38,9 +38,14 @@ class ArchitectureConfig:
     layernorm_zero_centered_gamma: bool = flag(False, on="--apply-layernorm-1p")
     """Store norm weights minus one, so that they are initialized to zero."""
 
-    norm_placement: Literal["pre", "post", "sandwich", "parallel", "parallel_two_norms"] = "pre"
-    """Position of the norms in a layer: before attention and MLP (pre), after them (post), before and after (sandwich),
-    or before with attention and MLP side by side, sharing one norm (parallel) or with one each (parallel_two_norms)."""
+    norm_placement: Literal["pre", "post", "post_residual", "sandwich", "parallel", "parallel_two_norms"] = "pre"
+    """Position of the norms in a layer: before attention and MLP (pre), after them (post), after their outputs are
+    added to the residual stream (post_residual, as in the first Transformer and BERT; the last layer then ends with a
+    norm, and the model has no further one), before and after (sandwich), or before with attention and MLP side by side,
+    sharing one norm (parallel) or with one each (parallel_two_norms)."""
+
+    embedding_norm: bool = False
+    """Norm the embedding's output before dropout, as the first BERT did."""
 
     norm_affine: bool = flag(True, off="--no-norm-affine")
     """Norms have weights."""
@@ -131,5 +136,7 @@ def validate(config: Any) -> Iterator[str]:
 def _norm_problems(config: Any) -> Iterator[str]:
     if not config.norm_affine and config.layernorm_zero_centered_gamma:
         yield "{layernorm_zero_centered_gamma}: with {norm_affine} norms have no weights"
-    if config.norm_placement == "post" and config.apply_residual_connection_post_layernorm:
+    if config.norm_placement == "post_residual" and config.fp32_residual_connection:
+        yield "{fp32_residual_connection}: with {norm_placement} the residual stream is a norm's output, in its type"
+    if config.norm_placement in ("post", "post_residual") and config.apply_residual_connection_post_layernorm:
         yield "{apply_residual_connection_post_layernorm}: with {norm_placement} no norm stands before attention or MLP"

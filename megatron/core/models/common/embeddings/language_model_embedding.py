@@ -14,32 +14,33 @@ from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class PositionEmbedding(MegatronModule):
-    """A table with one vector per position."""
+class VectorTable(MegatronModule):
+    """A table with one vector per position, or per token type, which every rank has whole."""
 
     backward_reads_weights = False
 
-    def __init__(self, config: TransformerConfig, max_sequence_length: int, **facts: Any) -> None:
+    def __init__(self, config: TransformerConfig, count: int, **facts: Any) -> None:
         super().__init__(config)
         self.backend = choose_backend(config)
         assert config.embedding_init_method is not None
-        shape = (max_sequence_length, config.hidden_size)
+        shape = (count, config.hidden_size)
         self.weight = new_parameter(config, shape, config.embedding_init_method, **facts)
 
-    def forward(self, positions: Tensor) -> Tensor:
-        """Returns the vectors [..., h] of positions int64 [...]."""
-        return self.backend.embedding(positions, self.weight)
+    def forward(self, index: Tensor) -> Tensor:
+        """Returns the vectors [..., h] of numbers int64 [...]."""
+        return self.backend.embedding(index, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """word(token) * embedding_multiplier + position(position), then dropout. Under sequence parallelism with
-    `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own keywords: `vocab_padding_multiple`;
-    `tied` and `positions_tied`: another pipeline stage has a copy of the word table, of the position table."""
-
-    backward_reads_weights = False
+    """word(token) * embedding_multiplier + position(position) + type(token type), then the norm of `embedding_norm`,
+    then dropout. There are `num_tokentypes` token types; without any, they are left out. Under sequence parallelism
+    with `scatter_to_sequence_parallel` each rank gets its part of the tokens. Our own keywords:
+    `vocab_padding_multiple`; `tied` and `positions_tied`: another pipeline stage has a copy of the word table, of the
+    position table."""
 
     def __init__(
         self,
@@ -56,8 +57,6 @@ class LanguageModelEmbedding(MegatronModule):
         positions_tied: bool = False,
     ) -> None:
         super().__init__(config)
-        if num_tokentypes:
-            raise UserError(f"not yet: num_tokentypes {num_tokentypes}; use 0")
         self.backend = choose_backend(config)
         self.tp_group = tp_group if tp_group is not None else default_collection().tp
         self.scatter_to_sequence_parallel = scatter_to_sequence_parallel
@@ -73,32 +72,57 @@ class LanguageModelEmbedding(MegatronModule):
             reduce_scatter_embeddings=self.scatters,
             tied=tied,
         )
-        self.position_embeddings: PositionEmbedding | None = None
+        partial = frozenset({"tp"} if self.scatters else ())
+        self.position_embeddings: VectorTable | None = None
         if position_embedding_type == "learned_absolute":
-            partial = frozenset({"tp"} if self.scatters else ())
-            self.position_embeddings = PositionEmbedding(
+            self.position_embeddings = VectorTable(
                 config,
                 max_sequence_length,
                 partial_gradient_axes=partial,
                 tied=positions_tied,
                 tied_over="pos_embd",
             )
+        self.num_tokentypes = num_tokentypes
+        self.tokentype_embeddings: VectorTable | None = None
+        if num_tokentypes:
+            self.tokentype_embeddings = VectorTable(config, num_tokentypes, partial_gradient_axes=partial)
+        if config.embedding_norm and config.sequence_parallel and not scatter_to_sequence_parallel:
+            raise UserError("embedding_norm with sequence_parallel needs scatter_to_sequence_parallel")
+        self.backward_reads_weights = config.embedding_norm
+        self.norm = (
+            WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon) if config.embedding_norm else None
+        )
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, place: DropoutRngPosition | None = None) -> Tensor:
-        """Returns embeddings [s, b, h] for ids int64 [b, s] and positions [b or 1, s], or this rank's part, [s / ranks,
-        b, h]. `place` is the random position of the returned tokens; without it there is no dropout."""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        place: DropoutRngPosition | None = None,
+        tokentype_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Returns embeddings [s, b, h] for ids int64 [b, s], positions [b or 1, s] and token types [b, s], or this
+        rank's part, [s / ranks, b, h]. `place` is the random position of the returned tokens; without it there is no
+        dropout. Raises UserError if token types are given and the model has none, or the other way round."""
+        if (tokentype_ids is None) != (self.tokentype_embeddings is None):
+            given = "tokentype_ids are missing" if tokentype_ids is None else "tokentype_ids are given"
+            raise UserError(f"{given}, but the model was built with num_tokentypes {self.num_tokentypes}")
         hidden = self.word_embeddings(input_ids) if self.scatters else self.word_embeddings(input_ids.t())
         multiplier = self.config.embedding_multiplier
         if multiplier != 1.0:
             hidden = hidden * torch.tensor(multiplier, dtype=hidden.dtype).item()
         if self.position_embeddings is not None:
-            positions = position_ids.t()  # [s, b or 1]
-            if self.scatters:
-                positions = positions.chunk(group_size(self.tp_group))[group_rank(self.tp_group)]
-            hidden = hidden + self.position_embeddings(positions)
+            hidden = hidden + self.position_embeddings(self._own(position_ids.t()))
+        if self.tokentype_embeddings is not None and tokentype_ids is not None:
+            hidden = hidden + self.tokentype_embeddings(self._own(tokentype_ids.t()))
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         if self.config.fp32_residual_connection:
             hidden = widened(hidden)
         if not self.training:
             return hidden
         flat = hidden.flatten(0, 1)  # [t, h]
         return self.backend.bias_dropout_add(flat, None, None, self.config.hidden_dropout, place).view(hidden.shape)
+
+    def _own(self, ids: Tensor) -> Tensor:
+        """Returns this rank's part of ids [s, b or 1]."""
+        return ids.chunk(group_size(self.tp_group))[group_rank(self.tp_group)] if self.scatters else ids

@@ -41,7 +41,26 @@ def test_the_residual_stream_starts_in_float32() -> None:
     assert made(IDS, POSITIONS).dtype is torch.float32
 
 
-def test_token_types_are_refused() -> None:
+def test_token_types_and_the_norm() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, fp64=True, embedding_norm=True)
+    made = LanguageModelEmbedding(config, 5, 4, num_tokentypes=2).eval()
+    types = torch.tensor([[0, 1, 1], [1, 1, 0]])
+    assert made.position_embeddings is not None and made.tokentype_embeddings is not None
+    tables = [made.word_embeddings.weight[IDS.t()], made.position_embeddings.weight[:3, None]]
+    added = sum(tables) + made.tokentype_embeddings.weight[types.t()]
+    assert torch.allclose(made(IDS, POSITIONS, None, types), torch.nn.functional.layer_norm(added, (8,)), atol=1e-12)
+
+
+def test_token_types_are_given_to_a_model_that_has_them() -> None:
+    with pytest.raises(UserError, match="tokentype_ids are given, but the model was built with num_tokentypes 0"):
+        embedding()(IDS, POSITIONS, None, IDS)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-    with pytest.raises(UserError, match="num_tokentypes 2; use 0"):
-        LanguageModelEmbedding(config, 5, 4, num_tokentypes=2)
+    with pytest.raises(UserError, match="tokentype_ids are missing, but the model was built with num_tokentypes 2"):
+        LanguageModelEmbedding(config, 5, 4, num_tokentypes=2)(IDS, POSITIONS)
+
+
+def test_a_norm_needs_the_tokens_of_its_rank() -> None:
+    settings = {"sequence_parallel": True, "tensor_model_parallel_size": 2, "embedding_norm": True}
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
+    with pytest.raises(UserError, match="needs scatter_to_sequence_parallel"):
+        LanguageModelEmbedding(config, 5, 4, scatter_to_sequence_parallel=False)
