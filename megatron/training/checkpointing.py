@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
-from megatron.core.dist_checkpointing.writing import save
+from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
@@ -31,6 +32,9 @@ from megatron.training.lr_schedule import schedule_flag
 from megatron.training.state import TrainState
 
 FORMAT = "safetensors"
+_LAST_CHANCE_SECONDS = 15.0
+"""Time that a failed run leaves to a checkpoint that is being written."""
+
 _ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
 
 
@@ -42,7 +46,10 @@ class Checkpoints:
         self.flags: CheckpointConfig = config.checkpoint
         self.groups = groups
         self.last_saved: int | None = None
-        """Iteration of the newest checkpoint under --save that this run wrote or resumed from."""
+        """Iteration of the newest checkpoint under --save that this run wrote, began to write or resumed from."""
+        self.memory = StagingMemory()
+        self.pending: tuple[int, PendingSave] | None = None
+        """Iteration and save that `begin_save` started and `finish_save` has not ended."""
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -55,26 +62,70 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint of this state under --save; it is complete on disk on return. Raises UserError, the same
         on all ranks, if it cannot be written; earlier checkpoints are then untouched."""
+        root = self._root(state)
+        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        self._report_saved(state.iteration, save(root, chunks, **facts))
+        self.last_saved = state.iteration
+
+    def begin_save(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Copies this state to host memory and starts to write it, while training continues; `finish_save` ends it.
+        Raises UserError like `save`."""
+        assert self.pending is None, "the save before is not finished"
+        root = self._root(state)
+        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        announce = partial(self._report_saved, state.iteration)
+        self.pending = state.iteration, begin_save(root, chunks, self.memory, announce=announce, **facts)
+        self.last_saved = state.iteration
+
+    def finish_save(self) -> int | None:
+        """Waits until the checkpoint of the last `begin_save` is complete on disk, and returns its iteration; None if
+        there is none. Raises UserError like `save`."""
+        if self.pending is None:
+            return None
+        (iteration, pending), self.pending = self.pending, None
+        pending.finish()
+        return iteration
+
+    def leave_save(self) -> None:
+        """Gives the checkpoint of the last `begin_save` a while to become complete, without other ranks, which may be
+        gone. For a run that failed."""
+        if self.pending is not None:
+            self.pending[1].wait(_LAST_CHANCE_SECONDS)
+
+    def _root(self, state: TrainState) -> Path:
         assert self.flags.save is not None
         root = Path(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
+        return root
+
+    def _contents(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> tuple[Iterator[Chunk], dict[str, Any]]:
+        """Returns this rank's chunks, and everything else that a save takes."""
         keep_optimizer = not self.flags.no_save_optim
-        saved = save(
-            root,
-            chain(self.weights(model), optimizer.state_chunks() if keep_optimizer else ()),
-            step=state.iteration,
-            common={
-                "train_state": state.to_json(),
-                "scheduler": scheduler.state_dict(),
-                "optimizer": optimizer.common_state() if keep_optimizer else None,
-            },
-            config=describe_run(self.config),
-            layout={name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")},
-            keep_last=self.flags.keep_last,
-        )
-        self.last_saved = state.iteration
+        chunks = chain(self.weights(model), optimizer.state_chunks() if keep_optimizer else ())
+        common = {
+            "train_state": state.to_json(),
+            "scheduler": scheduler.state_dict(),
+            "optimizer": optimizer.common_state() if keep_optimizer else None,
+        }
+        layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
+        facts = {"config": describe_run(self.config), "layout": layout, "keep_last": self.flags.keep_last}
+        return chunks, {"step": state.iteration, "common": common, **facts}
+
+    def _report_saved(self, iteration: int, saved: SaveResult) -> None:
         self._say(
-            f"  successfully saved checkpoint from iteration {state.iteration:7d} to {root} {self._place()} "
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {self.flags.save} {self._place()} "
             f"({saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s)",
             *(f"  {note}" for note in saved.notes),
         )

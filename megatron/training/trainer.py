@@ -177,14 +177,33 @@ class Trainer:
         return bool(interval and self.state.iteration % interval == 0)
 
     def save(self) -> None:
-        """Writes a checkpoint of this iteration. It is complete when this returns."""
+        """Writes a checkpoint of this iteration. With --async-save this only begins: the checkpoint is complete after
+        `finish_save`. The time that is printed is that for which training waits."""
         timers = self.log.timers
+        self.finish_save()
         with self.log.paused(), self.in_phase("saving"):
+            parts = (self.state, self.model, self.optimizer, self.scheduler)
+            if self.config.checkpoint.async_save:
+                with timed(timers, "save-checkpoint", 0, barrier=True):
+                    self.checkpoints.begin_save(*parts)
+                timers.log(["save-checkpoint"])
+                return
             with timed(timers, "save-checkpoint", 0, barrier=True):
-                self.checkpoints.save(self.state, self.model, self.optimizer, self.scheduler)
+                self.checkpoints.save(*parts)
             timers.log(["save-checkpoint"])
-            self.log.event("save", self.state.iteration)
-            self.hooks.after_save(self.state.iteration)
+            self._after_save(self.state.iteration)
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that --async-save still writes, if there is one. Every rank calls it at the same
+        place."""
+        with self.in_phase("saving"):
+            iteration = self.checkpoints.finish_save()
+            if iteration is not None:
+                self._after_save(iteration)
+
+    def _after_save(self, iteration: int) -> None:
+        self.log.event("save", iteration)
+        self.hooks.after_save(iteration)
 
     def report_exit(self, decision: ExitDecision) -> None:
         """Logs and prints why the run ends before its last iteration."""
@@ -209,7 +228,8 @@ class Trainer:
         self.splits.close()
 
     def close_training(self) -> None:
-        """Ends hooks, exit agreement and log; the data stays open. Every rank calls it."""
+        """Ends the last save, hooks, exit agreement and log; the data stays open. Every rank calls it."""
+        self.finish_save()
         self.hooks.on_exit(self.state.iteration)
         self.exit.close()
         self.log.close()
@@ -223,6 +243,11 @@ class Trainer:
             text = f"rank {rank} of {ranks} failed {where}: {error}"
             print(text, file=sys.stderr, flush=True)
             write_launcher_error_file(f"{text}\n{traceback.format_exc()}")
-        for step in (lambda: self.hooks.on_exit(self.state.iteration), self.log.close_writers, self.splits.close):
+        for step in (
+            self.checkpoints.leave_save,
+            lambda: self.hooks.on_exit(self.state.iteration),
+            self.log.close_writers,
+            self.splits.close,
+        ):
             with contextlib.suppress(Exception):  # the failure that brought us here is the one to show
                 step()

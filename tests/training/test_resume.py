@@ -36,6 +36,19 @@ def test_twenty_iterations_are_ten_and_ten(tmp_path, corpus, precision):
         assert any(not step.applied for step in straight.steps)
 
 
+def test_saves_in_the_background_are_those_of_their_steps(tmp_path, corpus, capsys):
+    """Training goes on while a checkpoint is written. What is loaded is the state of the step that began it."""
+    flags = f"--data-path {corpus} {FLAGS}"
+    straight = train(flags)
+    first = train_on_ranks(f"{flags} --save {tmp_path} --async-save --save-interval 4 --exit-interval 10", 2)
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [f"iter_{n:07d}" for n in (4, 8, 10)]
+    second = train(f"{flags} --save {tmp_path} --load {tmp_path} --async-save --ckpt-step 8 --save-interval 100")
+    assert first[0].losses[:8] + second.losses == pytest.approx(straight.losses, rel=1e-5)
+    assert "successfully saved checkpoint from iteration      20" in capsys.readouterr().out
+    # The counts of validation samples differ: the last evaluation comes after the last save.
+    assert differences(train(f"{flags} --load {tmp_path}").at_start, second.at_end) == ["state"]
+
+
 def losses_of_evaluations(*outcomes: Outcome) -> list[tuple[int, str, float]]:
     records = [record for outcome in outcomes for record in outcome.validations]
     return [(record.iteration, record.split, record.losses["lm loss"]) for record in records]

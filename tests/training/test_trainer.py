@@ -52,7 +52,11 @@ def trainer(
         log=log,  # type: ignore[arg-type]
         hooks=SimpleNamespace(on_exit=lambda iteration: noted.append("on_exit")),  # type: ignore[arg-type]
         exit=exit,  # type: ignore[arg-type]
-        checkpoints=SimpleNamespace(last_saved=None),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(  # type: ignore[arg-type]
+            last_saved=None,
+            finish_save=lambda: noted.append("finish_save"),
+            leave_save=lambda: noted.append("leave_save"),
+        ),
         **parts,
     )
 
@@ -93,7 +97,7 @@ def test_an_early_exit_is_logged_and_printed(capsys: pytest.CaptureFixture[str])
 def test_the_end_in_order() -> None:
     calls: list[str] = []
     trainer(10, calls=calls).close()
-    assert calls == ["on_exit", "exit.close", "log.close", "data.close"]
+    assert calls == ["finish_save", "on_exit", "exit.close", "log.close", "data.close"]
 
 
 def test_a_failure_names_rank_and_phase_and_closes_without_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +107,7 @@ def test_a_failure_names_rank_and_phase_and_closes_without_other_ranks(capsys: p
         raise OSError("disk full")
     run.close_after_failure(OSError("disk full"))
     assert capsys.readouterr().err == "rank 1 of 2 failed in saving, after iteration 5: disk full\n"
-    assert calls == ["on_exit", "close_writers", "data.close"]
+    assert calls == ["leave_save", "on_exit", "close_writers", "data.close"]
     run.close_after_failure(UserError("a sentence"))
     assert capsys.readouterr().err == ""
 

@@ -37,7 +37,7 @@ def write_rank(
             for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
         ]
         index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
-        disk.write_file(temporary / index_name(rank), index.to_bytes())
+        disk.replace_file(temporary / index_name(rank), index.to_bytes())  # whole once it has its name
     except OSError as error:
         raise cannot_write(temporary / data_name(rank), error) from error
 

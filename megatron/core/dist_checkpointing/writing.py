@@ -68,18 +68,35 @@ def save(
     all ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
     """
     ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
+    temporary, notes = begin(ranks, disk, root, step, common)
+    publish = publisher(ranks, disk, step, common, config, layout, keep_last)
+    done = _write_and_publish(ranks, disk, temporary, chunks, publish)
+    seconds = time.monotonic() - started
+    return SaveResult(root / folders.folder_name(step), done["nbytes"], seconds, [*notes, *done["notes"]])
+
+
+def begin(
+    ranks: RankCoordinator, disk: Disk, root: Path, step: Step, common: Mapping[str, Any]
+) -> tuple[Path, list[str]]:
+    """Returns the new temporary folder of a save, and sentences about what earlier saves have left. Raises UserError on
+    all ranks if the ranks' state differs. Collective."""
     _check_agreement(ranks, step, common)
     begun = ranks.run_on_first(lambda: _create_temporary(disk, root, step))
+    return root / begun["temporary"], begun["notes"]
+
+
+def publisher(
+    ranks: RankCoordinator,
+    disk: Disk,
+    step: Step,
+    common: Mapping[str, Any],
+    config: Mapping[str, Any],
+    layout: Mapping[str, Any],
+    keep_last: int | None,
+) -> Callable[[Path], dict[str, Any]]:
+    """Returns the function that completes the temporary folder of a save, for rank 0."""
     contents = _Contents(ranks.size, common, config, layout)
-    done = _write_and_publish(
-        ranks,
-        disk,
-        root / begun["temporary"],
-        chunks,
-        lambda temporary: _publish(disk, temporary, step, contents, keep_last),
-    )
-    notes = [*begun["notes"], *done["notes"]]
-    return SaveResult(root / folders.folder_name(step), done["nbytes"], time.monotonic() - started, notes)
+    return lambda temporary: _publish(disk, temporary, step, contents, keep_last)
 
 
 def save_folder(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from megatron.core.config_fields import flag, not_yet, too_small
 
-_SYNC = "checkpoints are written before the next step"
+_THREAD = "a thread of each rank writes from host memory that is kept between saves"
 _FULL = "ranks always share writing and reading, with equal numbers of bytes"
 _ANY = "any layout loads any checkpoint"
 
@@ -92,16 +92,18 @@ class CheckpointConfig:
     use_dist_ckpt_deprecated: bool = flag(False, on="--use-dist-ckpt", no_effect="there is one format")
     """Older releases: distributed checkpoints."""
 
-    async_save: bool = flag(False, no_effect=f"not yet asynchronous: {_SYNC}")
-    """Write checkpoints while training continues."""
+    async_save: bool = flag(False, only_with="save")
+    """Write checkpoints while training continues. Training waits while the state is copied to host memory, which must
+    have room for it: about 12 bytes per parameter with Adam, divided among the ranks that share them. The next save
+    and the end of the run wait until it is complete."""
 
-    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", only_with="async_save")
+    async_strategy: Literal["nvrx", "mcore"] = flag("nvrx", only_with="async_save", no_effect=_THREAD)
     """With --async-save: implementation."""
 
-    async_ckpt_use_cpu_shm: bool = flag(False, only_with="async_save")
+    async_ckpt_use_cpu_shm: bool = flag(False, only_with="async_save", no_effect=_THREAD)
     """With --async-save: stage tensors in shared memory."""
 
-    use_persistent_ckpt_worker: bool = flag(False, only_with="async_save")
+    use_persistent_ckpt_worker: bool = flag(False, only_with="async_save", no_effect=_THREAD)
     """With --async-save: keep the writing process alive between checkpoints."""
 
     ckpt_fully_parallel_save: bool = flag(

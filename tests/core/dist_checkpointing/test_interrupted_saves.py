@@ -5,6 +5,7 @@ them and is killed by SIGKILL right before it, or half-way through a write. For 
 takes away what no sync had made safe: contents of files, and names.
 """
 
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import torch
 from support.checkpoints import make_chunk
 
 from megatron.core.dist_checkpointing import folders
+from megatron.core.dist_checkpointing.async_saving import StagingMemory, begin_save
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.reading import load
@@ -24,10 +26,13 @@ from megatron.core.dist_checkpointing.writing import save
 from megatron.core.parameters import Box
 
 
+def chunks_of(value):
+    return [Chunk(name, (4,), Box.whole((4,)), None, torch.full((4,), value)) for name in "ab"]
+
+
 def save_values(root, step, value, keep_last=None, disk=None):
-    chunks = [Chunk(name, (4,), Box.whole((4,)), None, torch.full((4,), value)) for name in "ab"]
     common = {"iteration": step}
-    save(root, chunks, step=step, common=common, config={}, layout={}, keep_last=keep_last, disk=disk)
+    save(root, chunks_of(value), step=step, common=common, config={}, layout={}, keep_last=keep_last, disk=disk)
 
 
 def load_values(root):
@@ -175,8 +180,22 @@ def after_a_killed_save(root, disk=None):
     first_and_next(root, disk)
 
 
-@pytest.mark.parametrize("loss", ["killed", "killed in a write", "power cut", "power cut, names lost"])
-@pytest.mark.parametrize("action", [first_and_next, same_again, after_a_killed_save])
+def in_the_background(root, disk=None):
+    """20 after 10, written by a thread."""
+    facts = {"step": 20, "common": {"iteration": 20}, "config": {}, "layout": {}}
+    begin_save(root, chunks_of(2.0), StagingMemory(), **facts, keep_last=1, disk=disk).finish()
+
+
+LOSSES = ["killed", "killed in a write", "power cut", "power cut, names lost"]
+
+
+@pytest.mark.parametrize(
+    ("action", "loss"),
+    [
+        *itertools.product([first_and_next, same_again, after_a_killed_save], LOSSES),
+        (in_the_background, "power cut, names lost"),
+    ],
+)
 def test_every_step(tmp_path, action, loss):
     counted = tmp_path / "counted"
     save_values(counted, 10, 1.0)
