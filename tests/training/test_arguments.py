@@ -56,6 +56,7 @@ def _is_a_reason(problem: str) -> bool:
         words in problem
         for words in (
             ": not yet",
+            "distillation from a teacher is out of scope",
             "GPT2BPETokenizer needs both",  # BERT's commands, of which this is not the default tokenizer's script
             "is missing: ",  # commands that take their model from a checkpoint, or have no flags at all
             "spreads experts over ranks: it needs --num-experts",  # likewise

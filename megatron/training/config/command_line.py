@@ -11,7 +11,11 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_text
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
-from megatron.training.config.unsupported_flags import UNSUPPORTED_FLAGS
+from megatron.training.config.unsupported_flags import (
+    ACCEPTED_FLAGS,
+    FLAGS_TO_COME,
+    REFUSED_FLAGS,
+)
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
@@ -64,6 +68,8 @@ def read_command_line(
             take_flag(line, table[occurrence.spelling], occurrence)
         elif occurrence.spelling in theirs:
             foreign.append(occurrence)
+        elif occurrence.spelling in ACCEPTED_FLAGS:
+            line.warnings.append(f"{text_of(occurrence)}: {ACCEPTED_FLAGS[occurrence.spelling]}")
         elif occurrence.spelling in REFUSED:
             line.problems.append(f"{text_of(occurrence)}: {REFUSED[occurrence.spelling]}")
         elif ignore_unknown_args:
@@ -115,8 +121,10 @@ def _value(flag: Flag, occurrence: Occurrence) -> Any:
 def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     """Returns the error message for an unknown flag: a flag of Megatron-LM that is missing here, a shortened flag, or a
     misspelt one, with the nearest known flags."""
-    if spelling in UNSUPPORTED_FLAGS:
-        return f"{spelling}: not yet: this flag of Megatron-LM has no counterpart here so far"
+    if spelling in REFUSED_FLAGS:
+        return f"{spelling}: {REFUSED_FLAGS[spelling]}"
+    if spelling in FLAGS_TO_COME:
+        return f"{spelling}: not yet: {FLAGS_TO_COME[spelling]}"
     known = sorted({*known, *RETIRED} - {"-h"})
     longer = [candidate for candidate in known if candidate.startswith(spelling)]
     if longer:

@@ -30,6 +30,7 @@ from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import EvaluationConfig, TrainingConfig
+from megatron.training.config.unsupported_flags import reason_to_come
 
 
 class ConfigurationError(UserError):
@@ -112,7 +113,8 @@ def _unsupported_values(settings: Settings) -> list[str]:
         if supported is None or value in supported or value == flag.default or not is_read(flag, settings):
             continue
         works = " or ".join(value_text(item) for item in supported if item is not None and item is not False)
-        problems.append(f"{{{field}}}: not yet" + (f"; what works so far is {works}" if works else ""))
+        so_far = f"; what works so far is {works}" if works else f": {reason_to_come(flag.spelling)}"
+        problems.append(f"{{{field}}}: not yet{so_far}")
     return problems
 
 

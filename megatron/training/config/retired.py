@@ -1,4 +1,4 @@
-"""Flags of older Megatron-LM releases that commands in circulation still use, and the flags that replace them."""
+"""Flags of other names, most of older Megatron-LM releases, and the flags that replace them."""
 
 from dataclasses import dataclass
 
@@ -52,6 +52,8 @@ def translate(occurrence: Occurrence) -> Translation | None:
         return _becomes(occurrence, (_FULL, method), implied=(Occurrence("--recompute-num-layers", ("1",)),))
     if spelling == "--no-position-embedding":  # with --use-rotary-position-embeddings it means: no learned positions
         return _NO_POSITIONS
+    if spelling == _GPT_OSS:
+        return _becomes(occurrence, (), implied=_GPT_OSS_POSITIONS)
     if spelling in _RENAMED:
         return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
     if spelling in _NOW:
@@ -62,13 +64,31 @@ def translate(occurrence: Occurrence) -> Translation | None:
 
 
 def _becomes(old: Occurrence, new: tuple[Occurrence, ...], implied: tuple[Occurrence, ...] = ()) -> Translation:
-    return Translation(new, implied, f"{text_of(old)}: retired; read as {' '.join(map(text_of, (*new, *implied)))}")
+    return Translation(new, implied, f"{text_of(old)}: {_why(old)}; read as {' '.join(map(text_of, (*new, *implied)))}")
+
+
+def _why(old: Occurrence) -> str:
+    return "another name" if old.spelling in _OTHER_NAMES else "retired"
 
 
 def text_of(occurrence: Occurrence) -> str:
     """Returns the flag and its words as they were written."""
     return " ".join((occurrence.spelling, *occurrence.words))
 
+
+_OTHER_NAMES = frozenset(
+    {
+        "--dataloader-inter-document-masking",
+        "--enable-gpt-oss",
+        "--export-moe-apply-probs-on-input",
+        "--export-qk-l2-norm",
+        "--no-yarn-correction-range-round-to-int",
+        "--yarn-beta-fast",
+        "--yarn-beta-slow",
+        "--yarn-original-max-position-embeddings",
+    }
+)
+"""Flags of today's Megatron-LM that have another name here."""
 
 _POSITIONS = "--position-embedding-type"
 _NO_POSITIONS = _becomes(Occurrence("--no-position-embedding"), (), implied=(Occurrence(_POSITIONS, ("none",)),))
@@ -82,11 +102,31 @@ _RENAMED = {
     "--batch-size": "--micro-batch-size",
     "--checkpoint-num-layers": "--recompute-num-layers",
     "--activations-checkpoint-num-layers": "--recompute-num-layers",
+    "--dataloader-inter-document-masking": "--reset-attention-mask",
+    "--export-moe-apply-probs-on-input": "--moe-apply-probs-on-input",
+    "--export-qk-l2-norm": "--qk-l2-norm",
+    "--no-yarn-correction-range-round-to-int": "--no-rope-scaling-truncate",
+    "--yarn-beta-fast": "--rope-scaling-beta-fast",
+    "--yarn-beta-slow": "--rope-scaling-beta-slow",
+    "--yarn-original-max-position-embeddings": "--rope-scaling-original-length",
 }
 
 _NOW = {
     "--use-rotary-position-embeddings": Occurrence("--position-embedding-type", ("rope",)),
 }
+
+_GPT_OSS = "--enable-gpt-oss"
+_GPT_OSS_POSITIONS = tuple(
+    Occurrence(*words)
+    for words in (
+        ("--position-embedding-type", ("rope",)),
+        ("--rope-scaling-type", ("yarn",)),
+        ("--rope-scaling-factor", ("32",)),
+        ("--rope-scaling-original-length", ("4096",)),
+        ("--no-rope-scaling-truncate", ()),
+    )
+)
+"""The rotary positions of gpt-oss, as its config.json has them."""
 
 _GONE = {
     "--DDP-impl": "there is one data parallel implementation",
@@ -102,5 +142,5 @@ REFUSED = {
 }
 """Flags of older releases whose meaning depends on the layout, and what to give instead."""
 
-RETIRED = frozenset({"--no-position-embedding", *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
+RETIRED = frozenset({"--no-position-embedding", _GPT_OSS, *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
 """All flags that `translate` replaces."""

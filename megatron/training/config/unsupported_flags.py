@@ -1,125 +1,278 @@
-"""Flags of Megatron-LM that are not supported yet.
+"""Flags of Megatron-LM without a field here: accepted where they cannot matter, refused, or not supported yet.
 
-With this list, the error for such a flag says "not yet" instead of suggesting a similar flag.
+Each has a reason, which is printed when the flag is given.
 """
 
-_NAMES = """
-activation-offload-fraction adlr-autoresume adlr-autoresume-interval app-tag-run-name app-tag-run-version
-async-ckpt-cpu-priority async-ckpt-io-priority batch-invariant-backend bert-embedder-type bert-load
-biencoder-projection-dim biencoder-shared-query-context-model block-data-path calc-ft-timeouts
-check-for-spiky-loss ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format
-ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
-ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create
-ckpt-pg-tensors-cache-path classes-fraction cpu-offloading-retain-pinned-cpu-buffers create-all-gather-group
-cuda-graph-modules data-per-class-fraction dataloader-defer-npy-index-mmap dataloader-fast-cache-load
-dataloader-inter-document-masking ddp-param-name-patterns-for-fp32-local-accumulation decode-only-cuda-graphs
-delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks dino-bottleneck-size dino-freeze-last-layer
-dino-head-hidden-size dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp
-dino-warmup-teacher-temp dino-warmup-teacher-temp-epochs disable-align-grad-reduce disable-chunked-prefill
-disable-ckpt-load-validate-sharding-integrity disable-dsa-indexer-rotate-activation
-disable-dsa-indexer-scoring-relu disable-flight-recorder-dump-on-timeout
-disable-flight-recorder-extra-dump-on-exec disable-flight-recorder-include-only-active disable-msc
-disable-save-tokenizer-assets disable-straggler-on-startup disable-strict-fsdp-dtensor-load
-disable-use-tokenizer-model-from-checkpoint-args dist-ckpt-save-pre-mcore-014 dist-ckpt-workers
-dsa-indexer-k-norm-epsilon dsa-indexer-k-norm-fp32 dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset
-dsa-indexer-topk-freq dsa-kernel-backend dump-param-to-param-group-map embedding-path enable-chunked-prefill
-enable-ft-package enable-full-sharding-in-hsdp enable-gpt-oss enable-mhc-connections enable-msc
-evidence-data-path exit-signal-handler-for-dataloader exit-signal-handler-for-training
-expert-tensor-parallel-num-weight-shards export-force-local-attention export-kd-cfg export-kd-teacher-load
-export-moe-apply-probs-on-input export-qk-l2-norm export-te-mcore-model fake-process-group
-fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities
-fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds
-fault-injector-ranks fault-injector-seed fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix
-fim-pad-token fim-prefix-token fim-split-sample fim-suffix-token fine-grained-offloading-max-inflight-offloads
-flash-attention-version flight-recorder-dump-path flight-recorder-include-stack-trace
-flight-recorder-trace-buffer-size fp8-output-proj freeze-all-layers fsdp-db-use-persist-buf-on-alloc-fail
-ft-num-warmup-iters fused-residual-rmsnorm gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute
-gdp-num-householder gpu-sniff-test-interval grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight
-grpo-filter-groups-with-same-reward grpo-group-size grpo-iterations grpo-kl-beta grpo-prompts-per-step
-gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
-gtp-remat-reduce-scatter-with-fp32-accumulation head-lr-mult heterogeneous-layers-config-encoded-json
-heterogeneous-layers-config-path high-priority-a2a-comm-stream hybrid-attention-ratio hybrid-layer-pattern
-hybrid-mlp-ratio hybrid-override-pattern ict-head-size ict-load img-h img-w indexer-batch-size
-indexer-log-interval inference-batch-times-seqlen-threshold inference-coordinator-port
-inference-cuda-graph-all-prefills inference-cuda-graph-max-tokens inference-cuda-graph-scope
-inference-disable-ep-consensus inference-disable-triton-nvls-kernels inference-dynamic-batching
-inference-dynamic-batching-async-sched-mode inference-dynamic-batching-block-size
-inference-dynamic-batching-buffer-size-gb inference-dynamic-batching-cuda-graph-max-tokens
-inference-dynamic-batching-cuda-graph-mixed-prefill-count
-inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-logprobs-mode
-inference-dynamic-batching-mamba-memory-ratio inference-dynamic-batching-max-requests
-inference-dynamic-batching-max-tokens inference-dynamic-batching-num-cuda-graphs
-inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-prefix-caching
-inference-dynamic-batching-prefix-caching-coordinator-policy
-inference-dynamic-batching-prefix-caching-eviction-policy inference-dynamic-batching-prefix-caching-mamba-gb
-inference-dynamic-batching-prefix-caching-routing-alpha inference-dynamic-batching-sampling-backend
-inference-dynamic-batching-track-generated-token-events inference-dynamic-batching-track-paused-request-events
-inference-dynamic-batching-unified-memory-level inference-grouped-gemm-backend inference-logging-step-interval
-inference-max-batch-size inference-max-requests inference-max-seq-length
-inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type inference-shards
-inference-text-gen-server-logging inference-use-synchronous-zmq-collectives inference-wandb-logging
-inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout inprocess-empty-cuda-cache
-inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval inprocess-heartbeat-timeout
-inprocess-last-call-wait inprocess-max-iterations inprocess-monitor-process-interval
-inprocess-monitor-thread-interval inprocess-progress-watchdog-interval inprocess-restart inprocess-soft-timeout
-inprocess-termination-grace-time iter-per-epoch iterations-to-skip langrl-env-config langrl-external-server
-langrl-inference-server-conversation-template langrl-inference-server-type lazy-mpu-init lion-beta1 lion-beta2
-load-main-params-from-ckpt log-device-memory-used log-energy log-memory-interval log-straggler
-logits-load-decode-threads logits-load-dir logits-load-ignore-errors logits-load-kd-loss-alpha
-logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir logits-save-dtype logits-save-top-k
-logits-save-top-p logits-save-top-p-min-k mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype
-mamba-training-ssm-states-dtype mask-factor mask-type max-tokens-to-oom
-megatron-fsdp-enable-fine-grained-param-gather megatron-fsdp-max-pool-double-buffer megatron-fsdp-version
-memory-snapshot-path mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
-mhc-sinkhorn-iterations mla-down-proj-fusion mlp-chunks-for-training modelopt-enabled moe-combine-bwd-dtype
-moe-dispatch-fwd-dtype moe-expert-rank-capacity-factor moe-flex-dispatcher-num-sms
-moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute moe-hybridep-num-sms-preprocessing
-moe-hybridep-pad-uneven-dispatch-inputs moe-mlp-glu-interleave-size moe-ncclep-zero-copy
-moe-pad-experts-for-cuda-graph-inference moe-paged-stash moe-paged-stash-buffer-size-factor-cpu
-moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size moe-permute-fusion-into-hybridep
-moe-router-force-biased moe-router-quantile-balancing-ema moe-routing-trace-capture-hidden-states
-moe-routing-trace-capture-logits moe-routing-trace-dump-weights moe-routing-trace-max-training-iters
-moe-routing-trace-path moe-shared-expert-glu-interleave-size moe-single-grouped-bias moe-single-grouped-weight
-moe-upcycling-granularity moe-use-grouped-tensor moe-use-upcycling mtp-detach-heads mtp-hsm
-mtp-hybrid-override-pattern mtp-use-repeated-layer muon-coefficient-type muon-nesterov muon-scalar-optimizer
-muon-use-syrk mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult
-mup-width-mult nccl-all-reduce-for-prefill no-align-grad-reduce no-ckpt-load-validate-sharding-integrity
-no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu no-flight-recorder-dump-on-timeout
-no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active no-inference-disable-ep-consensus
-no-inference-dynamic-batching-prefix-caching no-inference-text-gen-server-logging
-no-inference-use-synchronous-zmq-collectives no-inference-wandb-logging no-langrl-external-server no-one-logger
-no-rl-inference-logprobs-is-correction no-rl-offload-inference-model-weights-when-idle
-no-rl-offload-kv-cache-during-training no-rl-partial-rollouts no-rl-persist-cuda-graphs
-no-rl-remove-kv-cache-during-training no-rl-reset-cuda-graphs no-rl-skip-bos-token no-rl-training-cuda-graphs
-no-rl-use-sequence-packing no-rl-verify-model-weights-swap no-save-tokenizer-assets no-strict-fsdp-dtensor-load
-no-use-layer-wise-param-layout no-use-tokenizer-model-from-checkpoint-args no-weight-decay-cond-type
-no-yarn-correction-range-round-to-int non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo
-non-persistent-local-ckpt-dir num-channels num-classes num-speculative-tokens nvtx-ranges
-object-storage-cache-path one-logger-async one-logger-project one-logger-run-name otel-enabled otel-service-name
-otel-span-groups output-bert-embeddings output-logit-dtype overlap-dispatch-backward-with-experts-wgrad
-override-ckpt-iteration patch-dim per-dataset-sequences-path perform-rl-step phase-transition-iterations
-pytorch-profiler-collect-chakra query-in-block-prob refit-method relative-attention-max-distance
-relative-attention-num-buckets replication replication-factor replication-jump result-rejected-tracker-filename
-retriever-report-topk-accuracies retriever-score-scaling rl-consumption-granularity rl-default-temperature
-rl-default-top-k rl-default-top-p rl-durable-rollout-bank rl-generation-lag
-rl-importance-sampling-truncation-coef rl-inference-expert-model-parallel-size
-rl-inference-expert-tensor-model-parallel-size rl-inference-logprobs-is-correction
-rl-inference-model-unified-memory-level rl-inference-parsers rl-inference-pipeline-model-parallel-size
-rl-inference-tensor-model-parallel-size rl-kv-cache-management-mode rl-max-inflight-requests
-rl-offload-inference-model-weights-when-idle rl-offload-kv-cache-during-training
-rl-offload-optimizer-during-inference rl-parallel-generation-tasks rl-partial-rollouts rl-persist-cuda-graphs
-rl-profile rl-profile-dir rl-prompts-per-eval rl-remove-kv-cache-during-training rl-reset-cuda-graphs
-rl-rollout-bank-dir rl-rollout-bank-max-bytes rl-sequence-packing-algo rl-sequence-packing-max-sequences-per-bin
-rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs rl-use-sequence-packing
-rl-verify-model-weights-swap run-workload-inspector-server sample-rate save-activations-interval
-save-dgrads-interval save-params-interval save-tokens-per-expert-interval save-wgrads-interval
-sft-tokenizer-prompt-format sharp-enabled-group start-eval-at-iter straggler-ctrlr-port
-straggler-minmax-count swin-backbone-type te-precision-config-file tensor-parallel-num-weight-shards
-titles-data-path torch-fsdp2-no-reshard-after-forward train-sync-interval use-grouped-gemm-for-dense-mlp
-use-grouped-gemm-for-shared-expert use-legacy-static-engine use-mp-args-from-checkpoint-args use-mup
-use-one-sent-docs use-same-sampling-seed-across-dp-ranks use-sharp use-transformer-engine-op-fuser
-validation-set-names vision-backbone-type vision-pretraining vision-pretraining-type warmup yaml-cfg
-yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int yarn-original-max-position-embeddings
-"""
+from fnmatch import fnmatchcase
 
-UNSUPPORTED_FLAGS = frozenset("--" + name for name in _NAMES.split())
+_GENERATION = "it concerns generation, not training"
+_ALL_TO_ALL = "tokens travel by the all-to-all of torch.distributed, without kernels of DeepEP or HybridEP"
+_KERNELS = "the backend of a layer chooses its kernels; the result is the same"
+
+_ACCEPTED = {
+    _GENERATION: """
+        bert-embedder-type decode-only-cuda-graphs disable-chunked-prefill enable-chunked-prefill
+        inference-batch-times-seqlen-threshold inference-coordinator-port inference-cuda-graph-all-prefills
+        inference-cuda-graph-max-tokens inference-cuda-graph-scope inference-disable-ep-consensus
+        inference-disable-triton-nvls-kernels inference-dynamic-batching inference-dynamic-batching-async-sched-mode
+        inference-dynamic-batching-block-size inference-dynamic-batching-buffer-size-gb
+        inference-dynamic-batching-cuda-graph-max-tokens inference-dynamic-batching-cuda-graph-mixed-prefill-count
+        inference-dynamic-batching-cuda-graph-sizing-distribution inference-dynamic-batching-logprobs-mode
+        inference-dynamic-batching-mamba-memory-ratio inference-dynamic-batching-max-requests
+        inference-dynamic-batching-max-tokens inference-dynamic-batching-num-cuda-graphs
+        inference-dynamic-batching-paused-buffer-size-gb inference-dynamic-batching-prefix-caching
+        inference-dynamic-batching-prefix-caching-coordinator-policy
+        inference-dynamic-batching-prefix-caching-eviction-policy inference-dynamic-batching-prefix-caching-mamba-gb
+        inference-dynamic-batching-prefix-caching-routing-alpha inference-dynamic-batching-sampling-backend
+        inference-dynamic-batching-track-generated-token-events inference-dynamic-batching-track-paused-request-events
+        inference-dynamic-batching-unified-memory-level inference-grouped-gemm-backend inference-logging-step-interval
+        inference-max-batch-size inference-max-requests inference-max-seq-length
+        inference-moe-disable-fused-quant-kernels inference-moe-token-dispatcher-type inference-shards
+        inference-text-gen-server-logging inference-use-synchronous-zmq-collectives inference-wandb-logging
+        mamba-inference-conv-states-dtype mamba-inference-ssm-states-dtype max-tokens-to-oom
+        moe-pad-experts-for-cuda-graph-inference nccl-all-reduce-for-prefill no-inference-disable-ep-consensus
+        no-inference-dynamic-batching-prefix-caching no-inference-text-gen-server-logging
+        no-inference-use-synchronous-zmq-collectives no-inference-wandb-logging num-speculative-tokens
+        output-bert-embeddings use-legacy-static-engine use-same-sampling-seed-across-dp-ranks""",
+    _KERNELS: """
+        flash-attention-version fused-residual-rmsnorm mla-down-proj-fusion moe-permute-fusion-into-hybridep
+        use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-transformer-engine-op-fuser""",
+    _ALL_TO_ALL: """
+        moe-flex-dispatcher-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
+        moe-hybridep-num-sms-preprocessing moe-hybridep-pad-uneven-dispatch-inputs moe-ncclep-zero-copy""",
+    "grouped experts lie in memory in one way, which checkpoints do not depend on": """
+        moe-single-grouped-bias moe-single-grouped-weight moe-use-grouped-tensor""",
+    "the priority and order of communication follow from what runs": """
+        create-all-gather-group disable-align-grad-reduce high-priority-a2a-comm-stream no-align-grad-reduce
+        overlap-dispatch-backward-with-experts-wgrad""",
+    "the weights of each layer are gathered into memory of its own": """
+        fsdp-db-use-persist-buf-on-alloc-fail megatron-fsdp-enable-fine-grained-param-gather
+        megatron-fsdp-max-pool-double-buffer megatron-fsdp-version""",
+    "gradients are always accumulated in float32 or wider": "ddp-param-name-patterns-for-fp32-local-accumulation",
+    "an MLP processes its tokens at once; --recompute-modules mlp saves its memory": "mlp-chunks-for-training",
+    "layers need no other form to be exported: tools/checkpoint/convert.py export reads any checkpoint": """
+        export-force-local-attention export-te-mcore-model modelopt-enabled""",
+    "checkpoints are written and read in one way, whose result does not depend on such settings": """
+        async-ckpt-cpu-priority async-ckpt-io-priority ckpt-drop-redundant-extra-state
+        ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
+        ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create
+        ckpt-pg-tensors-cache-path dist-ckpt-save-pre-mcore-014 dist-ckpt-workers""",
+    "a checkpoint that does not fit is always refused": """
+        disable-ckpt-load-validate-sharding-integrity disable-strict-fsdp-dtensor-load
+        no-ckpt-load-validate-sharding-integrity no-strict-fsdp-dtensor-load""",
+    "the tokenizer is the one that the flags name; checkpoints contain no copy of it": """
+        disable-save-tokenizer-assets disable-use-tokenizer-model-from-checkpoint-args no-save-tokenizer-assets
+        no-use-tokenizer-model-from-checkpoint-args""",
+    "there is no such service; metrics go to metrics.jsonl and to TensorBoard": """
+        app-tag-run-name app-tag-run-version no-one-logger one-logger-async one-logger-project one-logger-run-name""",
+    "paths are those of the file system": "disable-msc",
+    "torch's flight recorder is set by environment variables, such as TORCH_NCCL_TRACE_BUFFER_SIZE": """
+        disable-flight-recorder-dump-on-timeout disable-flight-recorder-extra-dump-on-exec
+        disable-flight-recorder-include-only-active flight-recorder-dump-path flight-recorder-include-stack-trace
+        flight-recorder-trace-buffer-size no-flight-recorder-dump-on-timeout no-flight-recorder-extra-dump-on-exec
+        no-flight-recorder-include-only-active""",
+    "has no effect without --inprocess-restart": """
+        inprocess-active-world-size inprocess-barrier-timeout inprocess-completion-timeout inprocess-empty-cuda-cache
+        inprocess-granularity inprocess-hard-timeout inprocess-heartbeat-interval inprocess-heartbeat-timeout
+        inprocess-last-call-wait inprocess-max-iterations inprocess-monitor-process-interval
+        inprocess-monitor-thread-interval inprocess-progress-watchdog-interval inprocess-soft-timeout
+        inprocess-termination-grace-time""",
+    "has no effect without --enable-ft-package": "calc-ft-timeouts ft-num-warmup-iters",
+    "has no effect without --log-straggler": "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count",
+    "has no effect without --adlr-autoresume": "adlr-autoresume-interval",
+    "SIGTERM is always handled: all ranks save after the same step and exit": """
+        exit-signal-handler-for-dataloader exit-signal-handler-for-training""",
+    "each log line waits for the device, so the host is never further ahead than --log-interval": "train-sync-interval",
+    "steps are not run twice, so no result is rejected": "result-rejected-tracker-filename",
+    "index files are mapped into memory, so opening them takes no list and no delay": """
+        dataloader-defer-npy-index-mmap dataloader-fast-cache-load per-dataset-sequences-path""",
+    "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
+}
+"""Reasons why flags change nothing here, and the flags."""
+
+_VISION = "training of vision models is out of scope"
+_RL = "reinforcement learning is out of scope"
+
+_REFUSED = {
+    _VISION: """
+        classes-fraction data-per-class-fraction dino-bottleneck-size dino-freeze-last-layer dino-head-hidden-size
+        dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp dino-warmup-teacher-temp
+        dino-warmup-teacher-temp-epochs head-lr-mult img-h img-w iter-per-epoch mask-factor mask-type num-channels
+        num-classes patch-dim sample-rate swin-backbone-type vision-backbone-type vision-pretraining
+        vision-pretraining-type""",
+    _RL: """
+        grpo-clamp-eps-lower grpo-clamp-eps-upper grpo-entropy-term-weight grpo-filter-groups-with-same-reward
+        grpo-group-size grpo-iterations grpo-kl-beta grpo-prompts-per-step langrl-env-config langrl-external-server
+        langrl-inference-server-conversation-template langrl-inference-server-type no-langrl-external-server
+        no-rl-inference-logprobs-is-correction no-rl-offload-inference-model-weights-when-idle
+        no-rl-offload-kv-cache-during-training no-rl-partial-rollouts no-rl-persist-cuda-graphs
+        no-rl-remove-kv-cache-during-training no-rl-reset-cuda-graphs no-rl-skip-bos-token no-rl-training-cuda-graphs
+        no-rl-use-sequence-packing no-rl-verify-model-weights-swap perform-rl-step refit-method
+        rl-consumption-granularity rl-default-temperature rl-default-top-k rl-default-top-p rl-durable-rollout-bank
+        rl-generation-lag rl-importance-sampling-truncation-coef rl-inference-expert-model-parallel-size
+        rl-inference-expert-tensor-model-parallel-size rl-inference-logprobs-is-correction
+        rl-inference-model-unified-memory-level rl-inference-parsers rl-inference-pipeline-model-parallel-size
+        rl-inference-tensor-model-parallel-size rl-kv-cache-management-mode rl-max-inflight-requests
+        rl-offload-inference-model-weights-when-idle rl-offload-kv-cache-during-training
+        rl-offload-optimizer-during-inference rl-parallel-generation-tasks rl-partial-rollouts rl-persist-cuda-graphs
+        rl-profile rl-profile-dir rl-prompts-per-eval rl-remove-kv-cache-during-training rl-reset-cuda-graphs
+        rl-rollout-bank-dir rl-rollout-bank-max-bytes rl-sequence-packing-algo
+        rl-sequence-packing-max-sequences-per-bin rl-skip-bos-token rl-submission-granularity rl-training-cuda-graphs
+        rl-use-sequence-packing rl-verify-model-weights-swap""",
+    "training of retrieval models (ICT, REALM) is out of scope": """
+        bert-load biencoder-projection-dim biencoder-shared-query-context-model block-data-path embedding-path
+        evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval query-in-block-prob
+        retriever-report-topk-accuracies retriever-score-scaling titles-data-path use-one-sent-docs""",
+    "distillation from a teacher is out of scope": """
+        export-kd-cfg export-kd-teacher-load logits-load-decode-threads logits-load-dir logits-load-ignore-errors
+        logits-load-kd-loss-alpha logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir
+        logits-save-dtype logits-save-top-k logits-save-top-p logits-save-top-p-min-k""",
+    "it needs a package of NVIDIA; torchrun --max-restarts restarts failed processes, which resume from --load": """
+        enable-ft-package inprocess-restart""",
+    "it needs a service of one cluster; SIGTERM makes all ranks save after the same step and exit": "adlr-autoresume",
+    "it needs a package of NVIDIA; --profile and tools/show_timeline.py show where a step's time goes": """
+        run-workload-inspector-server""",
+    "paths are those of the file system; mount the object store": "enable-msc object-storage-cache-path",
+    "NCCL uses SHARP where the network has it if the environment variable NCCL_COLLNET_ENABLE is 1": """
+        sharp-enabled-group use-sharp""",
+    "--dry-run shows what each rank of any number would hold, in one process": "fake-process-group",
+    "a script with a loop of its own calls initialize_megatron after torch.distributed.init_process_group": """
+        lazy-mpu-init""",
+    "give the sizes; a checkpoint loads under every layout": "use-mp-args-from-checkpoint-args",
+    "checkpoints have one format, and every layout loads them; tools/checkpoint/convert.py exports them": """
+        ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format""",
+    "give --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads, which keeps gathered weights": """
+        torch-fsdp2-no-reshard-after-forward""",
+    "a token's experts would depend on which experts share a rank; --moe-expert-capacity-factor bounds each expert": """
+        moe-expert-rank-capacity-factor""",
+    "--moe-router-force-load-balancing spreads tokens evenly to measure speed": "moe-router-force-biased",
+    "the gate and the linear part of an MLP are stored one after the other, as in checkpoints": """
+        moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size""",
+    "it belongs to tools/preprocess_data.py": "append-eod chunk-size input output-prefix workers",
+    "give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples": "warmup",
+}
+"""Reasons why flags are refused, with what to give instead where there is something, and the flags."""
+
+_NOT_YET = {
+    "products of 8-bit and 4-bit numbers are not supported": "fp8-output-proj te-precision-config-file",
+    "expert communication in fewer bits is not supported": "moe-combine-bwd-dtype moe-dispatch-fwd-dtype",
+    "CUDA graphs are not supported": "cuda-graph-modules",
+    "activations and optimizer state stay on the device": """
+        activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
+        delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads moe-paged-stash
+        moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size""",
+    "the optimizers are adam and sgd": """
+        lion-beta1 lion-beta2 muon-coefficient-type muon-nesterov muon-scalar-optimizer muon-use-syrk
+        no-use-layer-wise-param-layout""",
+    "attention is the only token mixer": """
+        disable-dsa-indexer-rotate-activation disable-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon
+        dsa-indexer-k-norm-fp32 dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset dsa-indexer-topk-freq
+        dsa-kernel-backend gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
+        hybrid-attention-ratio hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern
+        mamba-training-ssm-states-dtype mtp-hybrid-override-pattern no-dsa-indexer-rotate-activation
+        no-dsa-indexer-scoring-relu""",
+    "all layers have one description": """
+        heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path""",
+    "layers have one residual stream": """
+        enable-mhc-connections mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
+        mhc-sinkhorn-iterations""",
+    "the heads of multi-token prediction are separate layers, trained with the model": """
+        mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
+    "experts are not made from a dense checkpoint": "moe-upcycling-granularity moe-use-upcycling",
+    "the router's bias is updated by a fixed step": "moe-router-quantile-balancing-ema",
+    "weights are sharded over data parallel ranks only (--data-parallel-sharding-strategy)": """
+        enable-full-sharding-in-hsdp expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub
+        gtp-remat-nccl-ub gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation
+        tensor-parallel-num-weight-shards""",
+    "logits have the number format of the model": "output-logit-dtype",
+    "kernels are chosen for speed, not for equal rounding at every batch size": "batch-invariant-backend",
+    "checkpoints are written to one place, which all ranks read": """
+        non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir replication
+        replication-factor replication-jump""",
+    "a run continues at the iteration of the checkpoint that it loads": "override-ckpt-iteration",
+    "main parameters are read with the optimizer's state": "load-main-params-from-ckpt",
+    "tensors of single steps are not written to files": """
+        save-activations-interval save-dgrads-interval save-params-interval save-tokens-per-expert-interval
+        save-wgrads-interval""",
+    "routing is shown by the load of the experts in the log": """
+        moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights
+        moe-routing-trace-max-training-iters moe-routing-trace-path""",
+    "the log has the memory and time of steps, without energy, intervals of its own or slow ranks": """
+        log-device-memory-used log-energy log-memory-interval log-straggler""",
+    "profiles are those of --profile": "memory-snapshot-path nvtx-ranges pytorch-profiler-collect-chakra",
+    "traces are not sent to OpenTelemetry": "otel-enabled otel-service-name otel-span-groups",
+    "the hardware is not tested during a run": "check-for-spiky-loss gpu-sniff-test-interval",
+    "faults of single ranks are not injected": """
+        fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities
+        fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds
+        fault-injector-ranks fault-injector-seed""",
+    "the parameter groups are those of weight decay and learning rate flags": """
+        dump-param-to-param-group-map freeze-all-layers no-weight-decay-cond-type""",
+    "a run has one phase": "phase-transition-iterations",
+    "widths are not scaled": """
+        mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult
+        use-mup""",
+    "samples are not rearranged to fill in the middle": """
+        fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample
+        fim-suffix-token""",
+    "conversations are not read": "sft-tokenizer-prompt-format",
+    "no steps are left out": "iterations-to-skip",
+    "validation is one set from the first --eval-interval on": "start-eval-at-iter validation-set-names",
+    "flags come from the command line": "yaml-cfg",
+    "T5 has learned positions": """
+        relative-attention-max-distance relative-attention-num-buckets""",
+}
+"""What is so today, and the flags that would change it."""
+
+
+def _reasons(groups: dict[str, str]) -> dict[str, str]:
+    return {f"--{name}": reason for reason, names in groups.items() for name in names.split()}
+
+
+ACCEPTED_FLAGS = _reasons(_ACCEPTED)
+"""Flags that are accepted with any words and change nothing, and why."""
+
+REFUSED_FLAGS = _reasons(_REFUSED)
+"""Flags that stay refused, and why."""
+
+FLAGS_TO_COME = _reasons(_NOT_YET)
+"""Flags that are refused because their feature is not supported yet, and what is so today."""
+
+UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COME})
+"""All flags of Megatron-LM that have no field here, but for the retired ones."""
+
+
+_FIELDS_TO_COME = (
+    ("*fp8* *fp4* first-last-layers-bf16 num-layers-at-*", "products of 8-bit and 4-bit numbers are not supported"),
+    ("*cuda-graph*", "CUDA graphs are not supported"),
+    ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
+    ("muon-* optimizer", "the optimizers are adam and sgd"),
+    ("main-*-dtype exp-avg* *precision-aware*", "the state of the optimizer is in float32"),
+    ("dsa-* linear-* *mamba* is-hybrid-model experimental-attention-variant", "attention is the only token mixer"),
+    ("mrope-section", "positions have one coordinate"),
+    ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
+    ("use-legacy-models", "there are no models but those of megatron.core"),
+    ("fp16-lm-cross-entropy", "cross entropy is computed in float32"),
+    ("data-parallel-random-init", "initial weights are equal on all data parallel ranks"),
+    ("hybrid-context-parallel max-seqlen-per-dp-cp-rank", "all ranks of a context parallel group share each sample"),
+    ("non-persistent-*", "checkpoints are written to one place, which all ranks read"),
+    ("tokenizer-*", "a tokenizer is read from one file or folder, by its --tokenizer-type"),
+    ("check-for-large-grads", "gradients are checked for numbers that are not finite only"),
+    ("outer-dp-* megatron-fsdp-*", "state is sharded in float32 within one group of data parallel ranks"),
+    ("*nccl* *registration distributed-timeout-*", "NCCL has its own buffers, settings and one time limit"),
+    ("*kitchen*", "it needs a package of NVIDIA"),
+    ("batch-invariant-mode", "kernels are chosen for speed, not for equal rounding at every batch size"),
+    ("disable-bf16-reduced-*", "matrix products have the precision that torch gives them"),
+    ("moe-enable-routing-replay", "each forward routes its tokens itself"),
+    ("log-progress record-memory-history", "it is not written"),
+)
+"""Patterns of flags with a field that are not supported yet, and what is so today."""
+
+
+def reason_to_come(spelling: str) -> str:
+    """Returns what is so today instead of a flag that is not supported yet."""
+    name = spelling.removeprefix("--")
+    for patterns, reason in _FIELDS_TO_COME:
+        if any(fnmatchcase(name, pattern) for pattern in patterns.split()):
+            return reason
+    return FLAGS_TO_COME.get(spelling, "its feature is not built")

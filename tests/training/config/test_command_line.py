@@ -103,7 +103,7 @@ def test_a_wrong_value_names_flag_value_and_what_works(words: str, message: str)
         ("--hiden-size", "--hiden-size: unknown flag; did you mean --hidden-size"),
         ("--num_layers", "--num_layers: unknown flag; did you mean --num-layers?"),
         ("--micro-batch", "--micro-batch: flags are not shortened here; did you mean --micro-batch-size?"),
-        ("--rl-profile", "--rl-profile: not yet: this flag of Megatron-LM has no counterpart here so far"),
+        ("--rl-profile", "--rl-profile: reinforcement learning is out of scope"),
         ("--xyzzy", "--xyzzy: unknown flag; --help lists all"),
     ],
 )

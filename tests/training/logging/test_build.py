@@ -12,6 +12,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.logging import build
 from megatron.training.logging.build import build_log
 from megatron.training.logging.display import PlainDisplay
 from megatron.training.logging.jsonl import JsonlLog
@@ -35,6 +36,13 @@ def test_writers_are_files_first_and_the_console_last(tmp_path: Path) -> None:
     assert (log.train_iters, log.log_interval, log.tokens_per_sample) == (8, 4, 16)
     assert log.flops_per_sample is not None and log.flops_per_sample > 0
     log.close_writers()
+
+
+def test_length_of_the_queue_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(build, "tensorboard_log", lambda directory, choices, **others: asked.update(others))
+    log_of(f"--tensorboard-dir {tmp_path} --tensorboard-queue-size 7")
+    assert asked["queue_size"] == 7
 
 
 def test_a_rank_that_does_not_log_has_no_writers(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """What set-up derives from the flags, without building a run."""
 
 import gc
+import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.runs import TINY
 from torch import nn
 
@@ -14,7 +16,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.profiler import TorchProfiler
 from megatron.training.providers import SampleCounts
-from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts
+from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts, set_torch
 
 
 def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
@@ -47,6 +49,18 @@ def test_hooks_that_the_flags_ask_for(tmp_path: Any) -> None:
     assert isinstance(collection, ManualGarbageCollection) and collection.interval == 5 and gc.isenabled()
     assert isinstance(profiler, TorchProfiler) and (profiler.start, profiler.end) == (2, 4)
     assert len(build_hooks(config, SimpleNamespace(rank=1))) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
+
+
+def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # kept, since it is set already
+    before = logging.getLogger().level
+    try:
+        set_torch(config_of("--train-iters 9 --deterministic-mode --logging-level 35"))
+        assert torch.are_deterministic_algorithms_enabled() and logging.getLogger().level == 35
+        set_torch(config_of("--train-iters 9"))
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        logging.getLogger().setLevel(before)
 
 
 def test_no_probe_without_an_embedding_or_without_the_check() -> None:

@@ -106,7 +106,7 @@ class AttentionConfig:
 
     multi_latent_attention: bool = False
     """Use multi-head latent attention: keys and values are computed from a low-rank latent. A part of each head has
-    rotary positions, whatever --position-embedding-type is."""
+    rotary positions under every --position-embedding-type."""
 
     cp_comm_type: str | list[str] | None = flag(None, only_with="context_parallel_size", nargs="+")
     """With --context-parallel-size: how ranks exchange keys and values: p2p, a2a, all_gather or a2a+p2p; one for all

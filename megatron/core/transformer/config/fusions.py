@@ -43,7 +43,7 @@ class FusionConfig:
     use_fused_weighted_squared_relu: bool = flag(
         False,
         only_with="num_moe_experts",
-        no_effect="on a GPU an expert's activation and the router's weights are one kernel, whatever the activation",
+        no_effect="on a GPU an expert's activation and the router's weights are one kernel for every activation",
     )
     """Apply the squared relu of experts and the router's weights in one kernel."""
 

@@ -1,0 +1,92 @@
+"""Every flag of Megatron-LM is answered as docs/flags.md says; the page is up to date."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.command_lines import SMALL, problems_of
+
+from megatron.core.config_fields import value_text
+from megatron.training.config.command_line import read_command_line
+from megatron.training.config.flag_table import Flag, flags_by_spelling, is_to_come
+from megatron.training.config.flags_page import Row, chosen_tests, mentions, page, read_tests, rows
+
+ROOT = Path(__file__).parents[3]
+NAMES = (ROOT / "tests/data/flags/megatron_lm_names.txt").read_text("utf-8").split()
+ROWS = {spelling: row for row in rows() for spelling in row.spellings}
+PAGE = (ROOT / "docs/flags.md").read_text("utf-8")
+TESTS = read_tests(ROOT)
+
+
+def test_every_flag_of_megatron_lm_has_one_row() -> None:
+    assert [name for name in NAMES if name not in ROWS] == []
+    spellings = [spelling for row in rows() for spelling in row.spellings]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_the_page_is_up_to_date() -> None:
+    """To make it anew: python -m megatron.training.config.flags_page"""
+    lines, expected = PAGE.splitlines(), page(TESTS, PAGE).splitlines()
+    assert [line for line in expected if line not in lines] == [] and lines == expected
+
+
+def test_every_honoured_flag_has_a_test() -> None:
+    tests = chosen_tests(PAGE)
+    assert [row.spellings[0] for row in rows() if not (ROOT / tests[row.spellings[0]]).is_file()] == []
+    assert mentions(ROWS["--lr"], "--lr 1 --lr-decay-style x config.lr") == 4
+
+
+def words_of(flag: Flag) -> list[str]:
+    """Words that the flag accepts and that are not its default."""
+    if flag.nargs == 0:
+        return []
+    count = flag.nargs if isinstance(flag.nargs, int) else 1
+    default = value_text(flag.default)
+    tried = [choice for choice in flag.choices or () if choice != default] or [
+        "3",
+        "1,2",
+        "SIGUSR1",
+        "x",
+        "1:2",
+        "1:2 3:4",
+    ]
+    for word in tried:
+        try:
+            flag.parse(word)
+        except ValueError:
+            continue
+        return [word] * count
+    raise AssertionError(f"no value for {flag.spelling}")
+
+
+@pytest.mark.parametrize("spelling", sorted(ROWS))
+def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
+    row: Row = ROWS[spelling]
+    flag = flags_by_spelling().get(spelling)
+    words = words_of(flag) if flag is not None else ["1"] if spelling in NEEDS_A_WORD else []
+    line = read_command_line([*SMALL.split(), spelling, *words])
+    if row.answer == "c":
+        assert any(spelling in warning for warning in line.warnings) and not line.problems
+    elif flag is None:
+        said = line.warnings if row.answer == "b" else line.problems
+        begin = f"{spelling}: not yet: " if row.answer == "not yet" else f"{spelling}: "
+        expected = begin + row.meaning[:1].lower() + row.meaning[1:].removesuffix(".")
+        assert [text.lower() for text in said] == [expected.lower()]
+        assert not (line.problems if row.answer == "b" else line.warnings)
+    else:
+        assert not line.problems and spelling in line.given.values()
+        alone = is_to_come(flag) and flag.declaration.only_with is None
+        if alone and line.values[flag.field] != flag.default:
+            problems = problems_of(f"{spelling} {' '.join(words)}")
+            assert any(text.startswith(spelling) and "not yet" in text for text in problems), problems
+
+
+NEEDS_A_WORD = {"--batch-size", "--model-parallel-size", "--checkpoint-num-layers", "--yarn-beta-fast"} | {
+    "--activations-checkpoint-num-layers", "--yarn-beta-slow", "--yarn-original-max-position-embeddings",
+}  # fmt: skip
+"""Flags that are translated into one with a value."""
+
+
+def test_the_list_of_names_is_that_of_the_releases() -> None:
+    known = (ROOT / "tests/data/flags/megatron_lm_flags.jsonl").read_text("utf-8").splitlines()
+    assert {json.loads(line)["flag"] for line in known} <= set(NAMES) and len(NAMES) == 919
