@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING
+from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING, T5
 from parity.models import Model
 
 
@@ -205,4 +205,27 @@ _BERT = Family(
     rare=[("sp4", "dp2-optim_grads_params"), ("dp4-hybrid", "pp2")],
 )
 
-FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _BERT]
+_T5 = Family(
+    "T5",
+    T5,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2 pp2-zb-h1",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+    further=[
+        ("pp4-split", "dp2-optim"),
+        ("pp3-two-stacks",),
+        ("pp2-auto",),
+        ("sp2", "pp4-split"),
+        ("pp4-split", "recompute-all-parts"),
+        ("dp2-optim_grads_params", "recompute-full"),
+        ("sp4", "dp2-optim_grads"),
+        ("sp2", "pp2", "dp2-optim_grads"),
+        ("tp2-spread",),
+    ],
+)
+
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _BERT, _T5]

@@ -8,6 +8,7 @@ import torch
 from parity.bert import BERT
 from parity.kind import Chunk, Kind
 from parity.models import LENGTH, Model, randomize_constants, starve
+from parity.t5 import T5
 from parity.text import TextBatch, micro_batch
 from torch import Tensor, nn
 
@@ -82,4 +83,8 @@ def _count(batch: TextBatch) -> Tensor:
     return batch.mask.sum()
 
 
-KINDS = {"gpt": Kind(_build_gpt, micro_batch, _forward_gpt, _loss_per_token, _count, _shapes_gpt), "bert": BERT}
+KINDS = {
+    "gpt": Kind(_build_gpt, micro_batch, _forward_gpt, _loss_per_token, _count, _shapes_gpt),
+    "bert": BERT,
+    "t5": T5,
+}

@@ -139,6 +139,8 @@ FURTHER: dict[str, list[Choice]] = {
         _stages("pp2-last-1", 2, num_layers_in_last_pipeline_stage=1),
         _stages("pp4-apart", 4, pipeline_model_parallel_layout="Et|tt|tm|L"),
         _stages("pp2-apart", 2, chunks=2, pipeline_model_parallel_layout="Et|tt|t|mL"),
+        _stages("pp4-split", 4, pipeline_model_parallel_split_rank=2),
+        _stages("pp3-two-stacks", 3, pipeline_model_parallel_layout="Etttt|Et|tttL"),
         _stages("pp2-apart-and-behind", 2, chunks=3, pipeline_model_parallel_layout="E|tt|t|t|mm|L"),
     ],
     "context": [
@@ -224,7 +226,22 @@ class Layout:
         stages = str(self.pipeline.settings.get("pipeline_model_parallel_layout") or "")
         if "m" in stages and stages.count("m") != model.predicting:
             return "the stage layout has another number of multi-token prediction layers"
+        if model.kind == "t5":
+            return self._misfit_of_two_stacks() or self._misfit_of_recompute(model) or self._misfit_of_experts(model)
+        if "pipeline_model_parallel_split_rank" in self.pipeline.settings or stages.count("E") > 1:
+            return "there is one stack"
         return self._misfit_of_recompute(model) or self._misfit_of_experts(model)
+
+    def _misfit_of_two_stacks(self) -> str | None:
+        if self.context.ranks > 1:
+            return "an encoder and a decoder do not split sequences"
+        named = {"num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"}
+        if self.pipeline.chunks > 1 or named & set(self.pipeline.settings):
+            return "an encoder and a decoder have one stage on each rank, cut by a layout"
+        layout = self.pipeline.settings.get("pipeline_model_parallel_layout")
+        if layout not in (None, "auto") and layout.count("E") != 2:
+            return "the layout has one stack"
+        return None
 
     def _misfit_of_recompute(self, model: Model) -> str | None:
         modules = set(self.recompute.settings.get("recompute_modules", ()))

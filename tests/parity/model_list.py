@@ -286,4 +286,26 @@ BERT = [
 ]
 """Padded rows seen from both sides: two heads and one, token types and none, norms before and after each residual."""
 
-MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *BERT]
+T5 = [
+    Model(
+        "t5",
+        kind="t5",
+        tied=True,
+        positions="relative",
+        settings={**_LLAMA, **_DROPOUT, "num_encoder_layers": 4, "softmax_scale": 1.0, "logit_scale": 0.2}
+        | {"activation_func": nn.functional.relu, "gated_linear_unit": False},
+        options={"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
+        rows=2,
+    ),
+    Model(
+        "t5-learned",
+        kind="t5",
+        positions="learned_absolute",
+        settings={"num_encoder_layers": 4, "attention_dropout": 0.15},
+        rows=2,
+        vocabulary=64,
+    ),
+]
+"""An encoder of padded rows and a decoder: relative and learned positions, tied and not, biases and none."""
+
+MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *BERT, *T5]

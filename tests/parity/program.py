@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.parameters import canonical_names
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.stage_map import StageMap, stage_map
-from megatron.core.pipeline_parallel.stages import embedding_ranks
+from megatron.core.pipeline_parallel.stages import decoder_ranks, embedding_ranks, encoder_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
@@ -75,7 +75,8 @@ def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupC
     grid = RankGrid(layout.ranks, **sizes, **experts, order=layout.order, optimizer_instances=instances)
     # As in Megatron-LM, without multi-token prediction the embedding group includes the head's rank even if the two
     # weights are not tied.
-    words = embedding_ranks(config, shared_with_head=cell.model.tied or not cell.model.predicting)
+    copied = cell.model.predicting or config.num_encoder_layers
+    words = embedding_ranks(config, shared_with_head=cell.model.tied or not copied)
     positions = embedding_ranks(config, shared_with_head=False)
     return ProcessGroupCollection.from_grid(
         grid,
@@ -83,6 +84,8 @@ def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupC
         hierarchical_context_sizes=layout.context.levels,
         embedding_ranks=lambda ranks: [ranks[place] for place in words],
         position_embedding_ranks=lambda ranks: [ranks[place] for place in positions],
+        encoder_ranks=lambda ranks: [ranks[place] for place in encoder_ranks(config)],
+        decoder_ranks=lambda ranks: [ranks[place] for place in decoder_ranks(config)],
     )
 
 
@@ -91,7 +94,8 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     config = transformer_config(
         cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
-    stages_of_auto = stages_of_auto_layout(config, LENGTH, cell.model.vocabulary)
+    lengths = kind_of(cell.model).shapes(cell.model)
+    stages_of_auto = stages_of_auto_layout(config, LENGTH, cell.model.vocabulary, lengths.get("decoder_seq_length"))
     if stages_of_auto is not None:
         config = dataclasses.replace(config, pipeline_model_parallel_layout=stages_of_auto)
     groups = groups_of(cell, dist.get_rank() if dist.is_initialized() else 0, config)

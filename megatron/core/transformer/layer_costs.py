@@ -10,7 +10,16 @@ Two counts are built from the same parts. `layer_cost` follows what this code co
 of the square, whatever the window, and no router.
 """
 
-from megatron.core.pipeline_parallel.stages import AUTO, balanced_counts, pipeline_of
+import itertools
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.stages import (
+    AUTO,
+    Pipeline,
+    balanced_counts,
+    num_encoder_layers,
+    pipeline_of,
+)
 from megatron.core.transformer.layer_patterns import has_experts, is_chunked, is_windowed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -18,14 +27,19 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 # Pipeline stages
 
 
-def stages_of_auto_layout(config: TransformerConfig, seq_length: int, vocab_size: int) -> str | None:
+def stages_of_auto_layout(
+    config: TransformerConfig, seq_length: int, vocab_size: int, decoder_seq_length: int | None = None
+) -> str | None:
     """Returns the layout, as "Et*4|tttt|ttmL", whose stages cost about the same; None if the config does not ask for it
     (`pipeline_model_parallel_layout auto` with several stages).
 
-    Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks find the same stages.
+    Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks find the same stages. An
+    encoder reads `seq_length` tokens and its decoder writes `decoder_seq_length`; each has stages of its own.
     """
     if config.pipeline_model_parallel_layout != AUTO or config.pipeline_model_parallel_size == 1:
         return None
+    if num_encoder_layers(config):
+        return _stages_of_two_stacks(config, seq_length, decoder_seq_length or seq_length, vocab_size)
     further = range(config.num_layers + 1, config.num_layers + 1 + (config.mtp_num_layers or 0))
     layers = [layer_cost(config, number, seq_length) for number in range(1, config.num_layers + 1)]
     # The embedding only copies rows: one number for each element of a token. A layer of multi-token prediction joins
@@ -34,8 +48,42 @@ def stages_of_auto_layout(config: TransformerConfig, seq_length: int, vocab_size
     first, head = h, h * vocab_size
     last = head + sum(layer_cost(config, number, seq_length) + 2 * h * h + head for number in further)
     counts = balanced_counts(layers, first, last, pipeline_of(config))
-    stages = [f"t*{count}" if count > 3 else "t" * count for count in counts]
-    return "|".join(["E" + stages[0], *stages[1:]]) + "m" * len(further) + "L"
+    return _letters(counts) + "m" * len(further) + "L"
+
+
+def _letters(counts: Sequence[int]) -> str:
+    """Returns the layout of one stack of layers, with these numbers of layers on its stages."""
+    return "E" + "|".join(f"t*{count}" if count > 3 else "t" * count for count in counts)
+
+
+def _stages_of_two_stacks(config: TransformerConfig, read: int, written: int, vocab_size: int) -> str:
+    """Returns the layout of an encoder and a decoder: of all ways to share the ranks between the two, or that of
+    `pipeline_model_parallel_split_rank`, the one whose slowest stage costs least. Costs are those of a sample."""
+    size, given, h = config.pipeline_model_parallel_size, config.pipeline_model_parallel_split_rank, config.hidden_size
+    encoder = [encoder_layer_cost(config, read)] * num_encoder_layers(config)
+    decoder = [decoder_layer_cost(config, number, read, written) for number in range(1, config.num_layers + 1)]
+
+    def cut(split: int) -> tuple[int, str]:
+        counts = []
+        slowest = 0
+        for layers, first, last, ranks in (
+            (encoder, h * read, 0, split),
+            (decoder, h * written, h * vocab_size * written, size - split),
+        ):
+            counts.append(balanced_counts(layers, first, last, Pipeline(ranks)))
+            slowest = max(slowest, *_loads(counts[-1], layers, first, last))
+        return slowest, "|".join(map(_letters, counts)) + "L"
+
+    return min(cut(split) for split in ([given] if given else range(1, size)))[1]
+
+
+def _loads(counts: Sequence[int], layers: Sequence[int], first: int, last: int) -> list[int]:
+    """Returns the cost of each stage of one stack."""
+    ends = list(itertools.accumulate(counts))
+    loads = [sum(layers[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+    loads[0] += first
+    loads[-1] += last
+    return loads
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -55,9 +103,46 @@ def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int) ->
     return attention + router + _experts(config, latent or config.hidden_size) + to_and_from_latent
 
 
-def training_flops(config: TransformerConfig, padded_vocab_size: int, seq_length: int, batch_size: int) -> int:
+def encoder_layer_cost(config: TransformerConfig, seq_length: int) -> int:
+    """Returns the multiplications of an encoder's layer for a sample of `seq_length` tokens, which all see each
+    other."""
+    return seq_length * (_attention_projections(config) + _score_channels(config) * seq_length + _mlp(config))
+
+
+def decoder_layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, decoder_seq_length: int) -> int:
+    """Returns the multiplications of a decoder's layer for a sample: `decoder_seq_length` tokens that attend to the
+    encoder's `seq_length` too."""
+    return decoder_seq_length * layer_cost(config, layer_number, decoder_seq_length) + _cross_attention(
+        config, seq_length, decoder_seq_length
+    )
+
+
+def _cross_attention(config: TransformerConfig, seq_length: int, decoder_seq_length: int) -> int:
+    """Returns the multiplications of cross attention for a sample: queries and outputs of the decoder's tokens, keys
+    and values of the encoder's, and the scores of all pairs."""
+    assert config.kv_channels
+    heads = config.hidden_size * config.kv_channels * config.num_attention_heads
+    return 2 * heads * (seq_length + decoder_seq_length) + _score_channels(config) * seq_length * decoder_seq_length
+
+
+def training_flops(
+    config: TransformerConfig,
+    padded_vocab_size: int,
+    seq_length: int,
+    batch_size: int,
+    decoder_seq_length: int | None = None,
+) -> int:
     """Returns the floating point operations of a training step over `batch_size` whole sequences, as Megatron-LM counts
-    them."""
+    them; of an encoder that reads `seq_length` tokens and a decoder that writes `decoder_seq_length`, counted in the
+    same way."""
+    if num_encoder_layers(config):
+        written = decoder_seq_length or seq_length
+        scores = _score_channels(config)
+        encoder = encoder_layer_cost(config, seq_length)
+        decoder = written * (_attention_projections(config) + _mlp(config) + scores * written / 2)
+        decoder += _cross_attention(config, seq_length, written)
+        head = written * config.hidden_size * padded_vocab_size
+        return round(batch_size * 6 * (num_encoder_layers(config) * encoder + config.num_layers * decoder + head))
     return round(batch_size * seq_length * flops_per_token(config, padded_vocab_size, seq_length))
 
 

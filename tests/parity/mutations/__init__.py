@@ -12,8 +12,9 @@ from parity.mutations.experts import EXPERTS, ROUTERS
 from parity.mutations.mutation import Mutation
 from parity.mutations.pipeline import PIPELINE
 from parity.mutations.predicting import PREDICTING
+from parity.mutations.t5 import T5
 from parity.mutations.tensor import TENSOR
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING, *BERT]
+MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING, *BERT, *T5]
