@@ -18,7 +18,7 @@ T5 = [
         "core/models/T5/t5_model.py",
         'tied=cut, tied_over="decoder_pp"',
         "tied=False",
-        "t5/pp4+recompute-all-parts/per-token",
+        "t5/pp4-split+recompute-all-parts/per-token",
     ),
     Mutation(
         "cross-attention-sees-padding",
