@@ -1,16 +1,11 @@
 """What a save leaves on disk: files that safetensors reads, equal shares, retention, and errors that leave no trace."""
 
-import itertools
 import json
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 from support.checkpoints import filled, load_as, make_chunk, save_as
 from support.programs import python
 
@@ -18,8 +13,6 @@ from megatron.core.dist_checkpointing.chunk import Chunk, model_chunks
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import TRACKER, read_tracker
 from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
-from megatron.core.dist_checkpointing.planning import assign_writes
-from megatron.core.dist_checkpointing.rank_file import write_rank
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save, save_streamed
 from megatron.core.exceptions import UserError
@@ -36,25 +29,6 @@ def names(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_safetensors_reads_what_is_written(tmp_path):
-    chunks = [
-        make_chunk("half", (3,), dtype=torch.bfloat16),
-        make_chunk("scalar", ()),
-        make_chunk("wide", (5,), dtype=torch.float64),
-        make_chunk("grid", (4, 6), Box((0, 3), (4, 3))),
-        make_chunk("rest", (4, 6), Box((0, 0), (4, 6)), (1, 24)),
-    ]
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    write_rank(Disk(), temporary, 0, chunks)
-    tensors = load_file(temporary / "rank_00000.safetensors")
-    expected = {"half": 0, "scalar": 1, "wide": 2, "grid[0:4,3:6]": 3, "rest[0:4,0:6](1:24)": 4}
-    assert set(tensors) == set(expected)
-    for key, index in expected.items():
-        assert torch.equal(tensors[key].flatten(), filled(chunks[index])), key
-    assert tensors["grid[0:4,3:6]"].shape == (4, 3)
-
-
 def test_the_files_of_a_checkpoint(tmp_path):
     saved = save_step(tmp_path, 10)
     assert saved.folder == tmp_path / "iter_0000010" and saved.nbytes == sum(
@@ -65,40 +39,6 @@ def test_the_files_of_a_checkpoint(tmp_path):
     manifest = json.loads((saved.folder / MANIFEST).read_text())
     assert manifest["format_version"] == 1 and manifest["iteration"] == 10
     assert manifest["common"] == {"iteration": 10} and manifest["layout"] == {"world_size": 1}
-
-
-@given(
-    sizes=st.lists(st.integers(0, 3_000_000), min_size=1, max_size=20),
-    replicas=st.integers(1, 6),
-)
-def test_replicas_share_the_writing_evenly(sizes, replicas):
-    holders = tuple(range(replicas))
-    chunks = [
-        Chunk(
-            f"t{i:03d}", (n,), Box.whole((n,)), None, torch.from_numpy(np.broadcast_to(np.int8(0), n).copy()), holders
-        )
-        for i, n in enumerate(sizes)
-    ]
-    shares = [assign_writes(reversed(chunks), rank) for rank in holders]
-    loads = [sum(chunk.flat.nbytes for chunk in share) for share in shares]
-    assert sum(loads) == sum(sizes)
-    assert max(loads) - min(loads) <= 2 << 20  # whole small chunks, at most one too many at either end
-    pieces = sorted((chunk.name, chunk.range) for share in shares for chunk in share)
-    assert all(a[0] != b[0] or a[1][1] == b[1][0] for a, b in itertools.pairwise(pieces))
-
-
-def test_different_groups_of_holders_are_shared_out_apart(tmp_path):
-    """A norm held by all four ranks, a weight cut in two by tensor parallelism and held twice each."""
-    ranks = []
-    for rank in range(4):
-        box = Box((rank % 2 * 2, 0), (2, 3))
-        ranks.append(
-            [
-                make_chunk("norm", (3,), holders=(0, 1, 2, 3)),
-                make_chunk("weight", (4, 3), box, holders=(rank % 2, rank % 2 + 2)),
-            ]
-        )
-    save_as(tmp_path, ranks)  # checks that every element is stored exactly once
 
 
 def test_two_copies_on_one_rank_are_written_once_and_both_read(tmp_path):

@@ -16,7 +16,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.tokens import RngPosition, Tokens
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.utils.recomputed import DiscardedResults
 
 LENGTH, ROWS, LAYERS = 32, 2, 2
 HEADS, KEY, VALUE = 4, 16, 24
@@ -93,29 +92,6 @@ def test_memory_that_is_kept() -> None:
     saved = kept_by(["core_attn"]) - kept_by(WAYS["heads and attention"])
     # The projection to keys without positions goes with the values, which are a part of its result.
     assert saved == pytest.approx(heads * (KEY + KEY + VALUE + 10), rel=0.03)
-
-
-def test_results_are_computed_once_and_let_go() -> None:
-    calls = []
-
-    def function(x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        calls.append(torch.is_grad_enabled())
-        y = x * factor
-        return y[:, :2], y.exp()
-
-    def within(a: Tensor, b: Tensor) -> Tensor:
-        return (a.t() @ a).sum() * (b * b).sum()
-
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    expected = torch.autograd.grad(within(*function(x, 0.3)), x)[0]
-    discarded = DiscardedResults(function, within)
-    output = discarded(*discarded.compute(x, 0.3))
-    calls.clear()
-    for _ in range(2):  # a graph that is kept gives them twice
-        assert torch.equal(torch.autograd.grad(output, x, retain_graph=True)[0], expected)
-    assert calls == [False, False]
-    with torch.no_grad():
-        assert discarded(*discarded.compute(x, 0.3)).item() == output.item()
 
 
 def test_it_is_a_part_of_latent_attention() -> None:
