@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         preparation, tokenizer_config = flags.configs
         for warning in flags.warnings:
             _warn(warning)
-        if not preparation.append_eod:
+        if not (preparation.append_eod or preparation.split_sentences):
             _warn("without --append-eod nothing marks where a document ends, and the next one follows at once")
         if preparation.partitions > 1 and not preparation.keep_sequential_samples:
             _warn(

@@ -109,7 +109,7 @@ FILES = "--input data.jsonl --output-prefix x"
         (f"--input none.jsonl --output-prefix x {BPE}", ["--input none.jsonl: no such file"]),
         (f"{FILES} {BPE} --vocab-file no.json", ["--vocab-file no.json: No such file"]),
         (f"{FILES} --vocab-file vocab.json", ["--vocab-file and --merge-file: GPT2BPETokenizer needs both"]),
-        (f"{FILES} {BPE} --split-sentences", ["--split-sentences: not yet"]),
+        (f"{FILES} {BPE} --split-sentences --lang ../x", ["--lang ../x: not the name of a language"]),
         (f"--input data.jsonl --output-prefix vocab.json/x {BPE}", ["--output-prefix vocab.json/x: vocab.json: "]),
         (
             "--tokenizer-type MultimodalTokenizer --workers 0 --inptu x --log-interval many",

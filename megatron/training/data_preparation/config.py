@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
-
-_SENTENCES = "sentences are not split"
+from megatron.core.config_fields import flag
 
 
 def available_cores() -> int:
@@ -24,7 +22,8 @@ class PreparationConfig:
     alphabetical order. Required."""
 
     output_prefix: str | None = None
-    """Prefix of the output: PREFIX_KEY_document.bin, .idx and .manifest.json for each key. Required."""
+    """Prefix of the output: PREFIX_KEY_document.bin, .idx and .manifest.json for each key (PREFIX_KEY_sentence with
+    --split-sentences). Required."""
 
     json_keys: list[str] = flag(default_factory=lambda: ["text"])
     """Keys of the JSON objects that contain text; each key makes one data set. A value is a text, or a list of texts,
@@ -52,20 +51,27 @@ class PreparationConfig:
     log_interval: int = 1000
     """Fewest documents between two progress lines. In a file, progress lines are at least ten seconds apart."""
 
-    split_sentences: bool = not_yet(False)
-    """Make each sentence a sequence of its document."""
+    split_sentences: bool = False
+    """Make each sentence a sequence of its document, as BERT and T5 need it; the output is PREFIX_KEY_sentence.
+    Sentences are found by nltk's punkt if its data (punkt_tab) is in the folder that NLTK_DATA names, otherwise by
+    rules. The texts of a list are taken as sentences."""
 
-    keep_newlines: bool = flag(False, no_effect=_SENTENCES)
-    """With --split-sentences: keep newlines."""
+    keep_newlines: bool = flag(False, only_with="split_sentences")
+    """With --split-sentences: keep the newlines and blanks after a sentence."""
 
-    lang: str = flag("english", no_effect=_SENTENCES)
-    """With --split-sentences: language of the text."""
+    lang: str = flag("english", only_with="split_sentences")
+    """With --split-sentences: language of the text, for punkt."""
 
     dataset_impl: str | None = flag(None, no_effect="there is one format, .bin and .idx")
     """Older releases: format of the output."""
 
     chunk_size: int | None = flag(None, no_effect="workers process blocks of the input")
     """Older releases: lines that a worker gets at a time."""
+
+    @property
+    def level(self) -> str:
+        """Last word of the output's prefix."""
+        return "sentence" if self.split_sentences else "document"
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
@@ -75,6 +81,8 @@ class PreparationConfig:
             yield "{output_prefix:name}: missing; give the path of the data set, without .bin"
         if len(set(self.json_keys)) < len(self.json_keys):
             yield "{json_keys}: a key is given twice"
+        if not self.lang.isidentifier():
+            yield "{lang}: not the name of a language, such as english"
         if any("/" in key for key in self.json_keys):
             yield "{json_keys}: a key with a slash cannot be part of a file name"
         for field in ("workers", "max_line_bytes", "partitions", "log_interval"):

@@ -61,6 +61,8 @@ class Manifest:
     """Name and bytes of each input file."""
     files: Mapping[str, FileRecord]
     """Records of the files, by suffix: bin and idx."""
+    sentences: str | None = None
+    """What divided the texts into sentences (--split-sentences); None: they were not divided."""
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the manifest in one step."""

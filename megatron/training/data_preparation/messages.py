@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from megatron.training.data_preparation.blocks import Plan
 from megatron.training.data_preparation.records import Fault
+from megatron.training.data_preparation.sentences import SentenceSplitter
 from megatron.training.data_preparation.shards import StreamCounts, StreamName
 from megatron.training.tokenizer.base import Tokenizer
 
@@ -26,6 +27,8 @@ class Job:
     dtype: DTypeLike
     folder: Path
     plan: Plan
+    splitter: SentenceSplitter | None = None
+    """Divides texts into sentences; None: a text is one sequence."""
 
     @property
     def streams(self) -> list[StreamName]:

@@ -26,10 +26,10 @@ from megatron.training.data_preparation.manifest import FileRecord, Manifest, To
 from megatron.training.data_preparation.merging import ShardMerger
 from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, block_number
 from megatron.training.data_preparation.progress import Counts, ProgressDisplay
+from megatron.training.data_preparation.sentences import build_splitter
 from megatron.training.data_preparation.worker import ENDING_SIGNALS, run_worker
 from megatron.training.tokenizer.base import Tokenizer
 
-_LEVEL = "document"
 _POLL_SECONDS = 0.25
 
 
@@ -54,7 +54,8 @@ def prepare(
     began = time.monotonic()
     assert config.input and config.output_prefix
     plan = plan_blocks(find_inputs(config.input), config.workers)
-    prefixes = tuple(f"{config.output_prefix}_{key}_{_LEVEL}" for key in config.json_keys)
+    splitter = build_splitter(config.lang, config.keep_newlines, warn) if config.split_sentences else None
+    prefixes = tuple(f"{config.output_prefix}_{key}_{config.level}" for key in config.json_keys)
     for path in map(get_bin_path, prefixes):
         if os.path.exists(path):
             warn(f"{path}: exists and will be replaced")
@@ -69,6 +70,7 @@ def prepare(
             dtype=DType.optimal_dtype(tokenizer.vocab_size),
             folder=folder,
             plan=plan,
+            splitter=splitter,
         )
         tokenizer.encode_texts([""])  # compiles and loads what the first use needs, before workers are forked
         merger = ShardMerger(job)
@@ -185,7 +187,7 @@ def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:
     return Manifest(
         tokenizer=TokenizerRecord.of(job.tokenizer),
         key=job.keys[key],
-        level=_LEVEL,
+        level="document" if job.splitter is None else "sentence",
         append_eod=job.eod is not None,
         dtype=np.dtype(job.dtype).name,
         documents=output.counts.documents,
@@ -201,6 +203,7 @@ def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:
             "bin": FileRecord(output.bin_path.stat().st_size, output.bin_sha256),
             "idx": FileRecord(output.idx_path.stat().st_size, sha256_of_file(output.idx_path)),
         },
+        sentences=None if job.splitter is None else job.splitter.name,
     )
 
 

@@ -18,8 +18,11 @@ class BadLine(Exception):
         self.message = message
 
 
-def texts_of_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
-    """Returns, for each key, the texts in the line's JSON object. Raises BadLine."""
+def texts_of_line(
+    line: bytes, keys: Sequence[str], split: Callable[[str], list[str]] | None = None
+) -> list[list[str]]:
+    """Returns, for each key, the texts in the line's JSON object. `split` divides a text; the texts of a list stay as
+    they are. Raises BadLine."""
     record = _parse(line)
     if not isinstance(record, dict):
         raise BadLine("wrong type", f"{_kind(record)}, not an object with the key {keys[0]!r}")
@@ -27,7 +30,8 @@ def texts_of_line(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     texts = []
     for key in keys:
         value = record.get(key)
-        texts.append([value] if isinstance(value, str) and not escapes else _checked_texts(record, key, escapes))
+        found = [value] if isinstance(value, str) and not escapes else _checked_texts(record, key, escapes)
+        texts.append(split(value) if split is not None and isinstance(value, str) else found)
     return texts
 
 

@@ -68,6 +68,7 @@ class _Worker:
         self._shared = shared
         self._connection = connection
         self._writers = writers
+        self._split = None if job.splitter is None else job.splitter.split
 
     def work(self) -> None:
         for unit in self._units():
@@ -124,7 +125,7 @@ class _Worker:
                 if not line.strip():
                     report.blank_lines += 1
                     continue
-                batch.add(number, texts_of_line(line, self._job.keys), len(line))
+                batch.add(number, texts_of_line(line, self._job.keys, self._split), len(line))
             except BadLine as error:
                 if self._drop(report, LineFault(number, error.fault, error.message)):
                     break

@@ -22,6 +22,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.config import PreparationConfig
 from megatron.training.data_preparation.manifest import read_manifest
 from megatron.training.data_preparation.prepare import prepare
+from megatron.training.data_preparation.sentences import RuleSplitter
 from megatron.training.tokenizer.bert_wordpiece import BertWordPieceTokenizer
 from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.null import NullTokenizer
@@ -37,17 +38,17 @@ def run(tmp_path, inputs=(CORPUS,), tokenizer=BPE, warnings=None, **flags):
     return prepare(config, tokenizer, Console(file=io.StringIO()), [].append if warnings is None else warnings.append)
 
 
-def output(tmp_path, key="text"):
-    return tuple((tmp_path / f"out_{key}_document.{suffix}").read_bytes() for suffix in ("bin", "idx"))
+def output(tmp_path, key="text", level="document"):
+    return tuple((tmp_path / f"out_{key}_{level}.{suffix}").read_bytes() for suffix in ("bin", "idx"))
 
 
 def golden(name):
     return tuple((GOLDEN / f"pp/{name}_document.{suffix}").read_bytes() for suffix in ("bin", "idx"))
 
 
-def documents(tmp_path, key="text"):
+def documents(tmp_path, key="text", level="document"):
     """Ids of each document's sequences."""
-    prefix = tmp_path / f"out_{key}_document"
+    prefix = tmp_path / f"out_{key}_{level}"
     header = read_header(f"{prefix}.idx")
     index = Path(f"{prefix}.idx").read_bytes()
     lengths = np.frombuffer(index, "<i4", header.num_sequences, header.lengths_offset)
@@ -74,6 +75,26 @@ def test_sentences_in_word_pieces_are_those_of_the_published_tool(tmp_path, work
     bert = BertWordPieceTokenizer(str(GOLDEN / "bert/vocab.txt"), lower_case=True)
     run(tmp_path, tokenizer=bert, workers=workers, json_keys=["body"])
     assert output(tmp_path, "body") == golden("bert_body")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_texts_are_divided_and_lists_are_sentences(tmp_path, workers, monkeypatch):
+    monkeypatch.setattr("nltk.data.path", [])
+    warnings: list[str] = []
+    bert = BertWordPieceTokenizer(str(GOLDEN / "bert/vocab.txt"), lower_case=True)
+    prepared = run(
+        tmp_path, tokenizer=bert, workers=workers, json_keys=["text", "body"], split_sentences=True, warnings=warnings
+    )
+    assert output(tmp_path, "body", "sentence") == golden("bert_body")
+    texts = [json.loads(line)["text"] for line in Path(CORPUS).read_text("utf-8").splitlines()]
+    found = documents(tmp_path, level="sentence")
+    expected = [[bert.tokenize(sentence) for sentence in RuleSplitter().split(text)] for text in texts]
+    assert found == [[ids for ids in sentences if ids] for sentences in expected]
+    assert max(map(len, found)) > 2
+    manifest = prepared.manifests[0]
+    assert (manifest.level, manifest.sentences, manifest.key) == ("sentence", "rules", "text")
+    assert read_manifest(str(tmp_path / "out_text_sentence")) == manifest
+    assert len(warnings) == 1 and "sentences are found by rules" in warnings[0]
 
 
 @pytest.mark.parametrize("workers", [1, 3, 7])
