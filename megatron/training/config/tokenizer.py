@@ -49,6 +49,7 @@ _FILES: dict[str, str] = {
     **dict.fromkeys(SENTENCEPIECE_TYPES, "a .model file of SentencePiece"),
 }
 """What --tokenizer-model is for each family."""
+_WITH_SENTINELS = (*BERT_TYPES, "HuggingFaceTokenizer")
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -85,8 +86,9 @@ class TokenizerConfig:
     """Round the vocabulary up when --padded-vocab-size is not given."""
 
     vocab_extra_ids: int = 0
-    """BertWordPieceLowerCase, BertWordPieceCase, and SentencePieceTokenizer with --tokenizer-sentencepiece-legacy:
-    number of tokens <extra_id_i> to add to the vocabulary, for T5's masked spans."""
+    """BertWordPieceLowerCase, BertWordPieceCase, HuggingFaceTokenizer, and SentencePieceTokenizer with
+    --tokenizer-sentencepiece-legacy: number of tokens <extra_id_i> that the vocabulary gets, for T5's masked spans.
+    Those that a Hugging Face folder has keep their ids."""
 
     legacy_tokenizer: bool = False
     """Behave as in older releases: TikTokenizer matches no special tokens in text and names three of them;
@@ -176,9 +178,10 @@ class TokenizerConfig:
             yield f"{{vocab_file:name}}: {family} needs a vocab.txt, one token per line"
         if self.vocab_extra_ids < 0:
             yield "{vocab_extra_ids}: must be at least 0"
-        elif self.vocab_extra_ids and family not in BERT_TYPES and not self.adds_special_tokens:
+        elif self.vocab_extra_ids and family not in _WITH_SENTINELS and not self.adds_special_tokens:
             legacy = " without {tokenizer_sentencepiece_legacy:name}" if family == "SentencePieceTokenizer" else ""
-            yield f"{{vocab_extra_ids}}: {family} has no extra ids{legacy}; {' and '.join(BERT_TYPES)} have"
+            others = ", ".join(_WITH_SENTINELS[:-1])
+            yield f"{{vocab_extra_ids}}: {family} has no extra ids{legacy}; {others} and {_WITH_SENTINELS[-1]} have"
         if self.tiktoken_num_special_tokens < 1:
             yield "{tiktoken_num_special_tokens}: must be at least 1"
 

@@ -18,9 +18,7 @@ class BadLine(Exception):
         self.message = message
 
 
-def texts_of_line(
-    line: bytes, keys: Sequence[str], split: Callable[[str], list[str]] | None = None
-) -> list[list[str]]:
+def texts_of_line(line: bytes, keys: Sequence[str], split: Callable[[str], list[str]] | None = None) -> list[list[str]]:
     """Returns, for each key, the texts in the line's JSON object. `split` divides a text; the texts of a list stay as
     they are. Raises BadLine."""
     record = _parse(line)

@@ -49,7 +49,7 @@ def _build(config: TokenizerConfig) -> Tokenizer:
         case "HuggingFaceTokenizer":
             assert config.tokenizer_model is not None
             include = config.tokenizer_hf_include_special_tokens or config.legacy_tokenizer
-            return HuggingFaceTokenizer(config.tokenizer_model, include)
+            return HuggingFaceTokenizer(config.tokenizer_model, include, config.vocab_extra_ids)
         case "TikTokenizer":
             assert config.tokenizer_model is not None
             return TikTokenizer(

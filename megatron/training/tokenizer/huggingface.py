@@ -1,5 +1,6 @@
 """HuggingFaceTokenizer: a tokenizer.json, or a folder with one, read by the `tokenizers` library alone."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +22,14 @@ class HuggingFaceTokenizer(Tokenizer):
     Added tokens, including special ones, are matched in text, as in the library. `eod` is the EOS token of
     tokenizer_config.json or special_tokens_map.json. EOS and SEP replace each other if one is missing, and so do BOS
     and CLS.
+
+    <extra_id_0>, <extra_id_1>, ... are T5's sentinels. With `vocab_extra_ids`, those up to this number that the folder
+    lacks get ids after its vocabulary; they are not matched in text, so data that was prepared without them fits.
     """
 
     type_name = "HuggingFaceTokenizer"
 
-    def __init__(self, path: str, include_special_tokens: bool = False) -> None:
+    def __init__(self, path: str, include_special_tokens: bool = False, vocab_extra_ids: int = 0) -> None:
         files = _find_files(Path(path))
         self._include_special_tokens = include_special_tokens
         self._library = _load_library(files)
@@ -34,6 +38,26 @@ class HuggingFaceTokenizer(Tokenizer):
         self._eod = self._end_of_document(files)
         self._state = json.loads(self._library.to_str())
         self._fast, self._speed_note = self._make_fast()
+        self._own_size = self._size_of_library()
+        self._sentinels, self._added = self._make_sentinels(vocab_extra_ids)
+
+    def _size_of_library(self) -> int:
+        vocab = self._library.get_vocab(with_added_tokens=True)
+        return max(len(vocab), max(vocab.values()) + 1)
+
+    def _make_sentinels(self, count: int) -> tuple[list[int], dict[int, str]]:
+        """Returns the ids of <extra_id_0>, <extra_id_1>, ..., and the spellings of those that the folder lacks."""
+        sentinels: list[int] = []
+        added: dict[int, str] = {}
+        for token in map("<extra_id_{}>".format, itertools.count()):
+            found = self._library.token_to_id(token)
+            if found is None:
+                if len(sentinels) >= count:
+                    return sentinels, added
+                found = self._own_size + len(added)
+                added[found] = token
+            sentinels.append(found)
+        raise AssertionError("count does not end")
 
     def _end_of_document(self, files: "_Files") -> int:
         if "eos_token" in self._special:
@@ -49,8 +73,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        vocab = self._library.get_vocab(with_added_tokens=True)
-        return max(len(vocab), max(vocab.values()) + 1)
+        return self._own_size + len(self._added)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Ids by token."""
+        return self._library.get_vocab(with_added_tokens=True) | {token: i for i, token in self._added.items()}
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        """Tokens by id, in order of id."""
+        return dict(sorted((i, token) for token, i in self.vocab.items()))
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        return list(self._sentinels)
 
     @property
     def eod(self) -> int:
@@ -68,7 +105,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._library.encode(text, add_special_tokens=self._include_special_tokens).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=False)
+        parts = []
+        for added, group in itertools.groupby(ids, self._added.get):
+            parts += [self._library.decode(list(group), skip_special_tokens=False)] if added is None else [added]
+        return "".join(parts)
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         if self._fast is not None:
@@ -92,6 +132,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return None, reason
 
     def _identity(self) -> dict[str, Any]:
+        """Leaves out the added <extra_id_i>."""
         state = {key: value for key, value in self._state.items() if key not in ("truncation", "padding", "decoder")}
         return {"state": state, "special": self._special, "include_special_tokens": self._include_special_tokens}
 

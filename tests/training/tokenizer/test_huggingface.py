@@ -187,3 +187,42 @@ def test_errors_name_flag_and_file(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": wrong}))
     with pytest.raises(UserError, match=r"'<x>' has id 700 there, but would be 601"):
         HuggingFaceTokenizer(str(tmp_path))
+
+
+def word_piece_folder(folder, sentinels=()):
+    """A BERT tokenizer as transformers saves it; `sentinels` are added tokens."""
+    tokens = (GOLDEN / "bert/vocab.txt").read_text().split()
+    made = tokenizers.Tokenizer(models.WordPiece({t: i for i, t in enumerate(tokens)}, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer()
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "cls", "sep", "pad", "mask")}
+    made.add_special_tokens([*special.values(), *sentinels])
+    folder.mkdir()
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return str(folder)
+
+
+def test_special_tokens_of_bert_and_sentinels_of_t5(tmp_path):
+    folder = word_piece_folder(tmp_path / "bert")
+    plain, more = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, vocab_extra_ids=3)
+    assert (plain.cls, plain.sep, plain.mask, plain.pad, plain.bos, plain.eos) == (2, 3, 4, 0, 2, 3)
+    assert plain.additional_special_tokens_ids == []
+    size = plain.vocab_size
+    assert more.additional_special_tokens_ids == [size, size + 1, size + 2] and more.vocab_size == size + 3
+    assert list(more.inv_vocab) == sorted(more.inv_vocab) and more.inv_vocab[size] == "<extra_id_0>"
+    assert more.vocab["[MASK]"] == 4 and any(token.startswith("##") for token in more.inv_vocab.values())
+    assert more.detokenize([size, *plain.tokenize("he is"), size + 1]) == "<extra_id_0>he is<extra_id_1>"
+    text = "a <extra_id_0> b"
+    assert more.tokenize(text) == plain.tokenize(text) and more.digest == plain.digest
+
+
+def test_a_folders_own_sentinels_keep_their_ids(tmp_path):
+    folder = word_piece_folder(tmp_path / "t5", ["<extra_id_1>", "<extra_id_0>"])  # like T5's, in falling order
+    own = HuggingFaceTokenizer(folder)
+    size = own.vocab_size
+    assert own.additional_special_tokens_ids == [size - 1, size - 2]
+    assert HuggingFaceTokenizer(folder, vocab_extra_ids=1).additional_special_tokens_ids == [size - 1, size - 2]
+    more = HuggingFaceTokenizer(folder, vocab_extra_ids=4)
+    assert more.additional_special_tokens_ids == [size - 1, size - 2, size, size + 1]
