@@ -30,8 +30,8 @@ def build_splitter(language: str, keep_newlines: bool, warn: Callable[[str], Non
     except _PunktMissing as reason:
         of_english = "" if language == "english" else "; their abbreviations are those of English"
         warn(
-            f"--split-sentences: sentences are found by rules, not by nltk's punkt: {reason}{of_english}. To use punkt, "
-            f"install nltk and set NLTK_DATA to a folder with tokenizers/punkt_tab/{language}"
+            f"--split-sentences: sentences are found by rules, not by nltk's punkt: {reason}{of_english}. To use "
+            f"punkt, install nltk and set NLTK_DATA to a folder with tokenizers/punkt_tab/{language}"
         )
         return RuleSplitter(keep_newlines)
 
@@ -96,14 +96,13 @@ _LAST_WORD = re.compile(r"[\w.&-]+$")
 _LONGEST_ABBREVIATION = 24
 _INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 """A letter, or letters with dots between them: initials, or abbreviations such as e.g and U.S."""
-_ABBREVIATIONS = frozenset(
-    """
+_ENGLISH = """
     mr mrs ms dr prof rev hon st sr jr gen col maj capt lt sgt cmdr adm gov sen rep pres messrs mme mlle esq
     vs etc al cf ca approx dept univ assn bros inc ltd co corp est fig figs eq eqs ref refs sec sect ch chap vol vols
     no nos pp ed eds trans viz ibid op cit jan feb mar apr jun jul aug sep sept oct nov dec mon tue wed thu fri sat sun
     ave blvd rd mt ft min max avg
-    """.split()
-)
+"""
+_ABBREVIATIONS = frozenset(_ENGLISH.split())
 
 
 class RuleSplitter:

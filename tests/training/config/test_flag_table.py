@@ -32,6 +32,7 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--beta-fast",
     "--beta-slow",
     "--original-max-position-embeddings",
+    "--pipeline-model-parallel-split-rank",  # of older releases
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
