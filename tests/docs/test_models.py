@@ -50,7 +50,8 @@ def test_a_model_is_described_by_its_flags(name: str) -> None:
     flags = command_line(name)
     assert problems_of(flags) == []
     config, lone = configured(flags), configured()
-    assert not [note for note in config.notes if note not in lone.notes], "a flag without effect"
+    notes = [note for note in config.notes if note not in lone.notes and " replaces " not in note]
+    assert not notes, "a flag without effect"
 
 
 ORACLES = {
