@@ -7,7 +7,7 @@ from typing import Literal
 from megatron.core.config_fields import flag, not_yet, too_small
 
 _TENSORBOARD = "tensorboard_dir"
-_WANDB = "not yet: metrics go to metrics.jsonl and to TensorBoard"
+_WANDB = "wandb_project"
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -45,22 +45,22 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Folder for TensorBoard files."""
 
-    tensorboard_log_interval: int = flag(1, only_with=_TENSORBOARD)
+    tensorboard_log_interval: int = flag(1, only_with=_TENSORBOARD, or_with=_WANDB)
     """Steps between two points in TensorBoard."""
 
     tensorboard_queue_size: int = flag(1000, only_with=_TENSORBOARD)
     """Points that are collected before they are written."""
 
-    log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
+    log_timers_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
     """Write the time of a step, and the times of --timing-log-level, to TensorBoard."""
 
-    log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
+    log_memory_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
     """Write memory use to TensorBoard."""
 
-    log_validation_ppl_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
+    log_validation_ppl_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
     """Write the validation perplexity to TensorBoard."""
 
-    log_world_size_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD)
+    log_world_size_to_tensorboard: bool = flag(False, only_with=_TENSORBOARD, or_with=_WANDB)
     """Write the number of ranks to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = flag(
@@ -68,22 +68,24 @@ class LoggingConfig:
         off="--no-log-loss-scale-to-tensorboard",
         aliases=["--disable-log-loss-scale-to-tensorboard"],
         only_with=_TENSORBOARD,
+        or_with=_WANDB,
     )
     """Write the loss scale to TensorBoard."""
 
     # Weights & Biases ------------------------------------------------------------------------------------------------
 
-    wandb_project: str | None = flag(None, no_effect=_WANDB)
-    """Weights & Biases project."""
+    wandb_project: str | None = None
+    """Weights & Biases project: the scalars of TensorBoard go there too. Needs the package wandb and --wandb-exp-name;
+    the environment variable WANDB_MODE=offline keeps them on disk."""
 
-    wandb_exp_name: str | None = flag(None, only_with="wandb_project")
+    wandb_exp_name: str | None = flag(None, only_with=_WANDB)
     """Weights & Biases: name of the run."""
 
-    wandb_entity: str | None = flag(None, only_with="wandb_project")
+    wandb_entity: str | None = flag(None, only_with=_WANDB)
     """Weights & Biases: user or team that owns the project."""
 
-    wandb_save_dir: str | None = flag(None, only_with="wandb_project")
-    """Weights & Biases: folder for local files."""
+    wandb_save_dir: str | None = flag(None, only_with=_WANDB)
+    """Weights & Biases: folder for local files; the folder of --save when not given."""
 
     # Profiling -------------------------------------------------------------------------------------------------------
 
@@ -118,5 +120,7 @@ class LoggingConfig:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"), 1)
         yield from too_small(self, ("profile_step_start",), 0)
+        if self.wandb_project and not self.wandb_exp_name:
+            yield "{wandb_project} needs {wandb_exp_name:name}: the name of the run"
         if self.profile and self.profile_step_end <= self.profile_step_start:
             yield "{profile_step_end} must be larger than {profile_step_start}"

@@ -5,8 +5,10 @@ from dataclasses import fields
 
 from torch import nn
 
+from megatron.core.config_fields import value_text
 from megatron.core.timers import Timers
 from megatron.core.transformer.layer_costs import training_flops
+from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.logging.display import make_display
@@ -15,7 +17,7 @@ from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
 from megatron.training.logging.records import LogWriter
-from megatron.training.logging.tensorboard import TagChoices, tensorboard_log
+from megatron.training.logging.tensorboard import TagChoices, tensorboard_log, wandb_log
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.state import TrainState
 
@@ -71,14 +73,28 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))
+    # The fields of TagChoices have the names of their flags.
+    choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
     if logging.tensorboard_dir is not None:
-        # The fields of TagChoices have the names of their flags.
-        choices = TagChoices(**{field.name: getattr(logging, field.name) for field in fields(TagChoices)})
         writers.append(
             tensorboard_log(
                 logging.tensorboard_dir,
                 choices,
                 queue_size=logging.tensorboard_queue_size,
+                world_size=environment.world_size,
+                device=environment.device,
+            )
+        )
+    if logging.wandb_project:
+        assert logging.wandb_exp_name is not None
+        writers.append(
+            wandb_log(
+                logging.wandb_project,
+                choices,
+                name=logging.wandb_exp_name,
+                entity=logging.wandb_entity,
+                save_dir=logging.wandb_save_dir or config.checkpoint.save,
+                config={flag: value_text(value) for flag, value in config.flat().items() if flag in flag_table()},
                 world_size=environment.world_size,
                 device=environment.device,
             )

@@ -155,7 +155,8 @@ def wandb_log(
     world_size: int = 1,
     device: torch.device | None = None,
 ) -> ScalarLog:
-    """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package.
+    """Returns a writer that sends the same scalars to Weights & Biases. Raises UserError without the wandb package, and
+    if the service cannot be reached or refuses the login.
 
     Steps must increase there, so the tags "vs samples" are left out.
     """
@@ -163,9 +164,16 @@ def wandb_log(
         import wandb  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise UserError(
-            f"--wandb-project {project} needs the package wandb : pip install wandb, or drop the flag"
+            f"--wandb-project {project} needs the package wandb: pip install wandb, or drop the flag"
         ) from error
-    run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config)
+    if save_dir is not None:
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+    try:
+        run: Any = wandb.init(project=project, name=name, entity=entity, dir=save_dir, config=config)
+    except wandb.Error as error:
+        raise UserError(
+            f"--wandb-project {project}: {error}; WANDB_MODE=offline keeps the metrics on disk, for `wandb sync` later"
+        ) from error
 
     def write(tag: str, value: float, step: int) -> None:
         if not tag.endswith(" vs samples"):

@@ -1,5 +1,6 @@
 """The log that the flags ask for."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,3 +67,27 @@ def test_overflows_are_expected_under_a_dynamic_loss_scale_only() -> None:
 def test_throughput_without_a_known_peak_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert log_of("--log-throughput").peak_tflops is None
     assert "--log-throughput: the peak rate of this device is not known" in capsys.readouterr().out
+
+
+def test_weights_and_biases_gets_what_its_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class FakeWandb:
+        Error = RuntimeError
+
+        @staticmethod
+        def init(**arguments: Any) -> Any:
+            asked.update(arguments)
+            return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb)
+    log_of("--wandb-project p --wandb-exp-name n --wandb-entity e --wandb-save-dir /tmp")
+    assert {name: asked[name] for name in ("project", "name", "entity", "dir")} == {
+        "project": "p",
+        "name": "n",
+        "entity": "e",
+        "dir": "/tmp",
+    }
+    assert asked["config"]["num_layers"] == "2" and asked["config"]["lr"]
+    with pytest.raises(UserError, match="--wandb-project p needs --wandb-exp-name: the name of the run"):
+        log_of("--wandb-project p")

@@ -1,8 +1,11 @@
 """Tags and values that reach TensorBoard, read back from its files."""
 
+import os
+import subprocess
 import sys
 
 import pytest
+from support.programs import python
 
 from megatron.core.exceptions import UserError
 from megatron.training.logging.records import Speed, StepRecord, ValidationRecord
@@ -101,6 +104,8 @@ def test_wandb_gets_growing_steps(monkeypatch):
             logged.append("finished")
 
     class FakeWandb:
+        Error = RuntimeError
+
         @staticmethod
         def init(**arguments):
             assert arguments["project"] == "mine"
@@ -112,3 +117,26 @@ def test_wandb_gets_growing_steps(monkeypatch):
     steps = [step for step, _ in logged[:-1]]
     assert steps == sorted(steps)
     assert (2, {"lm loss": 2.0}) in logged
+
+
+WANDB_RUN = """
+import sys
+from megatron.training.logging.records import Speed, StepRecord
+from megatron.training.logging.tensorboard import TagChoices, wandb_log
+
+log = wandb_log("mine", TagChoices(), name="a run", save_dir=sys.argv[1], config={"lr": "0.1"})
+log.steps([StepRecord(n, {"lm loss": n + 0.25}, learning_rate=0.1) for n in (1, 2)], Speed(0.5))
+log.close()
+"""
+
+
+def test_wandb_without_a_network(tmp_path):
+    """Its offline mode keeps the values in a file of the run's folder."""
+    pytest.importorskip("wandb")
+    offline = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    subprocess.run([python(), "-c", WANDB_RUN, str(tmp_path)], env=offline, check=True)
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    for text in (b"a run", b"lm loss", b"1.25", b"2.25", b"learning-rate"):
+        assert text in content, text
+    assert b"vs samples" not in content
