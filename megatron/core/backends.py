@@ -26,6 +26,8 @@ from megatron.core.ops.attention.kernels import (
     AttentionKernel,
     BlockKernel,
     Situation,
+    before_unfused,
+    own_flash_kernels,
 )
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.ops.cross_entropy import cross_entropy
@@ -105,6 +107,11 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 def triton_backend() -> Backend | None:
     """Returns the backend with our own GPU kernels, or None if Triton cannot be imported."""
     try:
+        from megatron.core.ops.attention.flash_triton import (
+            flash_attention_triton,
+            flash_block_attention_backward_triton,
+            flash_block_attention_triton,
+        )
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
@@ -117,9 +124,14 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
+    whole_rows, blocks = own_flash_kernels(
+        flash_attention_triton, flash_block_attention_triton, flash_block_attention_backward_triton
+    )
     return dataclasses.replace(
         LOCAL,
         name="triton",
+        attention=before_unfused(CANDIDATES, whole_rows),
+        attention_blocks=before_unfused(BLOCK_CANDIDATES, blocks),
         linear=ByDevice(cpu=linear, cuda=functools.partial(linear, sum_rows=sum_rows_triton)),
         layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),
         rms_norm=ByDevice(cpu=rms_norm, cuda=rms_norm_triton),
@@ -176,16 +188,18 @@ class KernelPlan(Generic[Kernel]):
     choices: Mapping[Situation, KernelChoice[Kernel]]
 
     def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
-        """Returns the kernel of a call. An attention mask, or positions of the queries, together with packed documents
-        needs the unfused kernel; where that is not the planned one, a warning says so."""
+        """Returns the kernel of a call. Some attention masks and positions of the queries need the unfused kernel,
+        above all together with packed documents; where that is not the planned one, a warning says so."""
         planned = self.choices[situation].kernel
-        special = call.mask is not None or call.query_positions is not None
-        if call.cu_seqlens is None or not special or getattr(planned, "knows_masks_of_documents", True):
+        if not isinstance(planned, AttentionKernel) or planned.takes(call):
             return planned
         what = "an attention mask" if call.mask is not None else "a cache of keys"
+        packed = call.cu_seqlens is not None
         warn_on_first_rank(
             f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so the slower "
             "unfused kernel computes them (packed documents do not see each other without a mask either)"
+            if packed
+            else f"attention: {planned.name} cannot compute with {what}, so the slower unfused kernel does"
         )
         return UNFUSED  # type: ignore[return-value]
 

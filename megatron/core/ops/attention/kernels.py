@@ -1,9 +1,9 @@
 """The implementations of attention, and what each can compute."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Situation:
     """Whether the rows hold several packed documents."""
 
 
+T = TypeVar("T")
 Refusal = str | None
 Fills = Literal["always", "where cuDNN does not take them", "never"]
 """When a kernel needs key and value heads of one width: the narrower ones get channels of zeros."""
@@ -63,6 +64,16 @@ class AttentionKernel:
     """The width of a head is padded with zeros to a multiple of this."""
     knows_masks_of_documents: bool = False
     """Whether it takes an attention mask, or positions of the queries, together with packed documents."""
+    masks_keys_only: bool = False
+    """Whether it takes no positions of the queries, and only masks that hide keys from all queries, [b or 1, 1, 1, sk];
+    these also together with packed documents."""
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Whether the kernel can compute a call of a layer that it serves."""
+        if self.masks_keys_only:
+            return call.query_positions is None and (call.mask is None or call.mask.shape[1:3] == (1, 1))
+        special = call.mask is not None or call.query_positions is not None
+        return call.cu_seqlens is None or not special or self.knows_masks_of_documents
 
 
 BlockForward = Callable[[Tensor, Tensor, Tensor, BlockOffsets, AttentionVariant, BlockCall], tuple[Tensor, Tensor]]
@@ -127,6 +138,14 @@ def _block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return _type_refusal(situation) or _dropout_refusal(variant, situation) or _score_refusal(variant)
 
 
+def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if torch.are_deterministic_algorithms_enabled():
+        return "it sums the gradients of queries in an order that varies, which deterministic mode forbids"
+    if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
+        return f"its heads have at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
+    return _type_refusal(situation)
+
+
 def _on_cpu(situation: Situation) -> bool:
     return situation.device_type == "cpu"
 
@@ -143,6 +162,7 @@ def _on_cuda_packed(situation: Situation) -> bool:
     return situation.device_type == "cuda" and situation.packed
 
 
+_OWN_FLASH_WIDEST = 256
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 
 SDPA_CUDA = AttentionKernel(
@@ -187,7 +207,7 @@ UNFUSED_BLOCKS = BlockKernel(
     lambda variant, situation: None,
 )
 
-CANDIDATES = {
+CANDIDATES: Mapping[AttnBackend, tuple[AttentionKernel, ...]] = {
     AttnBackend.auto: (SDPA_CUDA, VARLEN, SDPA_CPU, UNFUSED),
     AttnBackend.fused: (SDPA_CUDNN, VARLEN, SDPA_CPU, UNFUSED),
     AttnBackend.flash: (SDPA_FLASH, VARLEN, SDPA_CPU, UNFUSED),
@@ -196,7 +216,7 @@ CANDIDATES = {
 }
 """Kernels for each value of `attention_backend`, in order of preference. The last one can compute everything."""
 
-BLOCK_CANDIDATES = {
+BLOCK_CANDIDATES: Mapping[AttnBackend, tuple[BlockKernel, ...]] = {
     AttnBackend.auto: (FUSED_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.fused: (FUSED_BLOCKS, UNFUSED_BLOCKS),
     AttnBackend.flash: (FLASH_BLOCKS, UNFUSED_BLOCKS),
@@ -204,3 +224,20 @@ BLOCK_CANDIDATES = {
     AttnBackend.local: (UNFUSED_BLOCKS,),
 }
 """Block kernels for rows that are split over ranks, in order of preference."""
+
+
+def own_flash_kernels(
+    compute: Compute, forward: BlockForward, backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> tuple[AttentionKernel, BlockKernel]:
+    """Returns the kernels of `flash_triton`, which need Triton, for whole rows and for blocks."""
+    name = "our flash attention"
+    whole = AttentionKernel(name, compute, _on_any_cuda, _own_flash_refusal, masks_keys_only=True)
+    return whole, BlockKernel(f"{name} in blocks", forward, backward, _on_any_cuda, _own_flash_refusal)
+
+
+def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:
+    """Returns the candidates with one more kernel: the last choice before the unfused one, where there are others."""
+    return {
+        asked: (*kernels[:-1], kernel, kernels[-1]) if len(kernels) > 1 else kernels
+        for asked, kernels in candidates.items()
+    }

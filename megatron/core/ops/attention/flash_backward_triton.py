@@ -1,0 +1,254 @@
+"""Backward of our own flash attention: one kernel walks over the queries that see a tile of keys.
+
+Gradients of keys and values stay in registers. Those of queries are added to float32 numbers in memory, in an order
+that differs from run to run.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.attention.flash_forward_triton import (
+    Scores,
+    Sight,
+    Tile,
+    factors,
+    find_seen,
+    padded_width,
+    row_length,
+    shape_scores,
+    switches,
+    with_neighbouring_channels,
+)
+
+_ROWS = 64
+"""Queries of a program of `_statistics_kernel`."""
+_ROUNDED = 128
+"""Statistics have entries for a multiple of this many queries."""
+
+
+@triton.jit
+def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    statistics, gradient, output, lse, queries, rounded, heads, pairs, width,
+    gradient_row, gradient_batch, gradient_head, output_row, output_batch, output_head,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Writes lse / log 2 and the product of output and its gradient. A query without keys gets lse = inf, so its
+    probabilities are 0."""
+    pair = tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, WIDTH)
+    inside = (row < queries)[:, None] & (channel < width)[None, :]
+    gradient += batch * gradient_batch + head * gradient_head
+    output += batch * output_batch + head * output_head
+    dy = tl.load(gradient + row[:, None].to(tl.int64) * gradient_row + channel[None, :], mask=inside, other=0.0)
+    y = tl.load(output + row[:, None].to(tl.int64) * output_row + channel[None, :], mask=inside, other=0.0)
+    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    sums = tl.load(lse + pair * queries + row, mask=row < queries, other=float("inf")) * 1.4426950408889634
+    sums = tl.where(sums == float("-inf"), float("inf"), sums)
+    tl.store(statistics + pair * rounded + row, sums, mask=row < rounded)
+    tl.store(statistics + (pairs + pair) * rounded + row, delta, mask=row < rounded)
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    key_gradient, value_gradient, k, v, query_gradient, query, gradient, sums_of, delta_of, bits, first, last,
+    j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
+    width, value_width, left, right, factor, cap, keep_scale,
+    COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients from the tiles of queries from `first` to `last`."""
+    channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    for m in tl.range(first, last, M):
+        i = m + tl.arange(0, M)
+        query_at = query + i[:, None].to(tl.int64) * query_row + channel[None, :]
+        gradient_at = gradient + i[:, None].to(tl.int64) * gradient_row + value_channel[None, :]
+        if FULL:
+            q = tl.load(query_at)
+            dy = tl.load(gradient_at)
+        else:
+            q = tl.load(query_at, mask=(i < queries)[:, None] & (channel < width)[None, :], other=0.0)
+            dy = tl.load(gradient_at, mask=(i < queries)[:, None] & (value_channel < value_width)[None, :], other=0.0)
+        sums = tl.load(sums_of + i)
+        delta = tl.load(delta_of + i)
+        product = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M], like all that follows
+        share = product
+        if HAS_CAP or HAS_SLOPES:
+            distance = j[:, None] - i[None, :] + place
+            scores, share = shape_scores(product, distance, slope, factor, cap, HAS_CAP, HAS_SLOPES)
+            weight = tl.exp2(scores - sums[None, :])
+        else:
+            weight = tl.exp2(product * factor - sums[None, :])
+        if COMPARES:
+            seen = find_seen(
+                i[None, :], j[:, None], keys, left, right, start[:, None], end[:, None], hides[:, None],
+                HAS_LEFT, HAS_RIGHT, False, HIDES,
+            )  # fmt: skip
+            if PACKED:
+                seen = seen & (start[:, None] <= i[None, :]) & (i[None, :] < end[:, None])
+            weight = tl.where(seen, weight, 0.0)
+        weight_gradient = tl.dot(v, tl.trans(dy), input_precision="ieee")
+        kept_weight = weight
+        if DROPS:
+            word = n // 32 + tl.arange(0, N // 32)
+            words = tl.load(
+                bits + word[:, None].to(tl.int64) * queries + i[None, :], mask=(i < queries)[None, :], other=0
+            )
+            words = tl.reshape(tl.broadcast_to(words[:, None, :], (N // 32, 32, M)), (N, M))
+            kept = (words & (1 << (tl.arange(0, N) % 32))[:, None]) != 0
+            kept_weight = tl.where(kept, weight, keep_scale - keep_scale)  # see flash_forward_triton
+            score_gradient = weight * tl.where(kept, weight_gradient * keep_scale - delta[None, :], -delta[None, :])
+        else:
+            score_gradient = weight * (weight_gradient - delta[None, :])
+        if HAS_CAP:
+            score_gradient *= 1.0 - share * share
+        value_gradient = tl.dot(kept_weight.to(dy.dtype), dy, value_gradient, input_precision="ieee")
+        score_gradient = score_gradient.to(q.dtype)
+        key_gradient = tl.dot(score_gradient, q, key_gradient, input_precision="ieee")
+        part = tl.dot(tl.trans(score_gradient), k, input_precision="ieee")  # [M, WIDTH]
+        part_at = query_gradient + i[:, None].to(tl.int64) * query_gradient_row + channel[None, :]
+        if FULL:
+            tl.atomic_add(part_at, part, sem="relaxed")
+        else:
+            tl.atomic_add(part_at, part, mask=(i < queries)[:, None] & (channel < width)[None, :], sem="relaxed")
+    return key_gradient, value_gradient
+
+
+@triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    query_gradient, key_gradient, value_gradient, gradient, query, key, value, statistics, bits, slopes, edges, hidden,
+    queries, rounded, keys, heads, pairs, shared, words, row_length, query_start, key_start, left, right,
+    width, value_width, query_row, query_batch, query_head, key_row, key_batch, key_head,
+    value_row, value_batch, value_head, gradient_row, gradient_batch, gradient_head,
+    query_gradient_row, query_gradient_batch, query_gradient_head,
+    key_gradient_row, key_gradient_batch, key_gradient_head,
+    value_gradient_row, value_gradient_batch, value_gradient_head, scale, factor, cap, keep_scale,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    groups = heads // shared
+    batch, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    n = tl.program_id(0) * N
+    j = n + tl.arange(0, N)
+    behind = tl.minimum(n + N, keys)
+    channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    inside = (j < keys)[:, None] & (channel < width)[None, :]
+    value_inside = (j < keys)[:, None] & (value_channel < value_width)[None, :]
+    key += batch * key_batch + group * key_head
+    value += batch * value_batch + group * value_head
+    k = tl.load(key + j[:, None].to(tl.int64) * key_row + channel[None, :], mask=inside, other=0.0)
+    v = tl.load(value + j[:, None].to(tl.int64) * value_row + value_channel[None, :], mask=value_inside, other=0.0)
+    # Tiles first ... last hold all queries that see these keys; in whole ... whole_end all queries see all keys.
+    first, last, whole, whole_end = 0, queries, 0, (queries + M - 1) // M * M
+    start, end, hides = j, j, j
+    if HAS_RIGHT:
+        first = tl.maximum(0, n - right)
+        whole = (tl.maximum(0, n + N - 1 - right) + M - 1) // M * M
+    if HAS_LEFT:
+        last = tl.minimum(last, behind + left)
+        whole_end = tl.minimum(whole_end, tl.maximum(n + left + 1, 0) // M * M)
+    if PACKED:
+        start = tl.load(edges + key_start + j, mask=j < keys, other=0) - query_start
+        end = tl.load(edges + row_length + key_start + j, mask=j < keys, other=0) - query_start
+        first_start = tl.load(edges + key_start + n) - query_start
+        last_start = tl.load(edges + key_start + behind - 1) - query_start
+        last_end = tl.load(edges + row_length + key_start + behind - 1) - query_start
+        first, last = tl.maximum(first, first_start), tl.minimum(last, last_end)
+        whole = tl.maximum(whole, (tl.maximum(first_start, 0) + M - 1) // M * M)
+        whole_end = tl.where(first_start == last_start, tl.minimum(whole_end, tl.maximum(last_end, 0) // M * M), 0)
+    if HIDES:
+        hides = tl.load(hidden + batch * keys + j, mask=j < keys, other=1)
+        whole_end = 0
+    whole_end = tl.where(n + N <= keys, whole_end, 0)
+    first = first // M * M
+    none = whole_end <= whole
+    whole, whole_end = tl.where(none, last, whole), tl.where(none, last, whole_end)
+    key_total = tl.zeros((N, WIDTH), tl.float32)
+    value_total = tl.zeros((N, VALUE_WIDTH), tl.float32)
+    place = key_start - query_start
+    for number in range(shared):
+        head = group * shared + number
+        pair = batch * heads + head
+        slope, bits_at = 0.0, bits
+        if HAS_SLOPES:
+            slope = tl.load(slopes + head)
+        if DROPS:
+            bits_at = bits + pair * words * queries
+        query_at = query + batch * query_batch + head * query_head
+        gradient_at = gradient + batch * gradient_batch + head * gradient_head
+        part_at = query_gradient + batch * query_gradient_batch + head * query_gradient_head
+        sums_at = statistics + pair * rounded
+        delta_at = sums_at + pairs.to(tl.int64) * rounded
+        key_total, value_total = _walk(
+            key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, first, whole,
+            j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
+            width, value_width, left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+        key_total, value_total = _walk(
+            key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, whole, whole_end,
+            j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
+            width, value_width, left, right, factor, cap, keep_scale,
+            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+        if HAS_LEFT or PACKED:
+            key_total, value_total = _walk(
+                key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, whole_end,
+                last, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
+                query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
+                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+            )  # fmt: skip
+    key_gradient += batch * key_gradient_batch + group * key_gradient_head
+    value_gradient += batch * value_gradient_batch + group * value_gradient_head
+    at = key_gradient + j[:, None].to(tl.int64) * key_gradient_row + channel[None, :]
+    tl.store(at, (key_total * scale).to(key_gradient.dtype.element_ty), mask=inside)
+    at = value_gradient + j[:, None].to(tl.int64) * value_gradient_row + value_channel[None, :]
+    tl.store(at, (value_total * keep_scale).to(value_gradient.dtype.element_ty), mask=value_inside)
+
+
+def flash_backward_triton(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scores: Scores,
+    sight: Sight,
+    bits: Tensor | None,
+    probability: float,
+    tile: Tile,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of query (float32), key and value, and the products of output and its gradient [b, a, sq].
+    `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`."""
+    gradient, query, key, value, output = (
+        with_neighbouring_channels(heads) for heads in (gradient, query, key, value, output)
+    )
+    sq, b, a, width = query.shape
+    sk, _, groups, value_width = value.shape
+    rounded = triton.cdiv(sq, _ROUNDED) * _ROUNDED
+    padded = padded_width(width), padded_width(value_width)
+    statistics = query.new_empty(2, b, a, rounded, dtype=torch.float32)
+    _statistics_kernel[(rounded // _ROWS, b * a)](
+        statistics, gradient, output, lse.contiguous(), sq, rounded, a, b * a, value_width,
+        *gradient.stride()[:3], *output.stride()[:3], ROWS=_ROWS, WIDTH=padded[1],
+    )  # fmt: skip
+    query_gradient = query.new_zeros(sq, b, a, width, dtype=torch.float32)
+    key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
+    _backward_kernel[(triton.cdiv(sk, tile.keys), b * groups)](
+        query_gradient, key_gradient, value_gradient, gradient, query, key, value, statistics, bits, scores.slopes,
+        sight.edges, sight.hidden, sq, rounded, sk, a, b * a, a // groups, 0 if bits is None else bits.shape[2],
+        row_length(sight), sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
+        *query_gradient.stride()[:3], *key_gradient.stride()[:3], *value_gradient.stride()[:3],
+        scores.scale, *factors(scores), 1.0 if bits is None else 1.0 / (1.0 - probability),
+        **switches(scores, sight, bits), FULL=padded == (width, value_width) and sq % tile.queries == 0,
+        M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return query_gradient.mul_(scores.scale), key_gradient, value_gradient, statistics[1, :, :, :sq]

@@ -1,0 +1,308 @@
+"""Forward of flash attention (Dao 2023) by our own Triton kernel, with everything that `blocks.block_attention` knows.
+
+A program computes a tile of queries of one head and walks over tiles of keys. Tiles in which every query sees every key
+skip the comparisons of positions. The file also has what forward and backward share.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+"""Factor from natural logarithms to those of base 2, in which the kernels compute."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys queries see, and where queries and keys are in the row."""
+
+    query_start: int
+    key_start: int
+    left: int | None
+    right: int | None
+    """Query i sees key j, both counted within the block, if i - left <= j <= i + right; None: no limit."""
+    edges: Tensor | None = None
+    """int32 [2, row length]: for each token of the row, the first token of its packed document and the first behind it;
+    None: the row is one document."""
+    hidden: Tensor | None = None
+    """bool [b, sk]: keys that no query sees."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores follow from the products of queries and keys."""
+
+    scale: float
+    cap: float | None = None
+    slopes: Tensor | None = None
+    """float32 [a]: ALiBi's slope of each head."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys that a program computes at a time."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def shape_scores(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    product, distance, slope, factor, cap, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
+):  # fmt: skip
+    """Returns scores in units of log 2, and tanh of the products under a cap. Without cap `factor` includes 1 / log 2;
+    with it, it is 2 scale / cap, and `cap` includes 1 / log 2."""
+    share = product
+    scores = product * factor
+    if HAS_CAP:
+        share = 1.0 - 2.0 / (tl.exp(scores) + 1.0)
+        scores = share * cap
+    if HAS_SLOPES:
+        scores -= slope * tl.abs(distance).to(tl.float32)
+    return scores, share
+
+
+@triton.jit
+def find_seen(  # type: ignore[no-untyped-def]
+    i, j, keys, left, right, start, end, hidden,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
+):  # fmt: skip
+    """Returns which queries i see which keys j. `start` and `end` limit the other side of the pair to a document."""
+    seen = (j < keys) & (i >= 0)
+    if HAS_RIGHT:
+        seen = seen & (j - i <= right)
+    if HAS_LEFT:
+        seen = seen & (i - j <= left)
+    if PACKED:
+        seen = seen & (start <= j) & (j < end)
+    if HIDES:
+        seen = seen & (hidden == 0)
+    return seen
+
+
+@triton.jit
+def _walk(  # type: ignore[no-untyped-def]
+    context, top, total, query, key, value, bits, hidden, first, last, i, start, end, place, slope,
+    queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
+    COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Adds the tiles of keys from `first` to `last` to the running softmax of a tile of queries."""
+    channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    for n in tl.range(first, last, N):
+        j = n + tl.arange(0, N)
+        key_at = key + j[:, None].to(tl.int64) * key_row + channel[None, :]
+        value_at = value + j[:, None].to(tl.int64) * value_row + value_channel[None, :]
+        if COMPARES or not FULL:
+            k = tl.load(key_at, mask=(j < keys)[:, None] & (channel < width)[None, :], other=0.0)
+        else:
+            k = tl.load(key_at)
+        product = tl.dot(query, tl.trans(k), input_precision="ieee")
+        seen = i[:, None] >= 0
+        if COMPARES:
+            hides = j
+            if HIDES:
+                hides = tl.load(hidden + j, mask=j < keys, other=1)
+            seen = find_seen(
+                i[:, None], j[None, :], keys, left, right, start[:, None], end[:, None], hides[None, :],
+                HAS_LEFT, HAS_RIGHT, PACKED, HIDES,
+            )  # fmt: skip
+        if HAS_CAP or HAS_SLOPES:
+            distance = j[None, :] - i[:, None] + place
+            scores, _ = shape_scores(product, distance, slope, factor, cap, HAS_CAP, HAS_SLOPES)
+            if COMPARES:
+                scores = tl.where(seen, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            weight = tl.exp2(scores - higher[:, None])
+        else:  # one multiply-add for each score
+            if COMPARES:
+                product = tl.where(seen, product, float("-inf"))
+            higher = tl.maximum(top, tl.max(product, 1) * factor)
+            weight = tl.exp2(product * factor - higher[:, None])
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.sum(weight, 1)
+        context = context * rescale[:, None]
+        top = higher
+        if DROPS:
+            word = n // 32 + tl.arange(0, N // 32)
+            words = tl.load(
+                bits + word[None, :].to(tl.int64) * queries + i[:, None], mask=(i < queries)[:, None], other=0
+            )
+            words = tl.reshape(tl.broadcast_to(words[:, :, None], (M, N // 32, 32)), (M, N))
+            kept = (words & (1 << (tl.arange(0, N) % 32))[None, :]) != 0
+            # With a constant 0, LLVM selects after the rounding, among unpacked halves: twice the instructions.
+            weight = tl.where(kept, weight, keep_scale - keep_scale)
+        if COMPARES or not FULL:
+            v = tl.load(value_at, mask=(j < keys)[:, None] & (value_channel < value_width)[None, :], other=0.0)
+        else:
+            v = tl.load(value_at)
+        context = tl.dot(weight.to(v.dtype), v, context, input_precision="ieee")
+    return context, top, total
+
+
+@triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    output, lse, query, key, value, bits, sink, slopes, edges, hidden,
+    queries, keys, heads, shared, words, row_length, query_start, key_start, left, right, width, value_width,
+    query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
+    output_row, output_batch, output_head, factor, cap, keep_scale,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1).to(tl.int64)
+    batch, head = pair // heads, pair % heads
+    m = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the longest rows of a causal mask come first
+    i = m + tl.arange(0, M)
+    behind = tl.minimum(m + M, queries)
+    channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    query += batch * query_batch + head * query_head
+    key += batch * key_batch + head // shared * key_head
+    value += batch * value_batch + head // shared * value_head
+    if DROPS:
+        bits += pair * words * queries
+    if HIDES:
+        hidden += batch * keys
+    slope = 0.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head)
+    q = tl.load(
+        query + i[:, None].to(tl.int64) * query_row + channel[None, :],
+        mask=(i < queries)[:, None] & (channel < width)[None, :], other=0.0,
+    )  # fmt: skip
+    # Tiles first ... last hold all keys that these queries see; in whole ... whole_end all queries see all keys.
+    first, last, whole, whole_end = 0, keys, 0, keys // N * N
+    start, end = i, i
+    if HAS_RIGHT:
+        last = tl.minimum(last, behind + right)
+        whole_end = tl.minimum(whole_end, tl.maximum(m + right + 1, 0) // N * N)
+    if HAS_LEFT:
+        first = tl.maximum(0, m - left)
+        whole = (tl.maximum(0, m + M - 1 - left) + N - 1) // N * N
+    if PACKED:
+        start = tl.load(edges + query_start + i, mask=i < queries, other=0) - key_start
+        end = tl.load(edges + row_length + query_start + i, mask=i < queries, other=0) - key_start
+        first_start = tl.load(edges + query_start + m) - key_start
+        last_start = tl.load(edges + query_start + behind - 1) - key_start
+        last_end = tl.load(edges + row_length + query_start + behind - 1) - key_start
+        first, last = tl.maximum(first, first_start), tl.minimum(last, last_end)
+        whole = tl.maximum(whole, (tl.maximum(first_start, 0) + N - 1) // N * N)
+        whole_end = tl.where(first_start == last_start, tl.minimum(whole_end, tl.maximum(last_end, 0) // N * N), 0)
+    if HIDES:
+        whole_end = 0
+    first = first // N * N
+    none = whole_end <= whole
+    whole, whole_end = tl.where(none, first, whole), tl.where(none, first, whole_end)
+    top = tl.full((M,), -1.0e30, tl.float32)  # finite, so that rows which see no key yet give no NaN
+    total = tl.zeros((M,), tl.float32)
+    context = tl.zeros((M, VALUE_WIDTH), tl.float32)
+    place = key_start - query_start
+    if HAS_LEFT or PACKED:
+        context, top, total = _walk(
+            context, top, total, q, key, value, bits, hidden, first, whole, i, start, end, place, slope,
+            queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+    context, top, total = _walk(
+        context, top, total, q, key, value, bits, hidden, whole, whole_end, i, start, end, place, slope,
+        queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
+        False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+    )  # fmt: skip
+    context, top, total = _walk(
+        context, top, total, q, key, value, bits, hidden, whole_end, last, i, start, end, place, slope,
+        queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
+        True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+    )  # fmt: skip
+    if HAS_SINK:
+        extra = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, extra)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.exp2(extra - higher)
+        context = context * rescale[:, None]
+        top = higher
+    known = tl.maximum(total, 1.0e-38)
+    context *= (keep_scale / known)[:, None]
+    sums = tl.where(total > 0.0, (top + tl.log2(known)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + pair * queries + i, sums, mask=i < queries)
+    output += batch * output_batch + head * output_head
+    tl.store(
+        output + i[:, None].to(tl.int64) * output_row + value_channel[None, :], context.to(output.dtype.element_ty),
+        mask=(i < queries)[:, None] & (value_channel < value_width)[None, :],
+    )  # fmt: skip
+
+
+def flash_forward_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    scores: Scores,
+    sight: Sight,
+    bits: Tensor | None,
+    probability: float,
+    tile: Tile,
+) -> tuple[Tensor, Tensor]:
+    """Returns output [sq, b, a, dv] and lse [b, a, sq] (float32, with the sink) of query [sq, b, a, d], key [sk, b, g,
+    d] and value [sk, b, g, dv]. `bits` are `keep_bits_triton`'s; None: nothing is dropped."""
+    query, key, value = (with_neighbouring_channels(heads) for heads in (query, key, value))
+    sq, b, a, width = query.shape
+    sk, _, groups, value_width = value.shape
+    output = query.new_empty(sq, b, a, value_width)
+    lse = query.new_empty(b, a, sq, dtype=torch.float32)
+    padded = padded_width(width), padded_width(value_width)
+    _forward_kernel[(triton.cdiv(sq, tile.queries), b * a)](
+        output, lse, query, key, value, bits, sink, scores.slopes, sight.edges, sight.hidden,
+        sq, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight), sight.query_start,
+        sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
+        *factors(scores), 1.0 if bits is None else 1.0 / (1.0 - probability),
+        **switches(scores, sight, bits), HAS_SINK=sink is not None, FULL=padded == (width, value_width),
+        M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return output, lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments that forward and backward share
+
+
+def with_neighbouring_channels(heads: Tensor) -> Tensor:
+    """Returns heads whose channels are neighbours in memory: the same tensor, if they are."""
+    return heads if heads.stride(3) == 1 else heads.contiguous()
+
+
+def padded_width(width: int) -> int:
+    """Returns the channels that a kernel computes for a head: a power of 2, and at least what a product needs."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def row_length(sight: Sight) -> int:
+    """Returns the number of tokens in `sight.edges`."""
+    return 0 if sight.edges is None else sight.edges.shape[1]
+
+
+def factors(scores: Scores) -> tuple[float, float]:
+    """Returns `factor` and `cap` of `shape_scores`."""
+    if scores.cap is None:
+        return scores.scale * LOG2_E, 0.0
+    return 2.0 * scores.scale / scores.cap, scores.cap * LOG2_E
+
+
+def switches(scores: Scores, sight: Sight, bits: Tensor | None) -> dict[str, bool]:
+    """Returns what a compiled kernel computes."""
+    return {
+        "HAS_LEFT": sight.left is not None,
+        "HAS_RIGHT": sight.right is not None,
+        "PACKED": sight.edges is not None,
+        "HIDES": sight.hidden is not None,
+        "HAS_CAP": scores.cap is not None,
+        "HAS_SLOPES": scores.slopes is not None,
+        "DROPS": bits is not None,
+    }

@@ -1,0 +1,186 @@
+"""Our own flash attention on a GPU, for what cuDNN's and torch's kernels cannot compute: our dropout masks, soft caps,
+softmax sinks, ALiBi, and packed documents with any of these. docs/decisions/own-flash-attention.md says how it works.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
+from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton
+from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, Tile, flash_forward_triton
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
+from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits_triton
+
+_LARGEST_BITS = 1 << 29
+"""Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
+draws the bits again."""
+_FORWARD_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)}
+_BACKWARD_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(32, 64, 8, 2)}
+"""The fastest tiles on an H200 for heads of at most so many channels."""
+
+
+def flash_attention_triton(
+    query: Tensor, key: Tensor, value: Tensor, variant: AttentionVariant, call: AttentionCall
+) -> Tensor:
+    """Computes `unfused.attention` for heads of at most 256 channels. A mask may only hide keys: [b or 1, 1, 1, sk].
+
+    Computes in float32; probabilities and their gradients are rounded to the inputs' type for the products. A query
+    that sees no key gets zeros. The gradients of queries are summed in an order that differs from run to run.
+    """
+    assert call.query_positions is None
+    drops = call.dropout is not None and variant.dropout > 0.0
+    bytes_of_bits = 4 * query.shape[1] * query.shape[2] * query.shape[0] * -(-key.shape[0] // WORD) if drops else 0
+    pieces, groups = -(-bytes_of_bits // _LARGEST_BITS), key.shape[2]
+    if pieces <= 1:
+        return _FlashAttention.apply(query, key, value, call.sink, variant, call, True)
+    at_once, shared = max(1, groups // pieces), query.shape[2] // groups
+    outputs = []
+    for number, (q, k, v) in enumerate(
+        zip(query.split(at_once * shared, 2), key.split(at_once, 2), value.split(at_once, 2), strict=True)
+    ):
+        first = number * at_once * shared
+        sink = None if call.sink is None else call.sink[first : first + q.shape[2]]
+        its_call = dataclasses.replace(call, first_head=call.first_head + first)
+        outputs.append(_FlashAttention.apply(q, k, v, sink, variant, its_call, False))
+    return torch.cat(outputs, 2)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        variant: AttentionVariant,
+        call: AttentionCall,
+        keeps_bits: bool,
+    ) -> Tensor:
+        sight, bits = _sight_of_rows(query, key, variant, call), _bits_of_rows(query, key, variant, call)
+        scores = _scores_of(variant, call.first_head, query)
+        output, lse = flash_forward_triton(
+            query, key, value, sink, scores, sight, bits, variant.dropout, _tile(_FORWARD_TILES, query, value)
+        )
+        ctx.save_for_backward(query, key, value, sink, output, lse, bits if keeps_bits else None)
+        ctx.variant, ctx.call, ctx.scores, ctx.sight = variant, call, scores, sight
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        query, key, value, sink, output, lse, bits = ctx.saved_tensors
+        if bits is None:
+            bits = _bits_of_rows(query, key, ctx.variant, ctx.call)
+        query_gradient, key_gradient, value_gradient, delta = flash_backward_triton(
+            gradient, query, key, value, output, lse, ctx.scores, ctx.sight, bits, ctx.variant.dropout,
+            _tile(_BACKWARD_TILES, query, value),
+        )  # fmt: skip
+        sink_gradient = None
+        if sink is not None and ctx.needs_input_grad[3]:  # the sink has a probability but no value
+            probability = torch.exp(sink.float()[None, :, None] - lse)
+            sink_gradient = -(probability * delta).sum((0, 2)).to(sink.dtype)
+        return query_gradient.to(query.dtype), key_gradient, value_gradient, sink_gradient, None, None, None
+
+
+def flash_block_attention_triton(
+    query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
+) -> tuple[Tensor, Tensor]:
+    """Computes `blocks.block_attention` for heads of at most 256 channels."""
+    return flash_forward_triton(
+        query, key, value, None,
+        _scores_of(variant, call.first_head, query), _sight_of_block(query, key, offsets, call),
+        _bits_of_block(query, key, offsets, variant, call), variant.dropout, _tile(_FORWARD_TILES, query, value),
+    )  # fmt: skip
+
+
+def flash_block_attention_backward_triton(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    offsets: BlockOffsets,
+    variant: AttentionVariant,
+    call: BlockCall,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `blocks.block_attention_backward`. The gradient of the query is float32."""
+    return flash_backward_triton(
+        gradient, query, key, value, output, lse, _scores_of(variant, call.first_head, query),
+        _sight_of_block(query, key, offsets, call), _bits_of_block(query, key, offsets, variant, call), variant.dropout,
+        _tile(_BACKWARD_TILES, query, value),
+    )[:3]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From calls to the kernels' arguments
+
+
+def _tile(tiles: dict[int, Tile], query: Tensor, value: Tensor) -> Tile:
+    width = max(query.shape[3], value.shape[3])
+    return next(tile for widest, tile in tiles.items() if width <= widest)
+
+
+def _scores_of(variant: AttentionVariant, first_head: int, query: Tensor) -> Scores:
+    slopes = None if variant.slopes is None else _slopes_on(variant.slopes, query.device)
+    slopes = None if slopes is None else slopes[first_head : first_head + query.shape[2]]
+    return Scores(variant.scale, variant.cap, slopes)
+
+
+@functools.lru_cache(maxsize=16)
+def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor([slope * LOG2_E for slope in slopes], dtype=torch.float32, device=device)
+
+
+def _sight_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall) -> Sight:
+    longer = key.shape[0] - query.shape[0]  # the queries are the last keys
+    hidden = None
+    if call.mask is not None:
+        hidden = call.mask.expand(query.shape[1], 1, 1, key.shape[0])[:, 0, 0].to(torch.int8).contiguous()
+    edges = None if call.cu_seqlens is None else _edges(call.cu_seqlens, key.shape[0])
+    left, right = variant.reach
+    # Positions within the block: query i is at i + longer.
+    return Sight(
+        longer, 0, None if left is None else left - longer, None if right is None else right + longer, edges, hidden
+    )
+
+
+def _sight_of_block(query: Tensor, key: Tensor, offsets: BlockOffsets, call: BlockCall) -> Sight:
+    length = max(offsets.query_start + query.shape[0], offsets.key_start + key.shape[0])
+    edges = None if call.cu_seqlens is None else _edges(call.cu_seqlens, length)
+    return Sight(offsets.query_start, offsets.key_start, offsets.left, offsets.right, edges)
+
+
+def _edges(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Returns `Sight.edges` of rows of `length` tokens with these boundaries."""
+    document = document_of(torch.arange(length, device=cu_seqlens.device), cu_seqlens)
+    return torch.stack([cu_seqlens[document], cu_seqlens[document + 1]])
+
+
+def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor | None:
+    if call.dropout is None or not variant.dropout:
+        return None
+    index = call.dropout.tokens.index.view(query.shape[0], -1)  # [sq, b]
+    assert query.shape[0] == key.shape[0]
+    heads = range(call.first_head, call.first_head + query.shape[2])
+    draw = call.dropout.draw(variant.dropout)
+    return keep_bits_triton(draw, index, index[0], key.shape[0], heads, SeenKeys(*variant.reach))
+
+
+def _bits_of_block(
+    query: Tensor, key: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
+) -> Tensor | None:
+    if call.dropout is None or not variant.dropout:
+        return None
+    assert call.row_start is not None
+    rows = torch.arange(offsets.query_start, offsets.query_start + query.shape[0], device=query.device)
+    heads = range(call.first_head, call.first_head + query.shape[2])
+    draw, seen = call.dropout.draw(variant.dropout), SeenKeys(offsets.left, offsets.right)
+    first_key = call.row_start + offsets.key_start
+    return keep_bits_triton(draw, rows[:, None] + call.row_start, first_key, key.shape[0], heads, seen)

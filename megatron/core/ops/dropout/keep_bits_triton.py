@@ -1,0 +1,105 @@
+"""Dropout masks of attention probabilities on a GPU, one bit for each pair of a query and a key.
+
+A kernel of attention that drew its masks itself would draw each of them two or three times. The bits are drawn once, at
+the speed of integer arithmetic, and read in forward and backward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.dropout.dropout import Draw
+
+WORD = 32
+"""Keys whose bits share a word."""
+_ROWS = 128
+"""Queries of a program."""
+_WORDS = 32
+"""Most words of a query that a program draws."""
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """Which keys queries see. The bits of other pairs are left undefined."""
+
+    left: int | None
+    """Query i sees key j if j >= i - left; None: no limit."""
+    right: int | None
+    """Query i sees key j only if also j <= i + right; None: no limit."""
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Computes `counter_rng.philox`. One 64-bit product gives both halves; Triton's own Philox multiplies twice."""
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0 = (k0.to(tl.uint64) + 0x9E3779B9).to(tl.uint32)
+        k1 = (k1.to(tl.uint64) + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit(do_not_specialize=["first_head", "left", "right", "key_0", "key_1", "threshold"])
+def _keep_bits_kernel(  # type: ignore[no-untyped-def]
+    bits, query, first_key, iteration, rows, words, batch, heads, first_head, left, right, key_0, key_1, threshold,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(2).to(tl.int64)
+    batch_index, head = pair // heads, (pair % heads + first_head).to(tl.uint32)
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest rows of a causal mask come first
+    row = start + tl.arange(0, ROWS)
+    token = tl.load(query + row.to(tl.int64) * batch + batch_index, mask=row < rows, other=0).to(tl.uint32)
+    first = tl.load(first_key + batch_index)
+    shift = (first & 3).to(tl.uint32)
+    word = tl.program_id(1) * WORDS
+    end = tl.minimum(word + WORDS, words)
+    if HAS_RIGHT:
+        end = tl.minimum(end, (tl.maximum(start + ROWS - 1 + right, -1) + 32) // 32)
+    if HAS_LEFT:
+        word = tl.maximum(word, tl.maximum(start - left, 0) // 32)
+    step, least = tl.load(iteration).to(tl.uint32), threshold.to(tl.uint32)
+    k0, k1 = key_0.to(tl.uint32), key_1.to(tl.uint32)
+    packed = tl.zeros((ROWS,), tl.uint32)
+    # If the first key is not the first of its Philox block, the words here straddle those of whole blocks: one more.
+    last = tl.where(shift == 0, end, end + 1)
+    for number in range(word, tl.where(end > word, last, word)):
+        block = ((first >> 2) + number * 8).to(tl.uint32)
+        before = packed
+        packed = tl.zeros((ROWS,), tl.uint32)
+        for i in tl.static_range(8):
+            w0, w1, w2, w3 = _philox(token, block + i, step, head, k0, k1)
+            packed |= tl.where(w0 >= least, 1 << (4 * i), 0).to(tl.uint32)
+            packed |= tl.where(w1 >= least, 2 << (4 * i), 0).to(tl.uint32)
+            packed |= tl.where(w2 >= least, 4 << (4 * i), 0).to(tl.uint32)
+            packed |= tl.where(w3 >= least, 8 << (4 * i), 0).to(tl.uint32)
+        whole, place = packed, number
+        if shift > 0:
+            whole, place = (before >> shift) | (packed << (32 - shift)), number - 1
+        if place >= word:
+            tl.store(bits + (pair * words + place) * rows + row, whole.to(tl.int32, bitcast=True), mask=row < rows)
+
+
+def keep_bits_triton(
+    draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, heads: range, seen: SeenKeys
+) -> Tensor:
+    """Returns `dropout.keep_attention` as bits: int32 [b, heads, num_keys / 32 rounded up, sq]. Bit t of word w tells
+    whether the probability of key 32 w + t is kept.
+
+    `query` is int64 [sq, b], the global token index of each query; `first_key` int64 [b], that of each row's first key,
+    which the others follow; `heads` are indices over the whole model.
+    """
+    sq, b = query.shape
+    words = triton.cdiv(num_keys, WORD)
+    bits = torch.empty((b, len(heads), words, sq), dtype=torch.int32, device=query.device)
+    assert 0 <= draw.threshold < 2**32
+    _keep_bits_kernel[(triton.cdiv(sq, _ROWS), triton.cdiv(words, _WORDS), b * len(heads))](
+        bits, query.contiguous(), first_key.contiguous(), draw.iteration, sq, words, b, len(heads), heads.start,
+        seen.left or 0, seen.right or 0, *draw.key, draw.threshold,
+        HAS_LEFT=seen.left is not None, HAS_RIGHT=seen.right is not None, ROWS=_ROWS, WORDS=_WORDS, num_warps=4,
+    )  # fmt: skip
+    return bits

@@ -1,0 +1,23 @@
+"""The forward kernel of our own flash attention, in Triton's interpreter."""
+
+import torch
+
+from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, Tile, flash_forward_triton
+
+
+def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(20, 1, 2, 16, generator=generator) for _ in range(3))
+    sink = torch.tensor([0.5, -1.0])
+    sight = Sight(0, 0, left=None, right=-6)  # queries 0 to 5 see nothing
+    seen = torch.arange(20) <= torch.arange(20)[:, None] - 6
+    scores = (0.3 * torch.einsum("ibad,jbad->baij", query, key)).masked_fill(~seen, -torch.inf)
+    for extra in (None, sink):
+        output, lse = flash_forward_triton(query, key, value, extra, Scores(0.3), sight, None, 0.0, Tile(16, 16, 4, 1))
+        expected = torch.logsumexp(scores, -1)
+        if extra is not None:
+            expected = torch.logaddexp(expected, extra[None, :, None])
+        assert not output[:6].any() and torch.equal(lse.isinf(), expected.isinf())
+        assert (lse - expected).masked_fill(lse.isinf(), 0.0).abs().max() < 1e-6
+        weights = torch.exp(scores - expected[..., None])[..., 6:, :]
+        assert (output[6:] - torch.einsum("baij,jbad->ibad", weights, value)).abs().max() < 1e-6
