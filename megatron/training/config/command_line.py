@@ -3,13 +3,14 @@
 import argparse
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.core.exceptions import UserError
+from megatron.training.config.config_file import read_config_file
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
-from megatron.training.config.help_text import help_text
+from megatron.training.config.help_text import help_about, help_text
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
 from megatron.training.config.unsupported_flags import (
     ACCEPTED_FLAGS,
@@ -36,6 +37,8 @@ class CommandLine:
     """Mistakes, one line each."""
     broken: set[str] = field(default_factory=set)
     """Fields whose value could not be parsed. Further problems of these fields are not reported."""
+    from_files: set[str] = field(default_factory=set)
+    """Fields that a config file has set. A flag of the command line replaces their value."""
     warnings: list[str] = field(default_factory=list)
     """Lines about retired flags and about unknown flags that the script ignores."""
 
@@ -55,12 +58,24 @@ def read_command_line(
     theirs = parser._option_string_actions if parser is not None else {}
     occurrences, strays = split_words(argv)
     line.problems += [f"{word}: this word belongs to no flag" for word in strays]
-    if any(occurrence.spelling in ("--help", "-h") for occurrence in occurrences):
-        (parser or Parser()).print_help()
-        raise SystemExit(0)
+    for occurrence in occurrences:
+        if occurrence.spelling in ("--help", "-h"):
+            print((parser or Parser()).help_about(" ".join(occurrence.words)), end="")
+            raise SystemExit(0)
+    foreign = _take_config_files(line, occurrences, theirs)
     replaced = list(_replaced_flags(occurrences))
-    occurrences, line.warnings = translate_all(occurrences)
-    line.warnings += replaced
+    occurrences, warnings = translate_all(occurrences)
+    line.warnings += [*warnings, *replaced]
+    foreign += _take_all(line, occurrences, theirs, ignore_unknown_args)
+    if parser is not None:
+        _take_foreign(line, parser, foreign)
+    return line
+
+
+def _take_all(
+    line: CommandLine, occurrences: Iterable[Occurrence], theirs: Collection[str], ignore_unknown_args: bool
+) -> list[Occurrence]:
+    """Takes flags into `line`. Returns those that a script has added, whose spellings are `theirs`."""
     table = flags_by_spelling()
     foreign: list[Occurrence] = []
     for occurrence in occurrences:
@@ -76,9 +91,31 @@ def read_command_line(
             line.warnings.append(f"{occurrence.spelling}: unknown, and ignored as the script asks")
         else:
             line.problems.append(unknown_flag(occurrence.spelling, (*table, *theirs)))
-    if parser is not None:
-        _take_foreign(line, parser, foreign)
-    return line
+    return foreign
+
+
+def _take_config_files(
+    line: CommandLine, occurrences: Sequence[Occurrence], theirs: Collection[str]
+) -> list[Occurrence]:
+    """Takes the flags of the files that --config and --yaml-cfg name. Their problems begin with file and line. Returns
+    those that a script has added."""
+    foreign: list[Occurrence] = []
+    for occurrence in occurrences:
+        for path in occurrence.words if occurrence.spelling in ("--config", "--yaml-cfg") else ():
+            try:
+                entries, problems = read_config_file(path)
+            except UserError as error:
+                line.problems.append(str(error))
+                continue
+            line.problems += problems
+            for entry in entries:
+                known = len(line.problems)
+                today, warnings = translate_all([entry.occurrence])
+                line.warnings += [f"{entry.where}: {warning}" for warning in warnings]
+                foreign += _take_all(line, today, theirs, False)
+                line.problems[known:] = [f"{entry.where}: {problem}" for problem in line.problems[known:]]
+    line.from_files = set(line.given)
+    return foreign
 
 
 def split_words(argv: Iterable[str]) -> tuple[list[Occurrence], list[str]]:
@@ -135,7 +172,7 @@ def unknown_flag(spelling: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(spelling, known, n=3, cutoff=0.6)
     if close:
         return f"{spelling}: unknown flag; did you mean {_either(close)}?"
-    return f"{spelling}: unknown flag; --help lists all"
+    return f"{spelling}: unknown flag; --help all lists all"
 
 
 def _either(words: Sequence[str]) -> str:
@@ -149,8 +186,11 @@ def _either(words: Sequence[str]) -> str:
 def take_flag(line: CommandLine, flag: Flag, occurrence: Occurrence) -> None:
     """Parses the words of one flag into `line.values`. A mistake is added to `line.problems` and `line.broken`."""
     spelling, words = occurrence.spelling, occurrence.words
-    before = line.values[flag.field] if flag.declaration.gathers and flag.field in line.given else []
+    continues = flag.declaration.gathers and flag.field in line.given and flag.field not in line.from_files
+    before = line.values[flag.field] if continues else []
     line.given[flag.field] = spelling
+    line.from_files.discard(flag.field)
+    line.broken.discard(flag.field)
     problem = _count_problem(flag, spelling, words)
     if problem is None and flag.switch is not None:
         line.values[flag.field] = flag.switch[spelling]
@@ -210,8 +250,15 @@ class Parser(argparse.ArgumentParser):
         """Raises UserError instead of exiting."""
         raise UserError(message)
 
+    def help_about(self, topic: str) -> str:
+        """Returns what --help followed by these words prints."""
+        return help_about(self.prog, topic, self._own_help())
+
     def format_help(self) -> str:
         """Returns the help of all flags, followed by the arguments that the script has added."""
+        return help_text(self.prog, self._own_help())
+
+    def _own_help(self) -> str:
         own = flags_by_spelling()
         formatter = self._get_formatter()
         formatter.start_section("this script's own flags")
@@ -219,7 +266,7 @@ class Parser(argparse.ArgumentParser):
             action for action in self._actions if action.dest != "help" and not own.keys() & action.option_strings
         )
         formatter.end_section()
-        return help_text(self.prog, formatter.format_help())
+        return formatter.format_help()
 
 
 def argument_parser() -> Parser:

@@ -1,19 +1,101 @@
-"""The text of --help: working flags by section, then the names of flags without effect and of unsupported flags."""
+"""The texts of --help: the sections, a section, a flag, or all working flags and the names of the others."""
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from megatron.core.config_fields import value_text
-from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come
+from megatron.training.config.flag_table import Flag, can_be, flag_table, is_inert, is_to_come, parent_of
+from megatron.training.config.retired import RETIRED, Occurrence, translate
+from megatron.training.config.unsupported_flags import (
+    ACCEPTED_FLAGS,
+    FLAGS_TO_COME,
+    REFUSED_FLAGS,
+    UNSUPPORTED_FLAGS,
+    reason_to_come,
+)
 
 _COLUMN = 36
 """Column where descriptions begin."""
+
+_MORE = "--help SECTION describes the flags of a section, --help FLAG one flag, --help all all of them."
 
 _ABOUT = (
     "Train a GPT model, in one process or in several that torchrun starts. --dry-run checks the flags and describes "
     "the run; --print-config shows every value and its source."
 )
+
+
+def help_about(program: str, topic: str, extra: str = "") -> str:
+    """Returns the help about a topic: "" (names of the flags by section), "all", a section or a flag, which may be
+    shortened. `extra` is the help of the arguments that a script has added."""
+    if topic == "all":
+        return help_text(program, extra)
+    if not topic:
+        return _overview(program, extra)
+    name = topic.removeprefix("--").replace("_", "-")
+    flags = list(flag_table().values())
+    for flag in flags:
+        if f"--{name}" in flag.spellings or flag.field == topic:
+            return _about_flag(flag)
+    if f"--{name}" in UNSUPPORTED_FLAGS | RETIRED:
+        return f"--{name}: {_why_without_a_field(f'--{name}')}\n"
+    groups = [group for group in dict.fromkeys(flag.group for flag in flags) if topic.lower() in group.lower()]
+    if groups:
+        chosen = [flag for flag in flags if flag.group in groups]
+        return help_of_flags(f"usage: [torchrun ...] {program} [flags]", "", chosen)
+    return f"--help {topic}: neither a flag nor a section; --help alone shows the sections\n"
+
+
+def _why_without_a_field(spelling: str) -> str:
+    if spelling in FLAGS_TO_COME:
+        return f"not yet: {FLAGS_TO_COME[spelling]}"
+    translation = translate(Occurrence(spelling))
+    if translation is not None:
+        return translation.warning.partition(": ")[2]
+    accepted = spelling in ACCEPTED_FLAGS
+    return ("accepted without effect: " if accepted else "refused: ") + (ACCEPTED_FLAGS | REFUSED_FLAGS)[spelling]
+
+
+def _overview(program: str, extra: str) -> str:
+    """The names of the working flags by section."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = [f"usage: [torchrun ...] {program} [flags]", "", *_filled(f"{_ABOUT} {_MORE}", width)]
+    working = [flag for flag in flag_table().values() if not is_inert(flag) and not is_to_come(flag)]
+    for group in dict.fromkeys(flag.group for flag in working):
+        lines += _names(group, [flag for flag in working if flag.group == group], width)
+    if extra:
+        lines += ["", extra.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _about_flag(flag: Flag) -> str:
+    """What a flag does, its default, how it is answered, and related flags."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    lines = _entry(flag, width)
+    parent = parent_of(flag)
+    if is_to_come(flag):
+        lines += _filled(f"Not supported yet: {reason_to_come(flag.spelling)}.", width, "  ")
+    elif flag.declaration.no_effect is not None:
+        lines += _filled(f"Accepted without effect: {flag.declaration.no_effect}.", width, "  ")
+    if parent is not None:
+        lines += _filled(f"Has an effect only with {parent[0].spelling} {parent[1]}".rstrip() + ".", width, "  ")
+    named = set(re.findall(r"--[a-z0-9][\w-]*", flag.help))
+    related = [
+        other.spelling
+        for other in flag_table().values()
+        if other is not flag
+        and (
+            (parent_of(other) or (None,))[0] is flag
+            or named.intersection(other.spellings)
+            or set(flag.spellings).intersection(re.findall(r"--[a-z0-9][\w-]*", other.help))
+        )
+    ]
+    if related:
+        lines += _filled(f"Related: {' '.join(related)}", width, "  ")
+    lines += _filled(f"Section: {flag.group}. In a --config file: {flag.field}.", width, "  ")
+    return "\n".join(lines) + "\n"
 
 
 def help_text(program: str, extra: str = "") -> str:

@@ -86,6 +86,7 @@ _OTHER_NAMES = frozenset(
         "--yarn-beta-fast",
         "--yarn-beta-slow",
         "--yarn-original-max-position-embeddings",
+        "--yaml-cfg",
     }
 )
 """Flags of today's Megatron-LM that have another name here."""
@@ -109,6 +110,7 @@ _RENAMED = {
     "--yarn-beta-fast": "--rope-scaling-beta-fast",
     "--yarn-beta-slow": "--rope-scaling-beta-slow",
     "--yarn-original-max-position-embeddings": "--rope-scaling-original-length",
+    "--yaml-cfg": "--config",
 }
 
 _NOW = {

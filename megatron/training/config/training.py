@@ -76,7 +76,12 @@ class TrainingConfig:
     environment variable WORLD_SIZE to choose the number of ranks."""
 
     print_config: bool = False
-    """Print every value and its source: default, flag or derived."""
+    """Print every value and its source: default, flag or derived. The output, saved to a file, is a --config that gives
+    the same run."""
+
+    config_file: list[str] | None = flag(None, on="--config", nargs="+")
+    """YAML or JSON files with further flags, such as num_layers: 12. Flags of the command line win; a later file wins
+    over an earlier one."""
 
     layout_invariant: bool = False
     """Promise the same numbers for every layout at one --micro-batch-size and one --global-batch-size. Refuses settings

@@ -218,7 +218,6 @@ _NOT_YET = {
     "conversations are not read": "sft-tokenizer-prompt-format",
     "no steps are left out": "iterations-to-skip",
     "validation is one set from the first --eval-interval on": "start-eval-at-iter validation-set-names",
-    "flags come from the command line": "yaml-cfg",
     "T5 has learned positions": """
         relative-attention-max-distance relative-attention-num-buckets""",
 }

@@ -104,7 +104,7 @@ def test_a_wrong_value_names_flag_value_and_what_works(words: str, message: str)
         ("--num_layers", "--num_layers: unknown flag; did you mean --num-layers?"),
         ("--micro-batch", "--micro-batch: flags are not shortened here; did you mean --micro-batch-size?"),
         ("--rl-profile", "--rl-profile: reinforcement learning is out of scope"),
-        ("--xyzzy", "--xyzzy: unknown flag; --help lists all"),
+        ("--xyzzy", "--xyzzy: unknown flag; --help all lists all"),
     ],
 )
 def test_an_unknown_flag_gets_a_suggestion(flag: str, message: str) -> None:

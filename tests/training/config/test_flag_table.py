@@ -26,6 +26,7 @@ DATA = ROOT / "tests/data/flags"
 PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
 
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
+    "--config",
     "--layout-invariant",
     "--ckpt-waive-keys",
     "--pipeline-schedule",
@@ -159,7 +160,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--use-tp-pp-dp-mapping", "--use-torch-fsdp2",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
-    "--mtp-standalone", "--tokenizer-sentencepiece-legacy",
+    "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Every flag of Megatron-LM is answered as docs/flags.md says; the page is up to date."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
     row: Row = ROWS[spelling]
     flag = flags_by_spelling().get(spelling)
     words = words_of(flag) if flag is not None else ["1"] if spelling in NEEDS_A_WORD else []
+    words = [os.devnull] if spelling in ("--config", "--yaml-cfg") else words
     line = read_command_line([*SMALL.split(), spelling, *words])
     if row.answer == "c":
         assert any(spelling in warning for warning in line.warnings) and not line.problems

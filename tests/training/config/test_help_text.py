@@ -4,7 +4,7 @@ import dataclasses
 
 from megatron.core.config_fields import FlagDeclaration
 from megatron.training.config.flag_table import Flag, flag_table, flags_by_spelling
-from megatron.training.config.help_text import help_of_flags, help_text
+from megatron.training.config.help_text import help_about, help_of_flags, help_text
 
 
 def entry(spelling: str) -> str:
@@ -41,3 +41,31 @@ def test_choices_that_are_not_supported_are_left_out() -> None:
     assert "{single,cyclic}" in help_of_flags("usage", "about", [flag])
     free = dataclasses.replace(flag, declaration=FlagDeclaration())
     assert "{single,cyclic,external}" in help_of_flags("usage", "about", [free])
+
+
+def test_help_is_short_and_has_topics() -> None:
+    overview = help_about("script.py", "", "extra help")
+    assert "\ntraining:\n" in overview and "--global-batch-size" in overview and overview.endswith("extra help\n")
+    assert len(overview.splitlines()) < len(help_about("script.py", "all").splitlines()) / 4
+    assert "--use-flash-attn" not in overview
+    section = help_about("script.py", "Checkpoints")
+    assert "--save TEXT" in section and "--global-batch-size" not in section
+    for topic in ("--nonfinite-action", "nonfinite-action", "nonfinite_action"):
+        text = " ".join(help_about("script.py", topic).split())
+        assert text.startswith("--nonfinite-action {stop,skip} What to do after") and "[stop]" in text
+        assert "Has an effect only with --no-check-for-nan-in-loss-and-grad" in text
+        assert "Related: --fp16" in text and "Section: faults and signals." in text
+
+
+def test_help_about_flags_that_do_nothing_here() -> None:
+    texts = {
+        "--use-flash-attn": "Accepted without effect: --attention-backend chooses",
+        "--data-parallel-random-init": "Not supported yet: initial weights are equal",
+        "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
+        "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
+        "--hybrid-layer-pattern": "--hybrid-layer-pattern: not yet: attention is the only",
+        "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
+        "--xyzzy": "--help --xyzzy: neither a flag nor a section",
+    }
+    for topic, words in texts.items():
+        assert words in help_about("script.py", topic)

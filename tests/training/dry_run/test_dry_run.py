@@ -81,7 +81,7 @@ def test_the_program(flags: str, code: int) -> None:
     )
     assert result.returncode == code, result.stderr
     assert ("memory " in result.stdout) == (code == 0)
-    assert ("num_layers " in result.stdout) == ("--print-config" in flags)
+    assert ("num_layers: " in result.stdout) == ("--print-config" in flags)
     if code:
         lines = result.stderr.splitlines()
         assert lines[0].startswith("error: --tensor-model-parallel-size 3 does not divide --num-attention-heads 4")
