@@ -54,7 +54,7 @@ def test_a_file_gives_flags_and_the_command_line_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("num_layers: 2\nhiden_size: 3", ":2: --hiden-size: unknown flag; did you mean --hidden-size, --ffn-hidden-size"),
+        ("num_layers: 2\nhiden_size: 3", ":2: --hiden-size: unknown flag; did you mean --hidden-size, --ffn"),
         ("\nnum_layers: many", ":2: --num-layers many: expected a whole number"),
         ("bf16: 1", ":1: bf16: expected true or false"),
         ("num_layers: {a: 1}", ":1: num_layers: expected a value, not further keys"),
