@@ -40,7 +40,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
-from megatron.training.logging.flops import peak_tflops
+from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.providers import Context, Providers, SampleCounts
 from megatron.training.tokenizer.build import padded_vocab_size
 from tools.bench_cells import CELLS, COMMON

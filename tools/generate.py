@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write(config: GenerationConfig) -> None:
     """Loads the model, continues the prompts batch by batch, and prints each batch when it is done."""
     sampling, texts = config.sampling(), read_prompts(config)
-    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), say=note)
+    trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), log=note)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
     reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens

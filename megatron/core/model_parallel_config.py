@@ -306,7 +306,7 @@ class ModelParallelConfig:
     are float32, as in other formats."""
 
     def __post_init__(self) -> None:
-        refuse([*unsupported_values(self), *parallel_problems(self)], self)
+        refuse([*unsupported_values(self), *validate(self)], self)
         if self.tensor_model_parallel_size == 1:
             self.sequence_parallel = False
         chosen = {self.fp16: torch.float16, self.bf16: torch.bfloat16, self.fp64: torch.float64}.get(True)
@@ -325,8 +325,8 @@ _SIZES = (
 )
 
 
-def parallel_problems(config: Any) -> Iterator[str]:
-    """A problem for each impossible value; `config` has the fields of ModelParallelConfig."""
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value. `config` has the fields of ModelParallelConfig."""
     formats = [f"{{{name}}}" for name in ("fp16", "bf16", "fp64") if getattr(config, name)]
     if len(formats) > 1:
         yield f"{' and '.join(formats)} are set together; choose one"

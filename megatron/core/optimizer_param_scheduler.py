@@ -98,6 +98,9 @@ class OptimizerParamScheduler:
     A group's own `max_lr`, `min_lr`, `start_wd`, `end_wd` replace those given here; `lr_mult` and `wd_mult` multiply.
     If a group's `lr` is a tensor, it is updated in place on its device, without waiting. Steps are samples: call
     `step(increment=global batch size)` after a successful update, or `advance_on_device` after any.
+
+    `decoupled_lr` and `decoupled_min_lr`, which Megatron-LM does not have here, are only for `decoupled_learning_rate`.
+    The groups have these values as settings of their own.
     """
 
     def __init__(
@@ -117,6 +120,8 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool | None = False,
         wsd_decay_steps: int | None = None,
         lr_wsd_decay_style: str | None = None,
+        decoupled_lr: float | None = None,
+        decoupled_min_lr: float | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.init_lr, self.max_lr, self.min_lr = init_lr, max_lr, min_lr
@@ -124,6 +129,7 @@ class OptimizerParamScheduler:
         self.start_wd, self.end_wd = start_wd, end_wd
         self.wd_incr_steps, self.wd_incr_style = wd_incr_steps, wd_incr_style
         self.wsd_decay_steps, self.lr_wsd_decay_style = wsd_decay_steps, lr_wsd_decay_style
+        self.decoupled_lr, self.decoupled_min_lr = decoupled_lr, decoupled_min_lr
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         problems = self._problems()
@@ -131,7 +137,9 @@ class OptimizerParamScheduler:
             raise UserError("; ".join(problems))
         self._count = torch.zeros((), dtype=torch.float64, device=getattr(optimizer, "device", "cpu"))
         self.learning_rate: Tensor
-        """The rate now, of groups without settings of their own: a float64 scalar tensor; a new one at each step."""
+        """Current rate of groups without settings of their own: a float64 scalar tensor, a new one at each step."""
+        self.decoupled_learning_rate: Tensor | None = None
+        """Current rate of embedding and output layer if `decoupled_lr` is given, also on ranks that hold neither."""
         self._apply()
 
     def _problems(self) -> list[str]:
@@ -230,6 +238,9 @@ class OptimizerParamScheduler:
         own = self._schedule_of({})
         rates = {own: self.rate(self._count, own)}
         self.learning_rate = rates[own]
+        if self.decoupled_lr is not None:
+            decoupled = self._schedule_of({"max_lr": self.decoupled_lr, "min_lr": self.decoupled_min_lr})
+            self.decoupled_learning_rate = rates[decoupled] = self.rate(self._count, decoupled)
         for group in self.optimizer.param_groups:
             schedule = self._schedule_of(group)
             if schedule not in rates:
@@ -252,12 +263,12 @@ class OptimizerParamScheduler:
         self,
         state_dict: dict[str, Any],
         spelling: Callable[[str], str] = str,
-        say: Callable[[str], object] = logger.warning,
+        log: Callable[[str], object] = logger.warning,
     ) -> None:
         """Continues a schedule from `state_dict`.
 
         For settings that differ from this run's, `override_opt_param_scheduler` keeps this run's, otherwise
-        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; `say` is called with a line for each. Without
+        `use_checkpoint_opt_param_scheduler` takes the checkpoint's; `log` is called with each line. Without
         either, raises UserError naming all differences. `spelling` returns the name of a setting in messages, such as
         its flag.
         """
@@ -266,9 +277,9 @@ class OptimizerParamScheduler:
         for name in differing:
             ours, saved = getattr(self, name), state_dict[name]
             if self.override_opt_param_scheduler:
-                say(f"schedule: {spelling(name)} is {ours}, overriding the checkpoint's {saved}")
+                log(f"schedule: {spelling(name)} is {ours}, overriding the checkpoint's {saved}")
             elif self.use_checkpoint_opt_param_scheduler:
-                say(f"schedule: {spelling(name)} is the checkpoint's {saved}, not {ours} as given")
+                log(f"schedule: {spelling(name)} is the checkpoint's {saved}, not {ours} as given")
                 setattr(self, name, saved)
             else:
                 refused.append(f"{spelling(name)} is {ours} but the checkpoint was made with {saved}")

@@ -223,7 +223,7 @@ class Checkpoints:
         state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
             spelling = partial(schedule_flag, self.config)
-            scheduler.load_state_dict(common["scheduler"], spelling, say=self._say)
+            scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
             if not self.flags.no_load_optim:
                 optimizer.load_common_state(common["optimizer"])
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():

@@ -30,9 +30,11 @@ class StepResult:
     """The reporting dict of each micro-batch; empty where the loss is not computed."""
     update: StepUpdate
     learning_rate: Tensor
-    """The rate that this update was made with, of parameters without a rate of their own (as --decoupled-lr gives)."""
+    """Rate of this update, for parameters without a rate of their own."""
     loss_scale: Tensor
     params_norm: Tensor | None = None
+    decoupled_learning_rate: Tensor | None = None
+    """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
 
 
 def train(trainer: Trainer) -> ExitDecision | None:
@@ -123,11 +125,12 @@ def run_step(
         forward_only=False,
         **of_schedule,
     )
-    learning_rate, loss_scale = scheduler.learning_rate, optimizer.get_loss_scale().clone()
+    learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
+    loss_scale = optimizer.get_loss_scale().clone()
     with timed(timers, "optimizer", 1):
         update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
-    return StepResult(reports, update, learning_rate, loss_scale)
+    return StepResult(reports, update, learning_rate, loss_scale, decoupled_learning_rate=decoupled)
 
 
 def norm_of_weights(trainer: Trainer) -> Tensor | None:

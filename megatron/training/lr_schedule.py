@@ -43,6 +43,8 @@ def build_scheduler(
         override_opt_param_scheduler=schedule.override_opt_param_scheduler,
         wsd_decay_steps=samples(schedule.lr_wsd_decay_samples, schedule.lr_wsd_decay_iters) or None,
         lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+        decoupled_lr=rates.decoupled_lr,
+        decoupled_min_lr=rates.decoupled_min_lr,
     )
 
 

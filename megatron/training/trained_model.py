@@ -53,7 +53,7 @@ def load_trained_model(
     root: str | Path,
     step: int | None = None,
     changes: Sequence[str] = (),
-    say: Log = print,
+    log: Log = print,
 ) -> TrainedModel:
     """Returns the model of the newest complete checkpoint under `root`, or of iteration `step`, on this process's
     device.
@@ -64,7 +64,7 @@ def load_trained_model(
 
     Raises UserError if there is no complete checkpoint, or if its flags, files or tensors do not make a model.
     """
-    checkpoint = find_checkpoint(Path(root), step, say)
+    checkpoint = find_checkpoint(Path(root), step, log)
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     described = checkpoint.manifest.config

@@ -92,6 +92,7 @@ class Trainer:
             num_zeros=result.update.num_zeros,
             params_norm=result.params_norm,
             learning_rate=result.learning_rate,
+            decoupled_learning_rate=result.decoupled_learning_rate,
             loss_scale=result.loss_scale,
             consumed_samples=self.state.consumed_train_samples,
             tokens=self.state.consumed_tokens,

@@ -67,6 +67,21 @@ def test_annealing_styles_without_golden_data(style: str, half_way: float, end: 
         assert scheduler.get_lr({}) == pytest.approx(1e-3 * expected, rel=1e-12, abs=1e-18)
 
 
+def test_the_decoupled_rate_is_known_without_a_group_that_has_it() -> None:
+    rates = []
+    for groups in ([{}, {"max_lr": 2e-3, "min_lr": 1e-4}], [{}], [{"max_lr": 2e-3, "min_lr": 1e-4}]):
+        scheduler = OptimizerParamScheduler(
+            SimpleNamespace(param_groups=groups), **COSINE, decoupled_lr=2e-3, decoupled_min_lr=1e-4
+        )
+        scheduler.step(45)
+        assert scheduler.decoupled_learning_rate is not None
+        rates.append((float(scheduler.learning_rate), float(scheduler.decoupled_learning_rate)))
+        own = [group for group in groups if "max_lr" in group]
+        assert all(group["lr"] == rates[-1][1] for group in own)
+    assert len(set(rates)) == 1 and rates[0][1] > rates[0][0]
+    assert OptimizerParamScheduler(fake_optimizer(False), **COSINE).decoupled_learning_rate is None
+
+
 def test_weight_decay_grows_along_a_cosine() -> None:
     settings = COSINE | {"start_wd": 0.0, "end_wd": 0.4, "wd_incr_style": "cosine"}
     scheduler = OptimizerParamScheduler(fake_optimizer(True), **settings)
@@ -142,7 +157,7 @@ def test_all_that_differs_is_refused_at_once_as_its_reader_calls_it() -> None:
         fake_optimizer(True), **(COSINE | {"end_wd": 0.2, "wd_incr_style": "linear", "wd_incr_steps": 110})
     )
     notes: list[str] = []
-    growing.load_state_dict(state, say=notes.append)
+    growing.load_state_dict(state, log=notes.append)
     assert any("wd_incr_steps is the checkpoint's 100, not 110" in note for note in notes)
 
 

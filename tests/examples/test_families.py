@@ -69,5 +69,5 @@ def test_it_trains_and_goes_on_and_is_of_its_family(script: Path, size: str, tmp
     assert re.search(r"iteration +3/ +6 .* lm loss: ", first)
     second = run(script, size, tmp_path / "c", *flags, MASTER_PORT=port)
     assert "loaded checkpoint of iteration" in second and re.search(r"iteration +6/ +6 .* lm loss: ", second)
-    done = export_model(tmp_path / "c", tmp_path / "theirs", build_model, say=lambda sentence: None)
+    done = export_model(tmp_path / "c", tmp_path / "theirs", build_model, log=lambda sentence: None)
     assert done.architecture == TINY[script, size]

@@ -94,7 +94,7 @@ def test_a_run_that_changes_its_layout_goes_on_as_it_was(corpus, tmp_path):
 
 def weights_for_use(folder: Path) -> dict[str, Tensor]:
     """Loads the newest model of a run in one process, as generation does."""
-    trained = load_trained_model(GPT.build_model, folder, say=lambda sentence: None)
+    trained = load_trained_model(GPT.build_model, folder, log=lambda sentence: None)
     return {
         f"weight {info_of(p).name}": p.detach().view(-1)[: info_of(p).box.numel].view(info_of(p).global_shape)
         for p in trained.model.parameters()

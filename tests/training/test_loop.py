@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite_stops_update_and_schedule(loss: float) -> Non
 def test_the_reported_rate_is_the_runs_where_all_parameters_here_have_their_own() -> None:
     """The first stage of a pipeline may hold the embedding alone, which takes the rate of --decoupled-lr."""
     result, _ = stepped(4.0, max_lr=0.05, min_lr=0.0)
-    assert float(result.learning_rate) == 0.4
+    assert float(result.learning_rate) == 0.4 and result.decoupled_learning_rate is None
 
 
 def test_losses_of_every_micro_batch_count_and_none_are_finite() -> None:

@@ -42,6 +42,12 @@ def test_every_attribute_that_a_checkpoint_may_contradict_has_a_flag():
     assert all(schedule_flag(config, name).startswith("--") for name in _STATE if name != "num_steps")
 
 
+def test_both_learning_rates_are_logged_with_decoupled_lr():
+    outcome = train("--train-iters 2 --lr 1e-3 --mock-data --decoupled-lr 4e-3 --lr-decay-style linear --eval-iters 0")
+    rates = [(step.learning_rate, step.decoupled_learning_rate) for step in outcome.steps]
+    assert rates == [pytest.approx((1e-3, 4e-3)), pytest.approx((5e-4, 2e-3))]
+
+
 def test_a_fraction_of_the_decay_is_not_rounded():
     config = configured("--train-iters 10 --lr-decay-iters 7 --lr-warmup-fraction 0.1", base=MODEL)
     optimizer = SimpleNamespace(param_groups=[], device="cpu")

@@ -196,11 +196,11 @@ class OptimizerConfig:
     """Folder for a dump of this config, as in TransformerConfig."""
 
     def __post_init__(self) -> None:
-        refuse([*unsupported_values(self), *optimizer_problems(self)], self)
+        refuse([*unsupported_values(self), *validate(self)], self)
 
 
-def optimizer_problems(config: Any) -> Iterator[str]:
-    """A problem for each value that no optimizer can work with; `config` has the fields of OptimizerConfig."""
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value. `config` has the fields of OptimizerConfig."""
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
             yield f"{{{name}}} must be at least 0 and less than 1"

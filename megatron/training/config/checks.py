@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
-from megatron.core.model_parallel_config import parallel_problems
-from megatron.core.optimizer.optimizer_config import optimizer_problems
+from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.training.config import file_checks, model_families, parallel_checks
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -74,9 +74,9 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
 
 def _library(s: Settings) -> Iterator[str]:
     """The rules of the library's dataclasses."""
-    yield from parallel_problems(s)
+    yield from model_parallel_config.validate(s)
     yield from transformer_problems(s)
-    yield from optimizer_problems(s)
+    yield from optimizer_config.validate(s)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

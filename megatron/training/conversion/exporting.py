@@ -60,7 +60,7 @@ def export_model(
     tokenizer: Path | None = None,
     verify: bool = False,
     families: Sequence[Family] = FAMILIES,
-    say: Log = print,
+    log: Log = print,
 ) -> Exported:
     """Writes the model of a checkpoint under `root` as the folder `target`, which transformers can load.
 
@@ -77,7 +77,7 @@ def export_model(
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
     if verify:
         import_transformers()
-    checkpoint = find_checkpoint(root, step, say)
+    checkpoint = find_checkpoint(root, step, log)
     if checkpoint is None:
         raise UserError(f"{root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)

@@ -59,7 +59,7 @@ def import_model(
     ignored_keys: Sequence[str] = (),
     verify: bool = False,
     families: Sequence[Family] = FAMILIES,
-    say: Log = print,
+    log: Log = print,
 ) -> Imported:
     """Writes the model in the folder `source` as the checkpoint `release` under `root`, in files of about `file_bytes`.
 
@@ -81,12 +81,12 @@ def import_model(
     file = str(source / CONFIG)
     fields, complete = family.fields_of(folder.config, ignored_keys, file), family.complete_config(folder.config, file)
     vocab_size: int = complete["vocab_size"]
-    tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", say)
+    tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
     flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
     words = ["--micro-batch-size", "1", "--seq-length", str(complete["max_position_embeddings"]), *flags]
     config = config_for_one_process({"command_line": words}, [], has_cuda=False)
     wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))
-    _check_tensors(folder, family, wanted, say)
+    _check_tensors(folder, family, wanted, log)
     by_box = {(tensor.canonical_name, tensor.box): tensor for tensor in wanted}
 
     def values_of(chunk: Chunk) -> Tensor:
@@ -122,21 +122,21 @@ def _family_in(source: Path, families: Sequence[Family]) -> Family:
         raise UserError(f"{source / CONFIG}: architectures: {error}") from error
 
 
-def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, say: Log) -> list[str]:
+def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, log: Log) -> list[str]:
     """Returns the flags of the folder's tokenizer; those of NullTokenizer if there is none that can be used."""
     null = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size - 1)]
     if not (folder.path / TOKENIZER).is_file():
-        say(f"{folder.path} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
+        log(f"{folder.path} has no {TOKENIZER}: the flags name NullTokenizer, for which text is token ids")
         return null
     ids = HuggingFaceTokenizer(str(folder.path), False).vocab_size
     if ids > vocab_size:
-        say(f"{folder.path / TOKENIZER} has {ids} ids but the model has {vocab_size}: the flags name NullTokenizer")
+        log(f"{folder.path / TOKENIZER} has {ids} ids but the model has {vocab_size}: the flags name NullTokenizer")
         return null
     more = ["--vocab-size", str(vocab_size)] if vocab_size > ids else []
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place), *more]
 
 
-def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], say: Log) -> None:
+def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], log: Log) -> None:
     """Raises UserError naming the tensors that are missing, left over, quantized or of another shape."""
     names = {tensor.name for tensor in wanted}
     problems = [f"{folder.path}: {tensor.name} is missing" for tensor in wanted if tensor.name not in folder.tensors]
@@ -158,7 +158,7 @@ def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTens
         more = [f"and {len(problems) - 10} more problems"] if len(problems) > 10 else []
         raise UserError("\n".join(problems[:10] + more))
     if extra:
-        say(f"left out {len(extra)} tensors that are not weights: {extra[0]}{', ...' if len(extra) > 1 else ''}")
+        log(f"left out {len(extra)} tensors that are not weights: {extra[0]}{', ...' if len(extra) > 1 else ''}")
 
 
 def _copies(folder: ModelFolder, names: Container[str]) -> set[str]:

@@ -36,13 +36,13 @@ class MemoryBytes:
     weights: int
     gradients: int
     optimizer: int
-    transient: int = 0
-    """What comes and goes within a step, at its most: whole weights and gradients of units that are shared out."""
+    gathered: int = 0
+    """Largest amount at any time of a step for whole weights and gradients of units that are otherwise sharded."""
 
     @property
     def total(self) -> int:
         """Sum of all kinds."""
-        return self.weights + self.gradients + self.optimizer + self.transient
+        return self.weights + self.gradients + self.optimizer + self.gathered
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,20 @@ def memory_of_shard(shard: ModelShard, moments: int, config: PretrainConfig) -> 
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
         gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
         optimizer += plan.main_dtype.itemsize * owned * (moments + plan.needs_main_weights)
-    return MemoryBytes(weights, gradients, optimizer, _transient(shard, config))
+    return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config))
 
 
-def _transient(shard: ModelShard, config: PretrainConfig) -> int:
+def _gathered_bytes(shard: ModelShard, config: PretrainConfig) -> int:
     """Returns the largest number of bytes of sharded weights and gradients that are whole at one time."""
     late = config.transformer.pipeline_schedule in ("zb-h1", "zb-v")
-    return _transient_weights(shard, config.ddp.overlap_param_gather) + (
+    return _gathered_weights(shard, config.ddp.overlap_param_gather) + (
         sum(sum(_opened(shard, chunk)) for chunk in range(len(shard.plans)))  # all, from first to last product
         if late
-        else _transient_gradients(shard, config.ddp.overlap_grad_reduce)
+        else _gathered_gradients(shard, config.ddp.overlap_grad_reduce)
     )
 
 
-def _transient_weights(shard: ModelShard, overlap: bool) -> int:
+def _gathered_weights(shard: ModelShard, overlap: bool) -> int:
     """Returns the largest number of bytes of gathered weights. One unit is gathered at a time (a layer stays while its
     experts are); with overlap the next unit too. The last unit stays after forward, for the backward that often
     follows, until the chunk is used again."""
@@ -162,7 +162,7 @@ def _transient_weights(shard: ModelShard, overlap: bool) -> int:
     return most
 
 
-def _transient_gradients(shard: ModelShard, overlap: bool) -> int:
+def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
     """Returns the largest number of bytes of whole gradients. One unit is computed at a time; with overlap the
     reduction of the previous unit is still running, and that of the last unit of every other chunk. The gradient of an
     embedding that the head shares stays until backward reaches it."""

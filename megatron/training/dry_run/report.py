@@ -69,11 +69,11 @@ def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
         epochs = "" if passes.epochs is None else f"{passes.epochs:.3g} epochs over "
         yield f"data        {epochs}{passes.tokens:,} tokens of {passes.name}"
     memory = run.memory
-    transient = f", {size_text(memory.transient)} for gathered units" if memory.transient else ""
+    gathered = f", {size_text(memory.gathered)} for gathered units" if memory.gathered else ""
     where = "on each rank" if len({entry.memory for entry in run.ranks}) == 1 else "on the ranks that need most"
     yield (
         f"memory      {size_text(memory.total)} {where}: weights {size_text(memory.weights)}, gradients "
-        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{transient}; activations come on top"
+        f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}{gathered}; activations come on top"
     )
 
 
@@ -104,15 +104,15 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
         f"memory of each rank in bytes ({parts} parts of the model were built, without memory: ranks that differ only "
         "in their data or context parallel rank hold the same part)"
     )
-    transient = any(entry.memory.transient for entry in ranks)
+    gathered = any(entry.memory.gathered for entry in ranks)
     titles = ["rank", "tp", "pp", "cp", "dp", "parameters", "weights", "gradients", "optimizer"]
-    titles += ["transient"] * transient + ["total", "layers"]
+    titles += ["gathered units"] * gathered + ["total", "layers"]
     rows = []
     for entry in ranks:
         memory = entry.memory
         numbers = [entry.rank, *(entry.place[axis] for axis in ("tp", "pp", "cp", "dp")), entry.shard.parameters]
         numbers += [memory.weights, memory.gradients, memory.optimizer]
-        numbers += [memory.transient] * transient + [memory.total]
+        numbers += [memory.gathered] * gathered + [memory.total]
         rows.append([*(f"{number:,}" for number in numbers), stages_text(entry.shard.stages)])
     yield from _table([titles, *rows], last_left=True)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.core.collectives import Pending, start_all_reduce
 from megatron.training.launch.signals import SignalWatch
 
 
@@ -78,8 +79,7 @@ class ExitAgreement:
         self.rounds = 0
         """All-reduces started so far."""
         self._decision: ExitDecision | None = None
-        self._flags: torch.Tensor | None = None
-        self._work: dist.Work | None = None
+        self._round: Pending | None = None
 
     def after_step(self, iteration: int) -> ExitDecision | None:
         """Like `poll`, and checks --exit-interval. `iteration` is the number of iterations done."""
@@ -129,20 +129,18 @@ class ExitAgreement:
         return torch.tensor([self.non_finite(), number, self.rank + 1 if number else 0, late], dtype=torch.int32)
 
     def _start_round(self) -> None:
-        self._flags = self._local_flags()
-        self._work = dist.all_reduce(self._flags, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._round = start_all_reduce(self._local_flags(), self.group, dist.ReduceOp.MAX)
         self.rounds += 1
 
     def _finish_round(self) -> torch.Tensor | None:
         """Returns the reduced flags of the running round; None before the first round."""
-        if self._work is None:
+        if self._round is None:
             return None
-        work, self._work = self._work, None
+        pending, self._round = self._round, None
         try:
-            work.wait()
+            return pending.wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: another rank is gone (seen between two steps): {error}") from error
-        return self._flags
 
     def _decide(self, flags: torch.Tensor | None) -> ExitDecision | None:
         if flags is None:

@@ -11,8 +11,8 @@ from megatron.core.transformer.layer_costs import training_flops
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
+from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.logging.display import make_display
-from megatron.training.logging.flops import peak_tflops
 from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics

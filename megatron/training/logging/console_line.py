@@ -23,6 +23,8 @@ def format_line(record: LogRecord) -> str:
         parts.append(f"power per GPU (W/GPU): {record.power_watts:.1f}")
     if record.learning_rate is not None:
         parts.append(f"learning rate: {record.learning_rate:.6E}")
+    if record.decoupled_learning_rate is not None:
+        parts.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
     parts.append(f"global batch size: {record.global_batch_size:5d}")
     parts += [f"{name}: {loss:.6E}" for name, loss in record.losses.items() if loss > 0.0]
     parts.append(f"loss scale: {record.loss_scale:.1f}")

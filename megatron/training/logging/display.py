@@ -145,7 +145,9 @@ class LiveDisplay(LogWriter):
     def _facts_of_line(self, record: LogRecord) -> list[tuple[str, str]]:
         facts = []
         if record.learning_rate is not None:
-            facts.append(("learning rate", f"{record.learning_rate:.3e}"))
+            decoupled = record.decoupled_learning_rate
+            more = "" if decoupled is None else f", decoupled {decoupled:.3e}"
+            facts.append(("learning rate", f"{record.learning_rate:.3e}{more}"))
         speed = record.speed
         rate = f"{record.elapsed_ms_per_iteration:,.1f} ms an iteration"
         if speed is not None and speed.tokens_per_second is not None:

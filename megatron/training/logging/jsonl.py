@@ -116,6 +116,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         **step.reported,
         "grad norm": step.grad_norm,
         "learning rate": step.learning_rate,
+        "decoupled learning rate": step.decoupled_learning_rate,
         "loss scale": step.loss_scale,
         "global batch size": step.global_batch_size,
         "params norm": step.params_norm,

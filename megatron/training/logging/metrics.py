@@ -25,8 +25,6 @@ from megatron.training.logging.records import StepRecord
 Scalar = Tensor | float | int | bool | None
 """A value of a step: a tensor on the device, a number on the host, or None if it is not measured."""
 
-_MEASURED = ("grad_norm", "update_applied", "params_norm", "num_zeros", "learning_rate", "loss_scale")
-
 
 @dataclass(frozen=True)
 class MetricsInterval:
@@ -136,6 +134,7 @@ class StepMetrics:
         params_norm: Scalar = None,
         num_zeros: Scalar = None,
         learning_rate: Scalar = None,
+        decoupled_learning_rate: Scalar = None,
         loss_scale: Scalar = None,
         consumed_samples: int = 0,
         tokens: int = 0,
@@ -150,9 +149,9 @@ class StepMetrics:
         micro-batch, if gradients are probed.
         """
         names = tuple(reports[0]) if reports else ()
-        measured = dict(
-            zip(_MEASURED, (grad_norm, update_applied, params_norm, num_zeros, learning_rate, loss_scale), strict=True)
-        )
+        measured: dict[str, Scalar] = {"grad_norm": grad_norm, "update_applied": update_applied}
+        measured |= {"params_norm": params_norm, "num_zeros": num_zeros, "loss_scale": loss_scale}
+        measured |= {"learning_rate": learning_rate, "decoupled_learning_rate": decoupled_learning_rate}
         on_device = {name: self._scalar(value) for name, value in measured.items() if isinstance(value, Tensor)}
         pending = _Pending(
             record=StepRecord(iteration, {}, True, consumed_samples, tokens, global_batch_size),

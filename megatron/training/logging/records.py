@@ -21,6 +21,8 @@ class StepRecord:
     """Tokens consumed by the run after this iteration."""
     global_batch_size: int = 0
     learning_rate: float | None = None
+    decoupled_learning_rate: float | None = None
+    """Rate of the embedding and the output layer; None without --decoupled-lr."""
     loss_scale: float | None = None
     grad_norm: float | None = None
     params_norm: float | None = None
@@ -73,6 +75,7 @@ class LogRecord:
     speed: Speed | None = None
     """Not part of Megatron-LM's line."""
     times: str | None = None
+    decoupled_learning_rate: float | None = None
     """The lines of --timing-log-level, which follow the log line."""
 
 

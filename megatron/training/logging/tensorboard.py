@@ -78,6 +78,7 @@ class ScalarLog(LogWriter):
 
     def _step(self, step: StepRecord) -> None:
         scalars: dict[str, float | None] = {"learning-rate": step.learning_rate, "batch-size": step.global_batch_size}
+        scalars["decoupled-learning-rate"] = step.decoupled_learning_rate
         scalars |= step.losses
         if self._choices.log_loss_scale_to_tensorboard:
             scalars["loss-scale"] = step.loss_scale

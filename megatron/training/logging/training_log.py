@@ -193,6 +193,7 @@ class TrainingLog:
             global_batch_size=last.global_batch_size,
             elapsed_ms_per_iteration=rates.seconds_per_iteration * 1000.0,
             learning_rate=last.learning_rate,
+            decoupled_learning_rate=last.decoupled_learning_rate,
             losses=interval.losses,
             loss_scale=1.0 if last.loss_scale is None else last.loss_scale,
             grad_norm=last.grad_norm,

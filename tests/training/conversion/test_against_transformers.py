@@ -43,15 +43,15 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     transformers reads it as the same model."""
     oracle = make_model(name)
     theirs = save_model(oracle, tmp_path / "theirs")
-    in_float32 = import_model(theirs, tmp_path / "ours", build_model, verify=True, say=quiet).comparison
+    in_float32 = import_model(theirs, tmp_path / "ours", build_model, verify=True, log=quiet).comparison
     assert in_float32 is not None and in_float32.difference < 1e-5
     tokens = some_tokens()
     expected = logits_of(oracle, tokens)
     assert expected.std() > 0.1
-    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], say=quiet)
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
     with torch.no_grad():
         torch.testing.assert_close(ours.model(tokens), expected, atol=1e-10, rtol=1e-10)
-    export_model(tmp_path / "ours", tmp_path / "back", build_model, shard_bytes=60_000, say=quiet)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, shard_bytes=60_000, log=quiet)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))
     before, after = (
@@ -67,10 +67,10 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
 def test_random_sizes(seed: int, tmp_path: Path) -> None:
     family, settings = random_settings(seed)
     oracle = make_model_of(family, settings, torch.float64, seed)
-    import_model(save_model(oracle, tmp_path / "theirs"), tmp_path / "ours", build_model, say=quiet)
+    import_model(save_model(oracle, tmp_path / "theirs"), tmp_path / "ours", build_model, log=quiet)
     tokens = some_tokens(settings["vocab_size"])
-    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], say=quiet)
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
     with torch.no_grad():
         torch.testing.assert_close(ours.model(tokens), logits_of(oracle, tokens), atol=1e-10, rtol=1e-10)
-    export_model(tmp_path / "ours", tmp_path / "back", build_model, architecture=f"{family}ForCausalLM", say=quiet)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, architecture=f"{family}ForCausalLM", log=quiet)
     check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))

@@ -33,7 +33,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(root: Path) -> dict[str, torch.Tensor]:
-    model = load_trained_model(build_model, root, say=quiet).model
+    model = load_trained_model(build_model, root, log=quiet).model
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
@@ -54,10 +54,10 @@ ARCHITECTURES = {
 def test_the_architecture_is_found_and_verified_and_everything_comes_back(architecture: str, tmp_path: Path) -> None:
     """Exported, transformers computes the same; imported again, all bits are the same."""
     root = save_checkpoint(f"{LLAMA} {ARCHITECTURES[architecture]}", tmp_path / "run")
-    done = export_model(root, tmp_path / "theirs", build_model, verify=True, say=quiet)
+    done = export_model(root, tmp_path / "theirs", build_model, verify=True, log=quiet)
     assert done.architecture == architecture
     assert done.comparison is not None and done.comparison.difference < 1e-5
-    import_model(tmp_path / "theirs", tmp_path / "again", build_model, say=quiet)
+    import_model(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)
     before, after = weights_of(root), weights_of(tmp_path / "again")
     assert before.keys() == after.keys() and len(before) > 10
     for name in before:
@@ -69,9 +69,9 @@ def test_a_router_of_one_expert_is_exported_as_it_was_imported(tmp_path: Path) -
     for flags in ("", "--moe-router-norm-topk-prob"):
         one = "--num-experts 4 --moe-router-topk 1 --moe-router-pre-softmax --qk-layernorm"
         root = save_checkpoint(f"{LLAMA} {one} {flags}", tmp_path / f"run{flags}")
-        export_model(root, tmp_path / f"a{flags}", build_model, say=quiet, verify=True)
-        import_model(tmp_path / f"a{flags}", tmp_path / f"again{flags}", build_model, say=quiet)
-        done = export_model(tmp_path / f"again{flags}", tmp_path / f"b{flags}", build_model, say=quiet)
+        export_model(root, tmp_path / f"a{flags}", build_model, log=quiet, verify=True)
+        import_model(tmp_path / f"a{flags}", tmp_path / f"again{flags}", build_model, log=quiet)
+        done = export_model(tmp_path / f"again{flags}", tmp_path / f"b{flags}", build_model, log=quiet)
         assert done.architecture == "Qwen3MoeForCausalLM"
         a, b = (json.loads((tmp_path / f"{name}{flags}" / "config.json").read_text()) for name in ("a", "b"))
         assert a == b and a["norm_topk_prob"] == bool(flags)
@@ -89,8 +89,8 @@ def test_any_layout_may_have_written_the_checkpoint(split: str, tmp_path: Path) 
     flags = f"{LLAMA} --num-experts 4 --group-query-attention --num-query-groups 1 --moe-grouped-gemm --train-iters 1"
     layout = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer {split}"
     train_on_ranks(f"--mock-data --eval-iters 0 --save {tmp_path / 'run'} {flags} {layout}", 2)
-    export_model(tmp_path / "run", tmp_path / "theirs", build_model, shard_bytes=20_000, say=quiet)
-    import_model(tmp_path / "theirs", tmp_path / "again", build_model, say=quiet)
+    export_model(tmp_path / "run", tmp_path / "theirs", build_model, shard_bytes=20_000, log=quiet)
+    import_model(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)
     before, after = weights_of(tmp_path / "run"), weights_of(tmp_path / "again")
     for weight in before:
         if "experts" not in weight:  # in memory, they are one by one or together
@@ -102,15 +102,15 @@ def test_any_layout_may_have_written_the_checkpoint(split: str, tmp_path: Path) 
 def test_a_refused_model_leaves_nothing(tmp_path: Path) -> None:
     root = save_checkpoint(f"{LLAMA} --num-experts 4 --moe-expert-capacity-factor 1.0", tmp_path / "run")
     with pytest.raises(UserError, match=r"a limit of tokens per expert \(--moe-expert-capacity-factor\)"):
-        export_model(root, tmp_path / "theirs", build_model, say=quiet)
+        export_model(root, tmp_path / "theirs", build_model, log=quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_the_weights_and_their_type(tmp_path: Path) -> None:
     """Weights of a bfloat16 run; in float32, its optimizer's main weights. Both are verified as they are written."""
     train(f"--mock-data --eval-iters 0 --train-iters 1 --save {tmp_path} {LLAMA} --bf16 --lr 1e-5", base=TINY)
-    export_model(tmp_path, tmp_path / "half", build_model, verify=True, say=quiet)
-    export_model(tmp_path, tmp_path / "full", build_model, dtype=torch.float32, verify=True, say=quiet)
+    export_model(tmp_path, tmp_path / "half", build_model, verify=True, log=quiet)
+    export_model(tmp_path, tmp_path / "full", build_model, dtype=torch.float32, verify=True, log=quiet)
     half, full = tensors_of(tmp_path / "half"), tensors_of(tmp_path / "full")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     for name in half:
@@ -120,7 +120,7 @@ def test_the_weights_and_their_type(tmp_path: Path) -> None:
 
 def change_weight(root: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
     """Write the checkpoint under `root` again with another value of one tensor."""
-    model = load_trained_model(build_model, root, say=quiet).model
+    model = load_trained_model(build_model, root, log=quiet).model
     chunks = list(model_chunks(model, lambda info: ()))
     change(next(chunk.flat for chunk in chunks if chunk.name == name))
     config = open_checkpoint(root / "iter_0000001").manifest.config
@@ -134,11 +134,11 @@ def test_weights_that_are_not_finite_are_refused(llama: Path, tmp_path: Path) ->
     change_weight(root, name, lambda weight: weight[7].fill_(1e6))
     said = f"iter_0000001: {name} has values that are NaN or infinite"
     with pytest.raises(UserError, match=rf"{said} as float16 \(it is stored as float32\)$"):
-        export_model(root, tmp_path / "theirs", build_model, dtype=torch.float16, say=quiet)
-    export_model(root, tmp_path / "full", build_model, say=quiet)
+        export_model(root, tmp_path / "theirs", build_model, dtype=torch.float16, log=quiet)
+    export_model(root, tmp_path / "full", build_model, log=quiet)
     change_weight(root, name, lambda weight: weight[7].fill_(float("nan")))
     with pytest.raises(UserError, match=f"{said}$"):
-        export_model(root, tmp_path / "theirs", build_model, say=quiet)
+        export_model(root, tmp_path / "theirs", build_model, log=quiet)
     assert not (tmp_path / "theirs").exists()
 
 
@@ -152,13 +152,13 @@ def test_an_export_whose_logits_differ_is_not_written(
         exporting.json, "dumps", lambda keys, **rest: real(keys | (wrong if "rope_theta" in keys else {}), **rest)
     )
     with pytest.raises(UserError, match="theirs is not written: transformers computes other logits than this model"):
-        export_model(llama, tmp_path / "theirs", build_model, verify=True, say=quiet)
+        export_model(llama, tmp_path / "theirs", build_model, verify=True, log=quiet)
     assert not list(tmp_path.iterdir())
 
 
 def test_shards_and_their_index(llama: Path, tmp_path: Path) -> None:
-    export_model(llama, tmp_path / "one", build_model, say=quiet)
-    done = export_model(llama, tmp_path / "many", build_model, shard_bytes=30_000, say=quiet)
+    export_model(llama, tmp_path / "one", build_model, log=quiet)
+    done = export_model(llama, tmp_path / "many", build_model, shard_bytes=30_000, log=quiet)
     assert (tmp_path / "one" / "model.safetensors").is_file()
     assert not list((tmp_path / "one").glob("*.index.json"))
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -177,7 +177,7 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {TOKENIZER} --vocab-size 640"
     tokenizer = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(TOKENIZER))
     root = save_checkpoint(f"{LLAMA} {flags}", tmp_path / "run", vocab_size=640)
-    export_model(root, tmp_path / "theirs", build_model, say=quiet)
+    export_model(root, tmp_path / "theirs", build_model, log=quiet)
     assert (tmp_path / "theirs" / "tokenizer.json").read_bytes() == (TOKENIZER / "tokenizer.json").read_bytes()
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["eos_token_id"] == build_tokenizer(tokenizer).eod and config["vocab_size"] == 640
@@ -189,16 +189,16 @@ def test_the_target_must_be_free_and_a_failure_leaves_nothing(
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="theirs is not empty; name a folder that is empty or does not exist"):
-        export_model(llama, tmp_path / "theirs", build_model, say=quiet)
+        export_model(llama, tmp_path / "theirs", build_model, log=quiet)
     with pytest.raises(UserError, match="nothing holds no checkpoint"):
-        export_model(tmp_path / "nothing", tmp_path / "b", build_model, say=quiet)
+        export_model(tmp_path / "nothing", tmp_path / "b", build_model, log=quiet)
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(exporting, "write_data_file", full)
     with pytest.raises(UserError, match="No space left on device; nothing is exported"):
-        export_model(llama, tmp_path / "b", build_model, say=quiet)
+        export_model(llama, tmp_path / "b", build_model, log=quiet)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
@@ -210,5 +210,5 @@ def test_a_broken_tensor_is_named(llama: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     said = r"rank_00000.safetensors: the bytes of decoder.layers.1.mlp.linear_fc2.weight .* do not match their checksum"
     with pytest.raises(UserError, match=said):
-        export_model(root, tmp_path / "theirs", build_model, say=quiet)
+        export_model(root, tmp_path / "theirs", build_model, log=quiet)
     assert not (tmp_path / "theirs").exists()

@@ -49,7 +49,7 @@ def change_tensors(folder, change):
 
 def refused(folder, tmp_path, match):
     with pytest.raises(UserError, match=match):
-        import_model(folder, tmp_path / "ours", build_model, say=quiet)
+        import_model(folder, tmp_path / "ours", build_model, log=quiet)
     assert not (tmp_path / "ours").exists()
 
 
@@ -57,10 +57,10 @@ def test_a_folder_of_a_run_is_not_imported_into(folder, tmp_path):
     """Else the run would go on from what was imported."""
     (tmp_path / "run" / "iter_0000020").mkdir(parents=True)
     with pytest.raises(UserError, match=r"run holds checkpoints of a run \(iter_0000020\); name another folder"):
-        import_model(folder, tmp_path / "run", build_model, say=quiet)
+        import_model(folder, tmp_path / "run", build_model, log=quiet)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["iter_0000020"]
     for _ in range(2):  # an import may be made again
-        import_model(folder, tmp_path / "ours", build_model, say=quiet)
+        import_model(folder, tmp_path / "ours", build_model, log=quiet)
 
 
 def test_a_folder_without_config_json_is_told_what_it_should_have(folder, tmp_path):
@@ -122,7 +122,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder, tmp_path):
 
 def test_an_unknown_key_may_be_ignored(folder, tmp_path):
     change_config(folder, strange_key=3)
-    import_model(folder, tmp_path / "ours", build_model, ignored_keys=["strange_key"], say=quiet)
+    import_model(folder, tmp_path / "ours", build_model, ignored_keys=["strange_key"], log=quiet)
 
 
 def test_a_missing_tensor_an_extra_one_and_one_of_numbers_in_few_bits_are_named(folder, tmp_path):
@@ -141,13 +141,13 @@ def test_a_head_that_is_stored_beside_the_embedding_it_is(folder, tmp_path):
     change_config(folder, tie_word_embeddings=True)
     refused(folder, tmp_path, "lm_head.weight and model.embed_tokens.weight differ, but tie_word_embeddings in")
     change_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    import_model(folder, tmp_path / "ours", build_model, say=quiet)
+    import_model(folder, tmp_path / "ours", build_model, log=quiet)
 
 
 def test_constants_of_old_releases_are_left_out_and_told(folder, tmp_path):
     change_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
     said = []
-    import_model(folder, tmp_path / "ours", build_model, say=said.append)
+    import_model(folder, tmp_path / "ours", build_model, log=said.append)
     assert any("left out" in line and "rotary_emb.inv_freq" in line for line in said)
 
 
@@ -157,25 +157,25 @@ def test_weights_that_are_not_finite_are_refused(bad: float, folder: Path, tmp_p
     with pytest.raises(
         UserError, match=r"model.safetensors: model.layers.1.mlp.up_proj.weight has values that are NaN"
     ):
-        import_model(folder, tmp_path / "ours", build_model, say=quiet)
+        import_model(folder, tmp_path / "ours", build_model, log=quiet)
     assert list((tmp_path / "ours").iterdir()) == []
 
 
 def test_weights_that_do_not_fit_the_type_are_refused(folder: Path, tmp_path: Path) -> None:
     change_tensors(folder, lambda t: t["model.layers.1.mlp.up_proj.weight"][3].fill_(1e6))
     with pytest.raises(UserError, match=r"up_proj.weight has values .* as float16 \(it is stored as float32\)"):
-        import_model(folder, tmp_path / "ours", build_model, dtype=torch.float16, say=quiet)
-    import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, say=quiet)
+        import_model(folder, tmp_path / "ours", build_model, dtype=torch.float16, log=quiet)
+    import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, log=quiet)
 
 
 def test_an_import_is_verified_or_removed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: another default of an absent key than transformers has."""
-    done = import_model(folder, tmp_path / "ours", build_model, verify=True, say=quiet)
+    done = import_model(folder, tmp_path / "ours", build_model, verify=True, log=quiet)
     assert done.comparison is not None and done.comparison.difference < 1e-5
     change_config(folder, rms_norm_eps=...)
     monkeypatch.setitem(HUB_DEFAULTS["llama"], "rms_norm_eps", 0.5)
     with pytest.raises(UserError, match=r"theirs: transformers computes other logits than this model"):
-        import_model(folder, tmp_path / "wrong", build_model, verify=True, say=quiet)
+        import_model(folder, tmp_path / "wrong", build_model, verify=True, log=quiet)
     assert not list((tmp_path / "wrong").iterdir())
 
 
@@ -190,20 +190,20 @@ def test_damage_that_shows_while_tensors_are_read_leaves_nothing(folder, tmp_pat
 
     monkeypatch.setattr(importing, "open_folder", open_then_cut)
     with pytest.raises(UserError, match="bytes are missing"):
-        import_model(folder, tmp_path / "ours", build_model, say=quiet)
+        import_model(folder, tmp_path / "ours", build_model, log=quiet)
     assert list((tmp_path / "ours").iterdir()) == []
 
 
 def test_types_are_kept_or_changed(folder, tmp_path):
     change_tensors(folder, lambda t: t.update({name: w.bfloat16() for name, w in t.items() if "mlp" in name}))
     for dtype, expected in ((None, {torch.float32, torch.bfloat16}), (torch.float16, {torch.float16})):
-        saved = import_model(folder, tmp_path / str(dtype), build_model, dtype=dtype, say=quiet).saved
+        saved = import_model(folder, tmp_path / str(dtype), build_model, dtype=dtype, log=quiet).saved
         catalogue = open_checkpoint(saved.folder).catalogue
         assert {found[0].chunk.dtype for found in catalogue.values()} == expected
 
 
 def test_files_of_a_size(folder, tmp_path):
-    saved = import_model(folder, tmp_path / "ours", build_model, file_bytes=50_000, say=quiet).saved
+    saved = import_model(folder, tmp_path / "ours", build_model, file_bytes=50_000, log=quiet).saved
     sizes = [path.stat().st_size for path in saved.folder.glob("*.safetensors")]
     assert len(sizes) > 5 and max(sizes) < 60_000
 
@@ -214,10 +214,10 @@ def test_the_vocabulary_of_the_model_may_be_larger_than_the_tokenizers(folder, t
     rows = torch.randn(2, 640, 64)
     change_tensors(folder, lambda t: t.update({"model.embed_tokens.weight": rows[0], "lm_head.weight": rows[1]}))
     change_config(folder, vocab_size=640)
-    done = import_model(folder, tmp_path / "ours", build_model, say=quiet)
+    done = import_model(folder, tmp_path / "ours", build_model, log=quiet)
     assert done.flags[-2:] == ["--vocab-size", "640"]
     assert (tmp_path / "ours" / "tokenizer" / "tokenizer.json").is_file()
-    trained = load_trained_model(build_model, tmp_path / "ours", say=quiet)
+    trained = load_trained_model(build_model, tmp_path / "ours", log=quiet)
     assert trained.tokenizer.vocab_size == 600
     assert trained.model(torch.tensor([[639, 3]])).shape == (1, 2, 640)
     trained_weight = dict(trained.model.named_parameters())["output_layer.weight"]
@@ -227,14 +227,14 @@ def test_the_vocabulary_of_the_model_may_be_larger_than_the_tokenizers(folder, t
 def test_a_tokenizer_of_more_ids_than_the_model_has_rows(folder, tmp_path):
     shutil.copytree(TOKENIZER, folder, dirs_exist_ok=True)
     said = []
-    done = import_model(folder, tmp_path / "ours", build_model, say=said.append)
+    done = import_model(folder, tmp_path / "ours", build_model, log=said.append)
     assert "NullTokenizer" in done.flags and any("has 600 ids but the model has 99" in line for line in said)
 
 
 def test_what_an_import_wrote_is_begun_from_and_not_gone_on_with(folder, tmp_path, capsys):
     """Every way that the refusal names works."""
     ours = tmp_path / "ours"
-    flags = shlex.join(import_model(folder, ours, build_model, say=quiet).flags)
+    flags = shlex.join(import_model(folder, ours, build_model, log=quiet).flags)
     flags += " --seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --eval-iters 0"
     with pytest.raises(UserError) as refusal:
         train(f"--load {ours} {flags}", base="")
@@ -260,5 +260,5 @@ def test_no_more_than_a_tensor_is_in_memory(folder, tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(importing, "read_tensor", read)
-    import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, say=quiet)
+    import_model(folder, tmp_path / "ours", build_model, dtype=torch.bfloat16, log=quiet)
     assert alive

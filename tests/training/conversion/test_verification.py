@@ -56,7 +56,7 @@ def test_nan_is_a_difference() -> None:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("verified")
     save_checkpoint(f"{LLAMA} --window-size 3,0 --max-position-embeddings 64", folder / "run")
-    export_model(folder / "run", folder / "theirs", build_model, say=lambda sentence: None)
+    export_model(folder / "run", folder / "theirs", build_model, log=lambda sentence: None)
     return folder
 
 

@@ -80,7 +80,7 @@ def bytes_of_a_real_run(config: PretrainConfig, rank: int = 0) -> int:
 
 def kept(entry: RankMemory) -> int:
     """Bytes that stay from step to step."""
-    return entry.memory.total - entry.memory.transient
+    return entry.memory.total - entry.memory.gathered
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_what_passes_within_a_step_is_what_real_ranks_have_at_their_most() -> No
     real = run_on_ranks(bytes_that_pass, 4, PASSING)
     for number, flags in enumerate(PASSING):
         for rank, entry in enumerate(held(configured(f"{TRAINED} {flags}", ranks=4))):
-            assert real[rank][number] <= entry.memory.transient <= 1.1 * real[rank][number], (flags, rank)
+            assert real[rank][number] <= entry.memory.gathered <= 1.1 * real[rank][number], (flags, rank)
 
 
 def test_every_megatron_lm_command_that_is_accepted_builds_its_model_on_every_rank() -> None:

@@ -117,10 +117,10 @@ def test_stages_that_are_balanced_by_cost_are_told() -> None:
 @pytest.mark.parametrize(
     ("flags", "column"), [("--use-torch-fsdp2", True), ("--use-distributed-optimizer", False), ("", False)]
 )
-def test_what_passes_has_a_column_where_there_is_any(flags: str, column: bool) -> None:
+def test_gathered_units_have_a_column_if_there_are_any(flags: str, column: bool) -> None:
     lines = report(flags)
     titles = next(line for line in lines if line.split()[:1] == ["rank"])
-    assert ("transient" in titles) == column == any("for gathered units" in line for line in lines)
+    assert ("gathered units" in titles) == column == any("for gathered units" in line for line in lines)
 
 
 def test_sizes_and_stages_in_words() -> None:

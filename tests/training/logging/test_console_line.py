@@ -38,6 +38,7 @@ def test_line_with_every_part():
         throughput_tflops=401.23,
         energy_joules=512.34,
         power_watts=700.0,
+        decoupled_learning_rate=2e-4,
         losses={"lm loss": 1.0, "sop loss": 0.5},
         loss_scale=65536.0,
         num_zeros=17,
@@ -49,7 +50,8 @@ def test_line_with_every_part():
         " [2026-01-02 03:04:05.000678] iteration      100/  500000 | consumed samples:         1600 | "
         "skipped samples:           32 | elapsed time per iteration (ms): 123.5 | "
         "throughput per GPU (TFLOP/s/GPU): 401.2 | energy per GPU (J/iter/GPU): 512.3 | power per GPU (W/GPU): 700.0 | "
-        "learning rate: 1.500000E-04 | global batch size:    16 | lm loss: 1.000000E+00 | sop loss: 5.000000E-01 | "
+        "learning rate: 1.500000E-04 | decoupled learning rate: 2.000000E-04 | global batch size:    16 | "
+        "lm loss: 1.000000E+00 | sop loss: 5.000000E-01 | "
         "loss scale: 65536.0 | grad norm: 2.346 | num zeros: 17 | params norm: 88.889 | "
         "number of skipped iterations:   3 | number of nan iterations:  12 |"
     )

@@ -21,6 +21,7 @@ def record(log):
             consumed_samples=4 * iteration,
             global_batch_size=4,
             learning_rate=0.1,
+            decoupled_learning_rate=0.2,
             loss_scale=2.0,
             grad_norm=0.5,
             num_zeros=3,
@@ -42,6 +43,7 @@ def scalars(choices):
 def test_megatron_lm_tags_and_values():
     found = scalars(TagChoices())
     steps = {"lm loss", "learning-rate", "grad-norm", "loss-scale", "batch-size", "num-zeros", "params-norm"}
+    steps |= {"decoupled-learning-rate"}
     assert {tag for tag in found if not tag.endswith(" vs samples")} == steps | {
         "lm loss validation",
         "throughput",

@@ -86,9 +86,12 @@ def test_copies_for_each_expert_are_counted(plans: list[Any]) -> None:
 
 
 def test_dropped_choices_are_not_sent(plans: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = torch.tensor([[True, True], [False, True], [False, False]])
+    monkeypatch.setattr(MoEFlexTokenDispatcher, "of_all_ranks", lambda self, rows: torch.cat([rows, 0 * rows]))
+    kept = torch.tensor([[False, True], [False, True], [False, False]])
     plan = plans[0].at.plan(routing(0, kept))
     assert plan.wanted.tolist() == [[True, False], [False, True], [False, False]]
+    plan.start_dispatch(torch.zeros(3, 3, dtype=torch.float64))
+    assert plan.numbers.tolist() == [[-1, 1], [-1, 1]]
 
 
 def test_one_rank_uses_the_plain_exchange() -> None:

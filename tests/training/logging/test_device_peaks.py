@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.training.logging.flops import peak_of_device_name, peak_tflops
+from megatron.training.logging.device_peaks import peak_of_device_name, peak_tflops
 
 
 def test_peaks_are_dense_and_unknown_devices_have_none():
