@@ -64,6 +64,7 @@ def build_log(
         ),
         per_layer=transformer.moe_per_layer_logging,
         timers=timers,
+        reports_memory=environment.device.type == "cuda" and not (groups.rank("dp") or groups.rank("cp")),
     )
 
 

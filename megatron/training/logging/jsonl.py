@@ -9,7 +9,7 @@ Kinds of lines, told apart by their keys:
 
 Every iteration has a training line with its own values. Three kinds of values are means over the interval between two
 log lines: the speed; the values that layers report and the times of --timing-log-level ("optimizer ms"), which stand in
-the line of the interval's last iteration.
+the line of the interval's last iteration. That line also has the memory of the rank that logs, and the time left.
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.training.logging.console_line import perplexity
+from megatron.training.logging.memory import MemoryReport
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 
 
@@ -125,12 +126,23 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "tokens per second": speed.tokens_per_second,
         "throughput (TFLOP/s/GPU)": speed.tflops_per_device,
         "mfu": speed.mfu,
+        "seconds left": step.seconds_left,
+        **({} if step.memory is None else _memory(step.memory)),
         **{f"{name} ms": seconds * 1000.0 for name, seconds in step.times.items()},
     }
     line = {key: value for key, value in line.items() if value is not None}
     if not step.applied:
         line["skipped"] = True
     return line
+
+
+def _memory(report: MemoryReport) -> dict[str, float | None]:
+    found = {
+        "host memory (MB)": report.host_resident,
+        "device memory (MB)": report.device_allocated,
+        "peak device memory (MB)": report.device_peak_allocated,
+    }
+    return {name: None if count is None else round(count / 2**20, 1) for name, count in found.items()}
 
 
 def validation_line(record: ValidationRecord) -> dict[str, Any]:

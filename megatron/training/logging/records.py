@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from megatron.training.logging.memory import MemoryReport
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -32,6 +34,10 @@ class StepRecord:
     times: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the parts of an iteration, on the rank that took longest: means over the iterations since the last
     record that has any. Empty unless --timing-log-level asks for them."""
+    memory: MemoryReport | None = None
+    """Memory of the rank that logs, in the record of an interval's last iteration."""
+    seconds_left: float | None = None
+    """Time until the last iteration at the speed of the interval, without evaluations and saves; likewise."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel import runner
 from megatron.core.timers import Timers
 from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
+from megatron.training.logging.memory import memory_report
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
@@ -56,6 +57,7 @@ class TrainingLog:
         layers: reads the values that layers report; None: they report nothing.
         per_layer: also write their values layer by layer.
         timers: the parts of a step, which are read with each log line.
+        reports_memory: print the memory of this rank after the first line, when every buffer of a step exists.
         now: returns the wall time for the line's timestamp.
     """
 
@@ -74,6 +76,7 @@ class TrainingLog:
         layers: LayerReports | None = None,
         per_layer: bool = False,
         timers: Timers | None = None,
+        reports_memory: bool = False,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
@@ -88,10 +91,12 @@ class TrainingLog:
         self.layers = layers
         self.per_layer = per_layer
         self.timers = timers or Timers(0, "max")
+        self._reports_memory = reports_memory
         self._now = now
         self._since_line = StepClock()
         self._since_flush = StepClock()
         self._first: int | None = None
+        self._iteration = 0
         self._line_samples = self._iterations_since_line = 0
 
     def start(self, iteration: int) -> None:
@@ -110,6 +115,7 @@ class TrainingLog:
         """
         assert self._first is not None, "start() comes first"
         self.metrics.record(iteration, reports, **values)
+        self._iteration = iteration
         self._iterations_since_line += 1
         for writer in self.writers:
             writer.progress(iteration)
@@ -151,10 +157,11 @@ class TrainingLog:
         for writer in self.writers:
             writer.close()
 
-    def _read(self, *, reset: bool, times: Mapping[str, float] | None = None) -> MetricsInterval:
+    def _read(self, *, reset: bool, **of_last: Any) -> MetricsInterval:
+        """Reads what was recorded and writes it to files. `of_last` are further values of the last iteration."""
         interval = self._with_layers(self.metrics.collect(reset=reset), reset)
-        if times and interval.steps:
-            last = dataclasses.replace(interval.steps[-1], times=times)
+        if of_last and interval.steps:
+            last = dataclasses.replace(interval.steps[-1], **of_last)
             interval = dataclasses.replace(interval, steps=(*interval.steps[:-1], last))
         seconds = self._since_flush.seconds()
         if interval.steps:
@@ -181,7 +188,9 @@ class TrainingLog:
     def _line(self, *, reset: bool, skipped_samples: int) -> tuple[NonFinite, ...]:
         times, iterations = self._times(reset), self._iterations_since_line
         longest = {name: max(seconds) / iterations for name, seconds in times.items() if max(seconds) > 0.0}
-        interval = self._read(reset=reset, times=longest)
+        left = (self.train_iters - self._iteration) * self._since_line.seconds() / iterations
+        memory = memory_report(self.metrics.device) if self.writers else None
+        interval = self._read(reset=reset, times=longest, memory=memory, seconds_left=left)
         last = interval.last
         assert last is not None
         rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)
@@ -209,6 +218,10 @@ class TrainingLog:
         )
         for writer in self.writers:
             writer.line(record)
+        if self._reports_memory:
+            self._reports_memory = False
+            rank, report = self.metrics.rank, memory_report(self.metrics.device)
+            print(f"[Rank {rank}] (after {last.iteration} iterations) {report}", flush=True)
         if reset:
             self._since_line.restart()
             self._line_samples = self._iterations_since_line = 0

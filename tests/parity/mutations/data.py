@@ -5,7 +5,7 @@ from parity.mutations.mutation import Mutation
 DATA = [
     Mutation(
         "reduced-in-bf16",
-        "gradients are always reduced in bfloat16, whatever the flag says",
+        "gradients are always reduced in bfloat16, also without the flag",
         "core/distributed/buckets.py",
         "return unit.plan.main_dtype if reduce_in_main_dtype else unit.plan.dtype",
         "return torch.bfloat16",

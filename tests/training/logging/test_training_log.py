@@ -93,6 +93,29 @@ def test_times_of_the_parts_of_a_step(tmp_path):
     assert times == [pytest.approx(10.0), pytest.approx(15.0), None, pytest.approx(35.0)]
 
 
+def test_a_line_of_the_file_at_each_log_line_has_memory_and_time_left(tmp_path):
+    log = make_log(tmp_path / "metrics.jsonl", Lines(), log_interval=2)
+    time = [0.0]
+    log._since_line._now = log._since_flush._now = lambda: time[0]
+    log.start(0)
+    for iteration in range(1, 5):
+        time[0] += 3.0
+        take_steps(log, iteration, iteration)
+    log.close()
+    training = read_metrics(tmp_path / "metrics.jsonl").training
+    assert [line.get("seconds left") for line in training] == [27.0, 24.0, None, 18.0]  # of 10 iterations
+    assert [line.get("host memory (MB)", 0) > 10 for line in training] == [True, True, False, True]
+    assert "device memory (MB)" not in training[0]
+
+
+def test_the_memory_of_a_rank_is_printed_once(tmp_path, capsys):
+    log = make_log(tmp_path / "metrics.jsonl", Lines(), log_interval=1, reports_memory=True)
+    log.start(10)
+    take_steps(log, 11, 12)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("[Rank 0] (after 11 iterations) memory (MB) | host: ")
+
+
 def test_an_interval_of_one_never_averages_two_iterations(tmp_path):
     writer = Lines()
     log = make_log(tmp_path / "metrics.jsonl", writer, log_interval=1)
