@@ -102,8 +102,8 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         if missing:
             raise UserError(
                 f"--tokenizer-type {tokenizer_name(self.tokenizer)}: has no token {', '.join(missing)}, which "
-                f"{needed_by} needs{remedy}; BertWordPieceLowerCase and BertWordPieceCase have all, and a "
-                "HuggingFaceTokenizer has those that its tokenizer_config.json names"
+                f"{needed_by} needs; BertWordPieceLowerCase and BertWordPieceCase have all, and a HuggingFaceTokenizer "
+                f"has those that its tokenizer_config.json names{remedy}"
             )
         if not hasattr(self.tokenizer, "inv_vocab"):
             raise UserError(
@@ -241,24 +241,30 @@ class MaskedWordPieceDataset(MegatronDataset):
             self._refuse_unusable(found, boundaries)
             built = build_sample_map(boundaries, lengths, found.usable, self._plan)
             counts = [found.too_few_sentences, found.too_long_sentence, built.num_tokens, built.cut_tokens]
+            counts.append(built.num_epochs)
             return {"sample_index": built.rows, "counts": np.array(counts, np.int64)}
 
         def fits(arrays: Arrays) -> bool:
             rows, counts = (arrays[name] for name in _INDICES)
-            return rows.ndim == 2 and rows.shape[1] == 3 and rows.dtype.kind == "u" and counts.shape == (4,)
+            return rows.ndim == 2 and rows.shape[1] == 3 and rows.dtype.kind == "u" and counts.shape == (5,)
 
         arrays = self.load_or_build_indices(_INDICES, fits, build)
-        self._log_left_out(*arrays["counts"].tolist())
+        self._log_use(*arrays["counts"].tolist())
         return arrays["sample_index"]
 
-    def _log_left_out(self, too_few: int, too_long: int, tokens: int, cut: int) -> None:
-        """Prints how much of the data is not used."""
+    def _log_use(self, too_few: int, too_long: int, tokens: int, cut: int, epochs: int) -> None:
+        """Prints how much of the data is not used, and how often the rest is."""
         for number, what in (
             (too_few, f"with fewer than {self.config.min_sentences} sentences"),
             (too_long, f"with a sentence of more than {LONGEST_SENTENCE} tokens"),
         ):
             if number:
                 warn_on_first_rank(f"{self._label()}: {number} documents {what} are not used")
+        if epochs > 1:
+            warn_on_first_rank(
+                f"{self._label()}: {self.num_samples} samples are requested, which are made in {epochs} epochs over "
+                "its documents"
+            )
         if cut:
             warn_on_first_rank(
                 f"{self._label()}: samples are made of whole sentences, and {cut / tokens:.1%} of the tokens are cut "

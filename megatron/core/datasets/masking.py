@@ -55,7 +55,7 @@ def draw_spans(
     random.shuffle(order)
     masked: set[int] = set()
     for start in order.tolist():
-        if len(masked) >= most:
+        if len(masked) + 1 > most:
             return
         length = lengths.draw()
         span = _join(words, start, length)

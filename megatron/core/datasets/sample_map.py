@@ -58,6 +58,8 @@ class SampleMap:
     """Number of tokens in the sentences of all samples."""
     cut_tokens: int
     """Number of them beyond the target length of their sample."""
+    num_epochs: int
+    """Number of times that the samples walk through the documents."""
 
 
 def find_usable_documents(boundaries: np.ndarray, lengths: np.ndarray, min_sentences: int) -> UsableDocuments:
@@ -76,15 +78,15 @@ def build_sample_map(boundaries: np.ndarray, lengths: np.ndarray, usable: np.nda
     assert plan.max_tokens >= 2, "shorter sequences are refused earlier"
     rows = np.empty((0, 3), np.uint64 if len(lengths) > np.iinfo(np.uint32).max else np.uint32)
     if not usable.any():
-        return SampleMap(rows, 0, 0)
+        return SampleMap(rows, 0, 0, 0)
     wanted, most_epochs = (_UNLIMITED, 1) if plan.num_samples is None else (plan.num_samples, _MOST_EPOCHS)
     numbers = (plan.min_sentences, plan.max_tokens, _short_ratio(plan.short_sequence_probability), plan.seed)
     arguments = (boundaries, lengths, usable, *numbers, wanted, most_epochs)
-    count, tokens, cut = _pack_sentences(*arguments, rows)
+    count, tokens, cut, epochs = _pack_sentences(*arguments, rows)
     rows = np.empty((count, 3), rows.dtype)
     _pack_sentences(*arguments, rows)
     _shuffle_rows(rows, plan.seed + 1)
-    return SampleMap(rows, tokens, cut)
+    return SampleMap(rows, tokens, cut, epochs)
 
 
 def _short_ratio(probability: float) -> int:
@@ -124,15 +126,14 @@ def _pack_sentences(
     num_samples: int,
     most_epochs: int,
     rows: np.ndarray,
-) -> tuple[int, int, int]:
-    """Returns the numbers of samples, of their tokens and of tokens that are cut off. Writes the samples into `rows`
-    unless it is empty."""
+) -> tuple[int, int, int, int]:
+    """Returns the numbers of samples, of their tokens, of tokens that are cut off, and of epochs. Writes the samples
+    into `rows` unless it is empty."""
     twister = _seeded_32(seed)
     writes = rows.shape[0] > 0
-    row, all_tokens, cut = 0, 0, 0
-    for _ in range(most_epochs):
-        if row >= num_samples:
-            break
+    row, all_tokens, cut, epochs = 0, 0, 0, 0
+    while epochs < most_epochs and row < num_samples:
+        epochs += 1
         for document in range(usable.shape[0]):
             if not usable[document]:
                 continue
@@ -154,7 +155,7 @@ def _pack_sentences(
                     first = sentence + 1
                     target = _draw_target(twister, max_tokens, short_ratio)
                     tokens, sentences = 0, 0
-    return row, all_tokens, cut
+    return row, all_tokens, cut, epochs
 
 
 @compiled

@@ -17,6 +17,10 @@ from megatron.core.datasets.masking import draw_spans, words_of
 from megatron.core.exceptions import UserError
 
 _TOKENS = {"bos": "[BOS]", "eos": "[EOS]", "pad": "[PAD]"}
+_HUGGING_FACE = (
+    '. Hugging Face\'s T5 begins the decoder\'s text with its padding token, which "bos_token": "<pad>" in '
+    "tokenizer_config.json says"
+)
 _NO_LABEL = -1
 
 
@@ -34,7 +38,7 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         super().__post_init__()
         self.sequence_length_encoder = self.sequence_length
         self.refuse_missing(["sequence_length_decoder"])
-        self.refuse_tokenizer_without(_TOKENS, "T5")
+        self.refuse_tokenizer_without(_TOKENS, "T5", _HUGGING_FACE)
         if self.max_tokens < 2:
             raise UserError(
                 f"--encoder-seq-length {self.sequence_length}: a sample of T5 has at least two tokens; give 4 or more"

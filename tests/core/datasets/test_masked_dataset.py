@@ -132,6 +132,7 @@ def test_what_is_left_out_is_counted(build, write_documents, tmp_path, caplog):
     assert "1 documents with fewer than 2 sentences are not used" in said
     assert "1 documents with a sentence of more than 512 tokens are not used" in said
     assert "27.5% of the tokens are cut off" in said  # 11 of 40
+    assert "5 samples are requested, which are made in 5 epochs over its documents" in said
 
 
 WRONG = [
@@ -159,7 +160,7 @@ def test_impossible_values_are_refused(kind, changes, sentence, build):
 WITHOUT = [
     (BERT, {"mask": None}, r"has no token \[MASK\], which BERT needs"),
     (BERT, {"cls": -1, "pad": None}, r"has no token \[CLS\], \[PAD\], which BERT needs"),
-    (T5, {"bos": None}, r"has no token \[BOS\], which T5 needs"),
+    (T5, {"bos": None}, r"has no token \[BOS\], which T5 needs.*padding token, which \"bos_token\": \"<pad>\" in"),
     (T5, {"additional_special_tokens_ids": []}, "has 0 sentinels <extra_id_i>; T5 needs one for each masked span"),
 ]
 

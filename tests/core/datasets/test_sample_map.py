@@ -46,10 +46,11 @@ def walk(boundaries, lengths, plan):
         number = next(draw) if ratio else 1
         return 2 + number % (plan.max_tokens - 1) if ratio and number % ratio == 0 else plan.max_tokens
 
-    rows = []
+    rows, epochs = [], 0
     for _ in range(1 if plan.num_samples is None else 10**6):
         if plan.num_samples is not None and len(rows) >= plan.num_samples:
             break
+        epochs += 1
         for first, end in itertools.pairwise(boundaries.tolist()):
             sentences = lengths[first:end].tolist()
             if len(sentences) < max(1, plan.min_sentences) or (len(sentences) > 1 and max(sentences) > 512):
@@ -65,7 +66,7 @@ def walk(boundaries, lengths, plan):
     for i in range(len(rows) - 1, 0, -1):
         j = next(draw) % (i + 1)
         rows[i], rows[j] = rows[j], rows[i]
-    return np.array(rows).reshape(-1, 3)
+    return np.array(rows).reshape(-1, 3), epochs
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -87,9 +88,10 @@ def test_a_map_equals_the_walk(seed):
         assert build_sample_map(boundaries, lengths, found.usable, plan).rows.shape == (0, 3)
         return
     built = build_sample_map(boundaries, lengths, found.usable, plan)
-    expected = walk(boundaries, lengths, plan)
+    expected, epochs = walk(boundaries, lengths, plan)
     assert np.array_equal(built.rows, expected) and built.rows.dtype == np.uint32
     samples = [(int(lengths[first:end].sum()), target) for first, end, target in expected.tolist()]
+    assert built.num_epochs == epochs
     assert built.num_tokens == sum(tokens for tokens, _ in samples)
     assert built.cut_tokens == sum(max(0, tokens - target) for tokens, target in samples)
     filled = np.count_nonzero(sentences)
