@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pretrain_bert
 from megatron.core.config_fields import describe_problem
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
@@ -51,9 +52,13 @@ def without(flag: str) -> str:
 
 
 def megatron_lm_commands() -> list[dict[str, str]]:
-    """Returns the commands of Megatron-LM's examples, each as `source` and `command`."""
+    """Returns the commands of Megatron-LM's examples, each as `source`, `entry` (its script) and `command`."""
     file = Path(__file__).parents[1] / "data/flags/megatron_lm_commands.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+ENTRY_DEFAULTS: dict[str, dict[str, str]] = {"pretrain_bert.py": pretrain_bert.DEFAULTS}
+"""What the command line means by default in an entry script, by its name."""
 
 
 def smallest_world(argv: list[str]) -> int:

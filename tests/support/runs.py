@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -175,11 +175,12 @@ def train(
     base: str = TINY,
     before: Callable[[Trainer], None] = lambda run: None,
     seconds_ago: float = 0.0,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Trains with these flags on this process's rank. `before` may change the run after its setup. The program counts
-    as started `seconds_ago`."""
+    as started `seconds_ago`. `defaults` are those of the entry script, as for `pretrain(args_defaults=...)`."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    config = configure(f"{base} {flags}".split(), launch_environment=LaunchEnvironment(world, False))
+    config = configure(f"{base} {flags}".split(), None, defaults, launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
         outcome.decision = training.run_pretraining(config, pieces, time.monotonic() - seconds_ago)

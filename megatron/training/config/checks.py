@@ -263,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     _gradient_types,
     _library,
     model_families.masked_words,
+    model_families.bert,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
     parallel_checks.sequence_length,

@@ -83,8 +83,9 @@ class ModelConfig:
     """Draw initial weights from a uniform distribution with bounds from their shapes (Glorot and Bengio 2010), instead
     of a normal distribution."""
 
-    spec: list[str] | None = not_yet(None, nargs="*")
-    """Python module and function that return the layer specification."""
+    spec: list[str] | None = flag(None, nargs="*", supported=[None, ["local"]], families=["bert", "t5"])
+    """BERT and T5: layers as which module and object say, or, as one word, `local`, which is what is built without the
+    flag too."""
 
     # Vocabulary ------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,30 @@ def test_samples_that_cannot_be_made(family: str, flags: str, base: str, problem
     assert len(error.value.problems) == 1 and error.value.problems[0].startswith(problem), error.value.problems
 
 
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--calculate-per-token-loss", "--calculate-per-token-loss: the order of two segments has a loss per sample"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: BERT predicts no token further ahead"),
+        ("--multi-latent-attention", "--multi-latent-attention: not yet for BERT"),
+        ("--spec my.module layers", "--spec my.module layers: not yet; what works so far is local"),
+    ],
+)
+def test_what_bert_does_not_have(flags: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        configured("bert", flags)
+    assert any(line.startswith(problem) for line in error.value.problems), error.value.problems
+    configured("gpt", "--calculate-per-token-loss")
+    configured("bert", "--calculate-per-token-loss --bert-no-binary-head --spec local")
+
+
+def test_context_parallelism_is_refused_by_name_for_bert() -> None:
+    words = f"{DATA} --context-parallel-size 2".split()
+    environment = LaunchEnvironment(2, False)
+    with pytest.raises(ConfigurationError, match="--context-parallel-size 2: not yet for BERT"):
+        configure(words, args_defaults={"model_family": "bert"}, launch_environment=environment)
+
+
 def test_a_flag_of_another_family_has_no_effect() -> None:
     flags = "--mask-prob 0.2 --decoder-seq-length 16 --bert-no-binary-head --eod-mask-loss"
 

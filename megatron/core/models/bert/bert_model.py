@@ -47,7 +47,7 @@ class BertModel(LanguageModule):
         fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = "learned_absolute",
         rotary_percent: float = 1.0,
         seq_len_interpolation_factor: float | None = None,
         add_binary_head: bool = True,
@@ -61,7 +61,10 @@ class BertModel(LanguageModule):
         super().__init__(config, pg_collection)
         if return_embeddings:
             raise UserError("not yet: return_embeddings of a BertModel; leave it False")
-        self._check(position_embedding_type)
+        if position_embedding_type not in ("learned_absolute", "rope", "none"):
+            known = "learned_absolute, rope and none work"
+            raise UserError(f"position_embedding_type {position_embedding_type}: not for BERT; {known}")
+        self._check()
         tp_group = self.pg_collection.tp
         self.vocab_size: int = getattr(vocab_size, "unpadded", vocab_size)
         if self.vocab_size != vocab_size and vocab_padding_multiple is None:
@@ -189,10 +192,8 @@ class BertModel(LanguageModule):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def _check(self, position_embedding_type: str) -> None:
-        """Raises UserError for what this model does not have."""
-        if position_embedding_type not in ("learned_absolute", "rope"):
-            raise UserError(f"position_embedding_type {position_embedding_type}: BERT takes learned_absolute or rope")
+    def _check(self) -> None:
+        """Raises UserError for settings that this model does not have."""
         if self.pg_collection.size("cp") > 1:
             raise UserError(
                 f"not yet: context_parallel_size {self.pg_collection.size('cp')} with BERT, whose tokens attend to "

@@ -88,7 +88,7 @@ def test_a_stage_hands_hidden_states_on() -> None:
     ("options", "said"),
     [
         ({"return_embeddings": True}, "not yet: return_embeddings"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type alibi: BERT takes learned_absolute or rope"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type alibi: not for BERT; learned_absolute"),
         ({"settings": config(mtp_num_layers=1)}, "mtp_num_layers 1: BERT predicts no token further ahead"),
         (
             {"pg_collection": ProcessGroupCollection.from_grid(RankGrid(2, context=2), 0)},

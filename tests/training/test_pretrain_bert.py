@@ -1,0 +1,105 @@
+"""pretrain_bert.py: its loss, whole runs from flags in several layouts, checkpoints, and Megatron-LM's commands."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_lines import ENTRY_DEFAULTS, megatron_lm_commands, smallest_world
+from support.processes import run_on_ranks
+from support.runs import Outcome, differences, logger_of, state_at_end, state_at_start, stream, train
+
+import pretrain_bert
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.dry_run.rank_memory import rank_memory
+from megatron.training.providers import Providers
+from megatron.training.tokenizer.null import NullTokenizer
+
+CORPUS = Path(__file__).parents[1] / "data" / "golden" / "corpus"
+PROVIDERS = Providers(pretrain_bert.build_model, pretrain_bert.build_datasets, pretrain_bert.build_forward_step)
+BASE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 4 --lr 1e-2 --fp64 --num-workers 0 --log-interval 1 "
+    f"--eval-interval 4 --eval-iters 1 --vocab-file {CORPUS}/bert/vocab.txt --split 80,10,10 "
+    f"--data-path {CORPUS}/pp/bert_body_document"
+)
+
+
+def runs(flags: list[str], folder: str) -> list[Outcome]:
+    """Trains each on this rank."""
+    base = f"{BASE} --data-cache-path {folder}"
+    return [train(each, PROVIDERS, base=base, defaults=pretrain_bert.DEFAULTS) for each in flags]
+
+
+def test_the_loss_is_the_sum_of_two_means_over_the_micro_batch() -> None:
+    losses = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0], [64.0, 64.0, 64.0]])
+    mask = torch.tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]])
+    in_order = torch.tensor([[0.0, 2.0], [1.0, 0.0], [5.0, 5.0]])
+    swapped = torch.tensor([1, 1, -1])  # the third row fills up the batch
+    loss, report = pretrain_bert.loss_func(mask, swapped, (losses, in_order))
+    order = torch.logsumexp(in_order[:2], 1) - in_order[:2, 1]
+    assert torch.allclose(loss, torch.tensor(21.0 / 3) + order.mean())
+    assert report["lm loss"].tolist() == [21.0, 3.0] and torch.allclose(report["sop loss"][0], order.sum())
+    assert report["sop loss"][1] == 2
+    total, count, report = pretrain_bert.loss_func(mask, swapped, (losses, None))
+    assert (total, count) == (21.0, 3) and report.keys() == {"lm loss"}
+    nothing, _ = pretrain_bert.loss_func(mask * 0, swapped * 0 - 1, (losses, in_order))
+    assert nothing == 0.0
+
+
+LAYOUTS = {
+    "TP with SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "VPP": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
+    "ZeRO-3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+}
+
+
+def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:
+    several = run_on_ranks(runs, 2, list(LAYOUTS.values()), str(tmp_path))
+    for ranks, name in zip(zip(*several, strict=True), LAYOUTS, strict=True):
+        (alone,) = runs(["--num-layers 4" if name == "VPP" else ""], str(tmp_path))
+        assert stream(ranks) == stream([alone]), name
+        for one, other in zip(alone.steps, logger_of(ranks).steps, strict=True):
+            assert one.losses.keys() == {"lm loss", "sop loss"}
+            assert all(abs(one.losses[key] - other.losses[key]) < 1e-10 for key in one.losses), name
+        start, end = state_at_start([alone]), state_at_end([alone])
+        assert not differences(start, state_at_start(ranks)), name
+        found = state_at_end(ranks)
+        assert found.keys() == end.keys() and all((found[key] - end[key]).abs().max() < 1e-9 for key in end), name
+
+
+def test_a_checkpoint_resumes_to_the_bit_and_another_layout_loads_it(tmp_path: Path) -> None:
+    saved = f"--save {tmp_path}/kept --save-interval 2 --train-iters"
+    straight, first, second = runs(
+        ["", f"{saved} 2 --lr-decay-iters 4", f"--load {tmp_path}/kept"], str(tmp_path / "cache")
+    )
+    assert len(first.steps) == len(second.steps) == 2
+    assert not differences(straight.at_end, second.at_end)
+    split = f"--load {tmp_path}/kept --tensor-model-parallel-size 2"
+    ranks = [outcomes[0] for outcomes in run_on_ranks(runs, 2, [split], str(tmp_path / "cache"))]
+    assert not differences(state_at_end([first]), state_at_start(ranks))
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--bert-no-binary-head --calculate-per-token-loss --bf16"])
+def test_a_run_in_half_precision_learns(flags: str, tmp_path: Path) -> None:
+    base = f"{BASE} --data-cache-path {tmp_path}".replace("--fp64", flags)
+    outcome = train("--train-iters 12", PROVIDERS, base=base, defaults=pretrain_bert.DEFAULTS)
+    assert outcome.losses[-1] < outcome.losses[0] - 0.3
+    assert ("sop loss" in outcome.steps[0].losses) == ("--bert-no-binary-head" not in flags)
+
+
+COMMANDS = [row for row in megatron_lm_commands() if row["entry"] == "pretrain_bert.py"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
+def test_megatron_lm_commands_build_their_model_on_every_rank(command: dict[str, Any]) -> None:
+    words = shlex.split(command["command"])
+    environment = LaunchEnvironment(smallest_world(words), True)
+    config = configure(words, None, ENTRY_DEFAULTS["pretrain_bert.py"], launch_environment=environment)
+    # Kernels are the affair of a machine with GPUs; what ranks hold does not depend on them.
+    config.transformer.attention_backend = AttnBackend.auto
+    assert config.tokenizer.family == "BertWordPieceLowerCase"
+    assert len(rank_memory(config, PROVIDERS, NullTokenizer(1000, None, None), 1024)) == config.world_size
