@@ -11,18 +11,34 @@ The functions of such a script are in megatron.training.training; they act on th
 
 import atexit
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import Arguments, config_of_command_line, validate_args
 from megatron.training.launch.environment import process_environment
+from megatron.training.launch.errors import end_process
 from megatron.training.providers import warn_unused
 from megatron.training.setup.set_up import start_run
 
 _resources = contextlib.ExitStack()
 """What the started run closes when another run starts or the program ends."""
-atexit.register(_resources.close)
+
+
+def _close_at_exit() -> None:
+    """Closes the run. After an uncaught exception among several ranks the process ends at once, as `pretrain` does."""
+    atexit.unregister(_close_at_exit)
+    failed = getattr(sys, "last_value", None) is not None  # set by the interpreter
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    _resources.close()
+    if failed and several:
+        end_process(1)
+
+
+atexit.register(_close_at_exit)
 
 
 def initialize_megatron(

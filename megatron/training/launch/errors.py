@@ -83,10 +83,16 @@ def end_process_at_exit(error: BaseException) -> None:
 
     def end() -> None:
         atexit.unregister(end)
-        atexit._run_exitfuncs()  # those that were registered before this one, and would come after it
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by the program
-                stream.flush()
-        os._exit(code)
+        end_process(code)
 
     atexit.register(end)
+
+
+def end_process(code: int) -> None:
+    """Runs the remaining exit functions, flushes the output and ends the process with this exit code. For functions
+    that `atexit` calls; the caller unregisters itself first."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed by its reader, or by the program
+            stream.flush()
+    os._exit(code)
