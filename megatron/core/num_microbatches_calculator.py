@@ -4,7 +4,9 @@ The library and the app use `BatchSchedule`. The functions below it are Megatron
 schedule. Nothing in the library calls them.
 """
 
+import itertools
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +32,37 @@ class RampUp:
         return min(final, self.start + int(consumed_samples / samples_per_increment) * self.increment)
 
 
+@dataclass(frozen=True)
+class BatchSteps:
+    """--step-batch-size-schedule: the global batch size changes at given numbers of consumed samples."""
+
+    steps: tuple[tuple[int, int], ...]
+    """Pairs of consumed samples and the batch size from there on, in ascending order, the first at 0."""
+
+    @classmethod
+    def parse(cls, text: str, seq_length: int) -> "BatchSteps":
+        """Reads TOKENS:SIZE pairs, such as "0:384 200B:768", where K, M, B and T stand for thousands to trillions.
+
+        Raises UserError for another form, or if tokens or sizes are not in order.
+        """
+        steps = []
+        for pair in text.split():
+            found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", pair)
+            if found is None:
+                raise UserError(f"{pair}: expected TOKENS:SIZE, such as 200B:768")
+            tokens = round(float(found[1]) * 1000 ** " KMBT".index(found[2] or " "))
+            steps.append((-(-tokens // seq_length), int(found[3])))
+        if not steps or steps[0][0] != 0 or min(size for _, size in steps) < 1:
+            raise UserError("the first pair must begin at 0 tokens, and each size must be at least 1")
+        if any(later[0] <= sooner[0] for sooner, later in itertools.pairwise(steps)):
+            raise UserError(f"the numbers of tokens must grow by at least one sample of {seq_length} from pair to pair")
+        return cls(tuple(steps))
+
+    def size(self, consumed_samples: int, final: int) -> int:
+        """Returns the global batch size after `consumed_samples`."""
+        return next(size for start, size in reversed(self.steps) if start <= consumed_samples)
+
+
 @dataclass
 class BatchSchedule:
     """The global batch size over a run. Raises UserError for a size that is no multiple of micro-batch size x data
@@ -38,7 +71,7 @@ class BatchSchedule:
     final_global_batch_size: int
     micro_batch_size: int
     data_parallel_size: int
-    rampup: RampUp | None = None
+    rampup: RampUp | BatchSteps | None = None
     decrease_if_needed: bool = False
     """Round a global batch size that does not divide evenly down instead of refusing it."""
     scheduled_global_batch_size: int = field(init=False)
@@ -50,24 +83,22 @@ class BatchSchedule:
         for name in ("final_global_batch_size", "micro_batch_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name.removeprefix('final_')} is {getattr(self, name)}; it must be at least 1")
-        if self.rampup is not None:
+        if isinstance(self.rampup, RampUp):
             self._check_rampup(self.rampup)
         self._rounded_down(self.final_global_batch_size)
         self.update(0)
 
     @classmethod
-    def from_config(cls, config: Any, data_parallel_size: int) -> "BatchSchedule":
+    def from_config(cls, config: Any, data_parallel_size: int, seq_length: int) -> "BatchSchedule":
         """Returns the schedule of a config with `global_batch_size` (None: one micro-batch on each data parallel rank),
-        `micro_batch_size`, `rampup_batch_size` and `decrease_batch_size_if_needed`."""
+        `micro_batch_size`, `rampup_batch_size`, `step_batch_size_schedule` and `decrease_batch_size_if_needed`."""
         size = config.global_batch_size or config.micro_batch_size * data_parallel_size
-        words = config.rampup_batch_size
-        return cls(
-            size,
-            config.micro_batch_size,
-            data_parallel_size,
-            RampUp(*map(int, words)) if words else None,
-            config.decrease_batch_size_if_needed,
-        )
+        growth: RampUp | BatchSteps | None = None
+        if config.rampup_batch_size:
+            growth = RampUp(*map(int, config.rampup_batch_size))
+        elif config.step_batch_size_schedule is not None:
+            growth = BatchSteps.parse(config.step_batch_size_schedule, seq_length)
+        return cls(size, config.micro_batch_size, data_parallel_size, growth, config.decrease_batch_size_if_needed)
 
     @property
     def num_microbatches(self) -> int:

@@ -169,7 +169,7 @@ def set_global_variables(args: Any, build_tokenizer: bool = True) -> None:
     config = args.config
     if config is None:
         raise UserError("set_global_variables(args): give it the result of validate_args(args)")
-    use_schedule(BatchSchedule.from_config(config.training, args.data_parallel_size))
+    use_schedule(BatchSchedule.from_config(config.training, args.data_parallel_size, config.data.seq_length))
     if build_tokenizer:
         _current.tokenizer = build_tokenizer_of_config(config.tokenizer)
 

@@ -47,7 +47,10 @@ def train(trainer: Trainer) -> ExitDecision | None:
     trainer.hooks.on_start(state.iteration)
     while decision is None and not trainer.is_done():
         trainer.hooks.before_step(state.iteration)
-        trainer.record_step(train_step(trainer))
+        if trainer.skips_step():
+            trainer.skip_step()
+        else:
+            trainer.record_step(train_step(trainer))
         trainer.hooks.after_step(state.iteration)
         if trainer.evaluation_is_due():
             trainer.evaluate("valid")

@@ -101,12 +101,30 @@ class Trainer:
             gradients_finite=[] if self.probe is None else self.probe.take(),
         )
 
+    def skips_step(self) -> bool:
+        """Whether --iterations-to-skip names the next iteration."""
+        return self.state.iteration + 1 in self.config.training.iterations_to_skip
+
+    def skip_step(self) -> None:
+        """Reads the data of the next iteration and does not train on it."""
+        for _ in range(self.begin_step()):
+            next(self.splits.train, None)
+        samples = self.batches.global_batch_size
+        self.state.iteration += 1
+        self.state.consumed_train_samples += samples
+        self.state.skipped_train_samples += samples
+        self.log.event("skip", self.state.iteration, samples=samples)
+        if self.environment.logs:
+            print(f"iteration {self.state.iteration} is skipped (--iterations-to-skip)", flush=True)
+
     # Evaluation ------------------------------------------------------------------------------------------------------
 
     def evaluation_is_due(self) -> bool:
         """Whether --eval-interval asks for an evaluation after this iteration."""
         interval = self.config.evaluation.eval_interval
-        return bool(interval and self.splits.valid is not None and self.state.iteration % interval == 0)
+        first = self.config.evaluation.start_eval_at_iter or 0
+        due = interval and self.state.iteration % interval == 0 and self.state.iteration >= first
+        return bool(due and self.splits.valid is not None)
 
     def evaluate(self, split: str, where: str | None = None) -> None:
         """Runs --eval-iters global batches of a split (`valid` or `test`) through the model and logs the mean loss over
@@ -115,7 +133,7 @@ class Trainer:
         iterations = self.config.evaluation.eval_iters
         if data is None or iterations == 0:
             return
-        training = self.config.training
+        training, evaluation = self.config.training, self.config.evaluation
         data.begin(self.state.iteration)
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
@@ -125,8 +143,8 @@ class Trainer:
                 data.iterators(len(self.model)),
                 self.model,
                 num_iterations=iterations,
-                num_microbatches=self.batches.final_num_microbatches,
-                micro_batch_size=training.micro_batch_size,
+                num_microbatches=evaluation.num_microbatches(training, self.environment.groups.size("dp")),
+                micro_batch_size=evaluation.micro_batch_size(training),
                 seq_length=self.config.data.seq_length,
                 device=self.device,
                 group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,

@@ -16,7 +16,6 @@ from megatron.core.collectives import all_reduce
 from megatron.core.enums import ModelType
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import (
-    BatchSchedule,
     get_current_running_global_batch_size,
     get_micro_batch_size,
     get_num_microbatches,
@@ -358,8 +357,8 @@ def evaluate(
         data_iterator,
         list(model),
         num_iterations=run.config.evaluation.eval_iters if eval_iters is None else eval_iters,
-        num_microbatches=BatchSchedule.from_config(training, groups.size("dp")).final_num_microbatches,
-        micro_batch_size=training.micro_batch_size,
+        num_microbatches=run.config.evaluation.num_microbatches(training, groups.size("dp")),
+        micro_batch_size=run.config.evaluation.micro_batch_size(training),
         seq_length=run.config.data.seq_length or 0,
         device=run.environment.device,
         group=groups.dp_cp if groups.size("dp_cp") > 1 else None,

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core import num_microbatches_calculator as facade
 from megatron.core.exceptions import UserError
-from megatron.core.num_microbatches_calculator import BatchSchedule, RampUp
+from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps, RampUp
 
 
 def test_a_constant_batch() -> None:
@@ -58,9 +58,17 @@ def test_impossible_ramps(rampup: RampUp, says: str) -> None:
 
 def test_from_config_fills_in_the_default() -> None:
     config = SimpleNamespace(
-        global_batch_size=None, micro_batch_size=3, rampup_batch_size=None, decrease_batch_size_if_needed=False
+        global_batch_size=None,
+        micro_batch_size=3,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        decrease_batch_size_if_needed=False,
     )
-    assert BatchSchedule.from_config(config, 5).global_batch_size == 15
+    assert BatchSchedule.from_config(config, 5, seq_length=4).global_batch_size == 15
+    config.step_batch_size_schedule = "0:15 8:30"
+    schedule = BatchSchedule.from_config(config, 5, seq_length=4)
+    schedule.update(2)
+    assert schedule.global_batch_size == 30
 
 
 @pytest.fixture
@@ -85,3 +93,24 @@ def test_the_published_functions() -> None:
     assert facade.get_micro_batch_size() == 4
     with pytest.raises(UserError, match="three numbers"):
         facade.reconfigure_num_microbatches_calculator(0, [8, 8], 32, 2, 2)
+
+
+def test_batch_sizes_change_at_numbers_of_tokens() -> None:
+    steps = BatchSteps.parse("0:8 1.5K:16 2K:32", seq_length=100)
+    assert steps.steps == ((0, 8), (15, 16), (20, 32))
+    schedule = BatchSchedule(32, 2, 2, steps)
+    sizes = []
+    for consumed in (0, 14, 15, 19, 20, 10**9):
+        schedule.update(consumed)
+        sizes.append((schedule.global_batch_size, schedule.num_microbatches))
+    assert sizes == [(8, 2), (8, 2), (16, 4), (16, 4), (32, 8), (32, 8)]
+    assert BatchSteps.parse("0:1 2T:3", 1).steps[1][0] == 2 * 10**12
+    for text, says in {
+        "": "must begin at 0",
+        "1:8": "must begin at 0",
+        "0:0": "at least 1",
+        "0:8 10:16 5:32": "must grow",
+        "0:8 1G:9": "1G:9: expected TOKENS:SIZE",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            BatchSteps.parse(text, 1)

@@ -19,6 +19,8 @@ from megatron.training.hooks.exit import ExitDecision, ExitReason
 class FakeTrainer:
     """Iterates `train_iters` times; the ranks agree to exit after iteration `exit_after`."""
 
+    skipped = 0
+
     def __init__(self, train_iters: int, exit_after: int | None = None) -> None:
         self.calls: list[str] = []
         self.exit_after = exit_after
@@ -34,6 +36,12 @@ class FakeTrainer:
 
     def is_done(self) -> bool:
         return self.state.iteration >= self.config.training.train_iters
+
+    def skips_step(self) -> bool:
+        return self.state.iteration + 1 == self.skipped
+
+    def skip_step(self) -> None:
+        self.record_step("nothing")
 
     def record_step(self, result: str) -> None:
         self.state.iteration += 1
@@ -69,6 +77,15 @@ def test_the_loop_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ["before_step 0", "record step", "after_step 1", "evaluate valid"]
     second = ["before_step 1", "record step", "after_step 2", "save"]
     assert decision is None and calls == ["log.start", "on_start 0", *first, *second]
+
+
+def test_a_skipped_iteration_is_an_iteration_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = FakeTrainer(2)
+    recorded.skipped = 2
+    _, calls = calls_of(recorded, monkeypatch)
+    assert [call for call in calls if call.startswith(("record", "after_step"))] == [
+        *("record step", "after_step 1", "record nothing", "after_step 2"),
+    ]
 
 
 def test_an_exit_ends_the_loop_after_the_save(monkeypatch: pytest.MonkeyPatch) -> None:

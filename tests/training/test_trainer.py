@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision, ExitReason
+from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
 SAVING = ExitDecision(ExitReason.SIGNAL, "exiting after SIGTERM", 0, save=True)
@@ -19,6 +22,7 @@ def trainer(
     save: str | None = "folder",
     save_interval: int | None = 2,
     eval_interval: int | None = 2,
+    start: int | None = None,
     valid: Any = "data",
     decisions: tuple[ExitDecision | None, ExitDecision | None] = (None, None),
     calls: list[str] | None = None,
@@ -26,9 +30,9 @@ def trainer(
     """A run after so many of 10 iterations. `decisions`: after the step, and once all ranks have answered."""
     noted = [] if calls is None else calls
     config = SimpleNamespace(
-        training=SimpleNamespace(train_iters=10),
+        training=SimpleNamespace(train_iters=10, iterations_to_skip=[6]),
         checkpoint=SimpleNamespace(save=save, save_interval=save_interval),
-        evaluation=SimpleNamespace(eval_interval=eval_interval, skip_train=False),
+        evaluation=SimpleNamespace(eval_interval=eval_interval, skip_train=False, start_eval_at_iter=start),
     )
     log = SimpleNamespace(
         flush=lambda: noted.append("flush"),
@@ -73,6 +77,25 @@ def test_saves_are_due_by_interval_or_because_of_an_exit_and_once() -> None:
 def test_evaluations_are_due_by_interval_if_there_is_data() -> None:
     assert trainer(4).evaluation_is_due() and not trainer(5).evaluation_is_due()
     assert not trainer(4, valid=None).evaluation_is_due() and not trainer(4, eval_interval=None).evaluation_is_due()
+
+
+def test_the_first_evaluation() -> None:
+    assert [k for k in range(1, 11) if trainer(k, start=5).evaluation_is_due()] == [6, 8, 10]
+    assert trainer(6, start=6).evaluation_is_due()
+
+
+def test_a_skipped_step_takes_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[str] = []
+    run = trainer(5, calls=calls)
+    assert run.skips_step() and not trainer(6).skips_step()
+    run.state = TrainState(iteration=5, consumed_train_samples=40, consumed_tokens=7)
+    run.batches = BatchSchedule(8, 2, 2)
+    run.splits.train = StepData(iter(range(100)), micro_batch_size=2)
+    run.skip_step()
+    assert next(run.splits.train) == 2  # two micro-batches were read
+    assert run.state == TrainState(iteration=6, consumed_train_samples=48, skipped_train_samples=8, consumed_tokens=7)
+    assert calls == ["skip {'samples': 8}"]
+    assert capsys.readouterr().out == "iteration 6 is skipped (--iterations-to-skip)\n"
 
 
 @pytest.mark.parametrize(("iteration", "asks_all"), [(5, False), (4, True), (10, True)])

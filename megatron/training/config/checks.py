@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import transformer_problems
 from megatron.training.config import file_checks, model_families, parallel_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
+from megatron.training.config.derived_values import batch_steps
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -165,6 +166,9 @@ def _global_batch(s: Settings) -> Iterator[str]:
         sizes += [
             (f"the batch size {size} of {{rampup_batch_size:name}}", size) for size in range(start, total, increment)
         ]
+    steps = batch_steps(s)
+    if steps is not None:
+        sizes += [(f"the batch size {size} of {{step_batch_size_schedule:name}}", size) for _, size in steps.steps]
     for name, size in sizes:
         if s.decrease_batch_size_if_needed and size >= step:
             continue
@@ -175,6 +179,21 @@ def _global_batch(s: Settings) -> Iterator[str]:
                 f"{works} does"
             )
             return
+
+
+def _evaluation_batch(s: Settings) -> Iterator[str]:
+    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
+        return
+    micro, total = s.eval_micro_batch_size or s.micro_batch_size, s.eval_global_batch_size or s.global_batch_size
+    if not micro or not total or min(micro, total) < 1 or not total % (micro * s.data_parallel_size):
+        return
+    names = ("eval_" if s.eval_global_batch_size else "", "eval_" if s.eval_micro_batch_size else "")
+    step = micro * s.data_parallel_size
+    works = " or ".join(str(near) for near in (total - total % step, total - total % step + step) if near > 0)
+    yield (
+        f"{{{names[0]}global_batch_size}} of an evaluation does not divide by {{{names[1]}micro_batch_size}} x "
+        f"{s.data_parallel_size} data parallel ranks; {works} does"
+    )
 
 
 def _length_of_training(s: Settings) -> Iterator[str]:
@@ -270,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.virtual_stages,
     parallel_checks.sharding,
     _global_batch,
+    _evaluation_batch,
     _length_of_training,
     _one_unit_of_schedule,
     _warmup,

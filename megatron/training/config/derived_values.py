@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 
 from megatron.core.datasets.utils import DEFAULT_SPLIT
+from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSteps
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.training.config.settings import Settings
 
@@ -122,6 +124,9 @@ def _sharding(s: Settings) -> str | None:
 
 
 def _batch(s: Settings) -> None:
+    steps = batch_steps(s)
+    if steps is not None and s.global_batch_size is None:
+        s.set_derived("global_batch_size", steps.steps[-1][1])
     if s.global_batch_size is None and s.micro_batch_size is not None:
         s.set_derived("global_batch_size", s.micro_batch_size * s.data_parallel_size)
 
@@ -129,12 +134,37 @@ def _batch(s: Settings) -> None:
 def _lengths_of_training(s: Settings) -> None:
     size = s.global_batch_size
     if s.train_samples is not None and s.train_iters is None and size is not None and size > 0:
-        s.set_derived("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
+        steps = batch_steps(s)
+        if steps is not None:
+            s.set_derived("train_iters", iterations_of_steps(s.train_samples, steps))
+        else:
+            s.set_derived("train_iters", iterations_of_samples(s.train_samples, size, s.rampup_batch_size))
     if s.is_given("train_samples"):
         if s.lr_decay_samples is None:
             s.set_derived("lr_decay_samples", s.train_samples)
     elif s.lr_decay_iters is None:
         s.set_derived("lr_decay_iters", s.train_iters)
+
+
+def batch_steps(s: Settings) -> BatchSteps | None:
+    """The value of --step-batch-size-schedule; None without the flag, or if it is impossible."""
+    if s.step_batch_size_schedule is None or not s.seq_length or s.seq_length < 1:
+        return None
+    try:
+        return BatchSteps.parse(s.step_batch_size_schedule, s.seq_length)
+    except UserError:  # the checks name it
+        return None
+
+
+def iterations_of_steps(samples: int, steps: BatchSteps) -> int:
+    """Number of whole steps that train on `samples` samples with these batch sizes."""
+    iterations = consumed = 0
+    ends = [start for start, _ in steps.steps[1:]]
+    for (_, size), end in zip(steps.steps, [*ends, samples], strict=True):
+        whole = (samples - consumed) // size
+        count = max(0, min(-(-(end - consumed) // size), whole))
+        iterations, consumed = iterations + count, consumed + count * size
+    return iterations
 
 
 def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int] | None) -> int:

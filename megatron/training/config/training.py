@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.exceptions import UserError
+from megatron.core.num_microbatches_calculator import BatchSteps
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -24,8 +26,13 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down to a multiple of what the data parallel ranks process at once."""
 
-    step_batch_size_schedule: str | None = not_yet(None)
-    """Change the global batch size at given numbers of tokens."""
+    step_batch_size_schedule: str | None = None
+    """Change the global batch size at given numbers of tokens: TOKENS:SIZE pairs in quotes, such as "0:384 200B:768"
+    (K, M, B, T: thousands to trillions). Needs --train-samples; the last size takes the place of
+    --global-batch-size."""
+
+    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+")
+    """Iterations, numbered as in the log, whose data is read and not trained on. Learning rate and weights stay."""
 
     train_iters: int
     """Training steps in total, earlier starts of the run included. This or --train-samples is required, except for a
@@ -96,6 +103,24 @@ class TrainingConfig:
         if total is not None and size is not None and 0 < total < size:
             yield "{train_samples} is less than one batch of {global_batch_size}"
         yield from self._ramp_problems()
+        yield from self._step_problems()
+        if any(iteration < 1 for iteration in self.iterations_to_skip):
+            yield "{iterations_to_skip}: the first iteration is 1"
+
+    def _step_problems(self) -> Iterator[str]:
+        if self.step_batch_size_schedule is None:
+            return
+        if self.rampup_batch_size is not None:
+            yield "{step_batch_size_schedule} and {rampup_batch_size:name} both set the batch size; give one"
+        if self.train_samples is None:
+            yield "{step_batch_size_schedule:name} counts in tokens; give {train_samples:name} instead of steps"
+        try:
+            last = BatchSteps.parse(self.step_batch_size_schedule, 1).steps[-1][1]
+        except UserError as error:
+            yield f"{{step_batch_size_schedule}}: {error}"
+            return
+        if self.global_batch_size not in (None, last):
+            yield "{global_batch_size} is not the last size of {step_batch_size_schedule}; leave it out"
 
     def _ramp_problems(self) -> Iterator[str]:
         if self.rampup_batch_size is None:
@@ -131,21 +156,37 @@ class EvaluationConfig:
     skip_train: bool = False
     """Evaluate once and exit without training."""
 
+    start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
+    """With --eval-interval: first iteration after which validation may run."""
+
     full_validation: bool = not_yet(False)
     """Evaluate on the whole validation data each time."""
 
     multiple_validation_sets: bool = not_yet(False)
     """Report the loss of each validation data set separately."""
 
-    eval_global_batch_size: int | None = not_yet(None)
-    """Global batch size of evaluation; the training value when not given."""
+    eval_global_batch_size: int | None = None
+    """Global batch size of evaluation; --global-batch-size when not given."""
 
-    eval_micro_batch_size: int | None = not_yet(None)
-    """Micro-batch size of evaluation; the training value when not given."""
+    eval_micro_batch_size: int | None = None
+    """Micro-batch size of evaluation; --micro-batch-size when not given."""
+
+    def global_batch_size(self, training: TrainingConfig) -> int:
+        """Returns the number of samples in a global batch of evaluation."""
+        return self.eval_global_batch_size or training.global_batch_size
+
+    def micro_batch_size(self, training: TrainingConfig) -> int:
+        """Returns the number of samples in a micro-batch of evaluation."""
+        return self.eval_micro_batch_size or training.micro_batch_size
+
+    def num_microbatches(self, training: TrainingConfig, data_parallel_size: int) -> int:
+        """Returns the number of micro-batches in a global batch of evaluation, on each data parallel rank."""
+        return self.global_batch_size(training) // (self.micro_batch_size(training) * data_parallel_size)
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
-        yield from too_small(self, ("eval_interval",), 1)
+        sizes = ("eval_global_batch_size", "eval_micro_batch_size")
+        yield from too_small(self, ("eval_interval", "start_eval_at_iter", *sizes), 1)
         yield from too_small(self, ("eval_iters",), 0)
         if self.skip_train and self.eval_iters == 0:
             yield "{skip_train} with {eval_iters} leaves nothing to do"

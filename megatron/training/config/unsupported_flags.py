@@ -216,8 +216,7 @@ _NOT_YET = {
         fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample
         fim-suffix-token""",
     "conversations are not read": "sft-tokenizer-prompt-format",
-    "no steps are left out": "iterations-to-skip",
-    "validation is one set from the first --eval-interval on": "start-eval-at-iter validation-set-names",
+    "validation data is one set": "validation-set-names",
     "T5 has learned positions": """
         relative-attention-max-distance relative-attention-num-buckets""",
 }

@@ -59,13 +59,13 @@ def build_splits(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
         )
 
-    def split(dataset: Any, consumed: int) -> StepData:
+    def split(dataset: Any, consumed: int, micro_batch_size: int) -> StepData:
         if dataset is None:
-            return step_data(config, environment, None)
+            return step_data(config, environment, None, micro_batch_size)
         groups, data = environment.groups, config.data
         iterator = build_data_iterator(
             dataset,
-            micro_batch_size=config.training.micro_batch_size,
+            micro_batch_size=micro_batch_size,
             consumed_samples=consumed,
             data_parallel_rank=groups.rank("dp"),
             data_parallel_size=groups.size("dp"),
@@ -75,26 +75,33 @@ def build_splits(
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
         )
-        return step_data(config, environment, iterator)
+        return step_data(config, environment, iterator, micro_batch_size)
 
     train, valid, test = datasets
     evaluates = config.evaluation.eval_iters > 0
     finished = state.iteration >= config.training.train_iters
     reads = available[0] and not finished
-    training = split(train, state.consumed_train_samples) if reads else step_data(config, environment, iter(()))
+    sizes = config.training.micro_batch_size, config.evaluation.micro_batch_size(config.training)
+    consumed = state.consumed_train_samples
+    training = split(train, consumed, sizes[0]) if reads else step_data(config, environment, iter(()), sizes[0])
     training.timers = timers
     return Splits(
         train=training,
-        valid=split(valid, state.consumed_valid_samples) if available[1] and evaluates else None,
-        test=split(test, 0) if available[2] and evaluates else None,
+        valid=split(valid, state.consumed_valid_samples, sizes[1]) if available[1] and evaluates else None,
+        test=split(test, 0, sizes[1]) if available[2] and evaluates else None,
     )
 
 
-def step_data(config: PretrainConfig, environment: Environment, micro_batches: Iterator[Any] | None) -> StepData:
-    """Returns this rank's micro-batches as StepData."""
+def step_data(
+    config: PretrainConfig,
+    environment: Environment,
+    micro_batches: Iterator[Any] | None,
+    micro_batch_size: int | None = None,
+) -> StepData:
+    """Returns this rank's micro-batches as StepData; of --micro-batch-size samples if nothing else is given."""
     return StepData(
         micro_batches,
-        micro_batch_size=config.training.micro_batch_size,
+        micro_batch_size=micro_batch_size or config.training.micro_batch_size,
         data_parallel_rank=environment.groups.rank("dp"),
         data_parallel_size=environment.groups.size("dp"),
         seed=config.seed,

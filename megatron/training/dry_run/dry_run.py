@@ -65,7 +65,7 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         padded_vocab_size=padded,
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,
-        microbatches_per_step=BatchSchedule.from_config(training, config.grid.data).final_num_microbatches,
+        microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
         flops_per_step=training_flops(config.transformer, padded, length, training.global_batch_size),
         data=tuple(_passes_over_data(config)),
         notes=tuple(notes),

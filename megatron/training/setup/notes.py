@@ -55,7 +55,7 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     if missing:
         yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
     if len(missing) < 2:
-        samples = evaluation.eval_iters * config.training.global_batch_size
+        samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
         yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:
         yield "without --eval-interval the validation data is looked at once, after the last iteration"

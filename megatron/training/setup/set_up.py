@@ -96,7 +96,7 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
         settings = config_lines(config) if config.training.print_config else ()
         print(*config.notes, *settings, *notes, padding_line(context.vocab_size, padded), sep="\n", flush=True)
     global_vars.set_current_run(context, padded_vocab_size=padded)
-    use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp")))
+    use_schedule(BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length))
     return context, padded
 
 
@@ -118,7 +118,7 @@ def build_trainer(
     `open_data` is called last, because it starts processes that read ahead, which only the trainer ends.
     """
     config, environment, state = context.config, context.environment, context.state
-    batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"))
+    batches = BatchSchedule.from_config(config.training, environment.groups.size("dp"), config.data.seq_length)
     use_schedule(batches)
     log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
     exit_agreement = ExitAgreement(
@@ -218,5 +218,5 @@ def sample_counts(config: PretrainConfig) -> SampleCounts:
     batch, iterations = training.global_batch_size, training.train_iters
     rounds = iterations // evaluation.eval_interval + 1 if evaluation.eval_interval else 1
     train = training.train_samples or iterations * batch
-    each = evaluation.eval_iters * batch
+    each = evaluation.eval_iters * evaluation.global_batch_size(training)
     return SampleCounts(train, each if evaluation.skip_train else rounds * each, each)

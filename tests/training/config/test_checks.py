@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 from support.command_lines import SMALL, configured, problems_of, without
 
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import LaunchEnvironment
+
 
 @pytest.mark.parametrize(
     "flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"]
@@ -213,3 +217,30 @@ def test_layout_invariant_refuses_what_depends_on_the_layout(flags: str, problem
 )
 def test_layout_invariant_accepts_what_depends_on_the_micro_batch_size_alone(flags: str) -> None:
     assert problems_of(f"--layout-invariant --global-batch-size 4 {flags}") == []
+
+
+def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
+    base = SMALL.replace("--train-iters 10", "--train-samples 1000").split()
+
+    def problems(steps: str, flags: str = "", ranks: int = 1) -> list[str]:
+        words = [*base, *flags.split(), *(["--step-batch-size-schedule", steps] if steps else [])]
+        try:
+            configure(words, launch_environment=LaunchEnvironment(ranks, False))
+        except ConfigurationError as error:
+            return error.problems
+        return []
+
+    assert problems("0:2 1K:4") == problems("", "--eval-micro-batch-size 1 --eval-global-batch-size 3") == []
+    assert problems("0:3 1K:4")[0].startswith("the batch size 3 of --step-batch-size-schedule does not divide by")
+    assert problems("0:2 1K:4", "--global-batch-size 8")[0].startswith("--global-batch-size 8 is not the last size of")
+    assert problems("0:2 1K", "")[0] == "--step-batch-size-schedule 0:2 1K: 1K: expected TOKENS:SIZE, such as 200B:768"
+    assert "both set the batch size" in problems("0:2 1K:4", "--rampup-batch-size 2 2 8")[0]
+    assert problems("", "--eval-global-batch-size 6", 2)[0] == (
+        "--eval-global-batch-size 6 of an evaluation does not divide by --micro-batch-size 2 x 2 data parallel ranks; "
+        "4 or 8 does"
+    )
+    assert problems("", "--iterations-to-skip 0 3") == ["--iterations-to-skip 0 3: the first iteration is 1"]
+    config = configure(
+        [*base, "--step-batch-size-schedule", "0:2 640:4"], launch_environment=LaunchEnvironment(1, False)
+    )
+    assert config.training.global_batch_size == 4 and config.training.train_iters == 3 + (1000 - 6) // 4

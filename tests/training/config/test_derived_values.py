@@ -4,7 +4,8 @@ import pytest
 import torch
 from support.command_lines import SMALL, configured, without
 
-from megatron.training.config.derived_values import iterations_of_samples
+from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
+from megatron.training.config.derived_values import iterations_of_samples, iterations_of_steps
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 128), (4096, 10880), (768, 2048)])
@@ -100,3 +101,20 @@ def test_defaults_that_are_not_the_published_ones_are_said_once() -> None:
     assert configured(has_cuda=True).notes[0] == line
     given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")
     assert not any("defaults that differ" in note for note in given.notes)
+
+
+def test_iterations_of_batch_sizes_that_change() -> None:
+    for text, samples in (
+        ("0:8 100:16 200:32", 1000),
+        ("0:8 100:16 200:32", 90),
+        ("0:8 100:16 5K:32", 1003),
+        ("0:3", 10),
+    ):
+        steps = BatchSteps.parse(text, 1)
+        schedule = BatchSchedule(steps.steps[-1][1], 1, 1, steps)
+        iterations = consumed = 0
+        while consumed + schedule.global_batch_size <= samples:
+            consumed += schedule.global_batch_size
+            iterations += 1
+            schedule.update(consumed)
+        assert iterations_of_steps(samples, steps) == iterations

@@ -161,6 +161,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
+    "--eval-global-batch-size", "--eval-micro-batch-size",
 }  # fmt: skip
 
 
