@@ -66,7 +66,7 @@ def initialize_megatron(
     else:
         config = parsed_args.config or validate_args(parsed_args, args_defaults).config
     _resources.close()
-    environment = _resources.enter_context(process_environment(config))
+    environment = _resources.enter_context(process_environment(config, alone=True))
     start_run(config, environment)
 
 

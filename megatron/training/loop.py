@@ -16,9 +16,11 @@ from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.chunk_hooks import takes
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import Timers, timed
-from megatron.training.data.step_data import StepData
+from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.hooks.exit import ExitDecision
+from megatron.training.logging.finite import GradientProbe
 from megatron.training.trainer import Trainer
 
 
@@ -77,6 +79,8 @@ def train_step(trainer: Trainer) -> StepResult:
         seq_length=trainer.config.data.seq_length,
         global_batch_size=trainer.batches.global_batch_size,
         timers=trainer.log.timers,
+        results=trainer.results,
+        probe=trainer.probe,
         **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
@@ -105,35 +109,72 @@ def run_step(
     seq_length: int,
     global_batch_size: int,
     timers: Timers | None = None,
+    results: RerunStateMachine | None = None,
+    probe: GradientProbe | None = None,
     **of_schedule: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
     A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `of_schedule` are
     further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
-    (`optimizer`, level 1).
+    (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
+    device.
     """
     if takes(forward_backward, "timers"):
         of_schedule["timers"] = timers
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = forward_backward(
-        forward_step_func=forward_step,
-        data_iterator=data_iterator,
-        model=list(model),
-        num_microbatches=num_microbatches,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        forward_only=False,
-        **of_schedule,
-    )
+
+    def compute() -> Sequence[Mapping[str, Tensor]]:
+        return forward_backward(
+            forward_step_func=forward_step,
+            data_iterator=data_iterator,
+            model=list(model),
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            forward_only=False,
+            **of_schedule,
+        )
+
+    if results is None or results.checks_results is False:
+        reports = compute()
+    else:
+        reports = results.step(compute, rewinding(model, optimizer, step_data_of(data_iterator), probe))
     learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
     loss_scale = optimizer.get_loss_scale().clone()
     with timed(timers, "optimizer", 1):
         update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
     return StepResult(reports, update, learning_rate, loss_scale, decoupled_learning_rate=decoupled)
+
+
+def rewinding(
+    model: Sequence[Any], optimizer: MegatronOptimizer, data: StepData | None, probe: GradientProbe | None
+) -> Callable[[], bool]:
+    """Returns a function that goes back to the start of the step that follows: data, gradients, and the biases of
+    experts. It returns False if the data cannot go back: an iterator of a script's own."""
+    if data is not None:
+        data.keeps_step = True
+    modules = [module for chunk in model for module in chunk.modules()]
+    routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
+    biases = [router.expert_bias.detach().clone() for router in routers]
+
+    def start_again() -> bool:
+        if data is None or not data.rewind():
+            return False
+        for chunk in model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        for router, bias in zip(routers, biases, strict=True):
+            router.expert_bias.copy_(bias)
+            router.local_tokens_per_expert = None
+        if probe is not None:
+            probe.take()
+        return True
+
+    return start_again
 
 
 def norm_of_weights(trainer: Trainer) -> Tensor | None:

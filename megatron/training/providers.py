@@ -1,11 +1,13 @@
 """What a script gives to `pretrain`: functions that build the model, the data and the forward step of a run."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.exceptions import UserError
@@ -88,6 +90,8 @@ class Providers:
     """Returns the schedule of learning rate and weight decay. None: the schedule that the flags choose."""
     build_hooks: Callable[[Context], Sequence[Hook]] | None = None
     """Returns hooks, which are called after those that flags add. Every rank must build the same, in the same order."""
+    use_torch_distributed: bool = False
+    """The functions call torch.distributed themselves, so that one process, too, needs a world of it."""
 
 
 def providers_of_user_script(
@@ -104,9 +108,45 @@ def providers_of_user_script(
     return Providers(
         model_builder(model_provider),
         datasets_builder(datasets_provider),
-        lambda context: forward_step_func,
+        lambda context: reporting_tensors(forward_step_func),
         None if optimizer_provider is None else optimizer_builder(optimizer_provider),
+        use_torch_distributed=True,
     )
+
+
+def reporting_tensors(forward_step: ForwardStep) -> ForwardStep:
+    """Returns the forward step of a Megatron-LM script with reports as the app takes them: a tensor of one value, or of
+    a sum and a count. A script may also report numbers, scalars, and pairs of them."""
+
+    @functools.wraps(forward_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_func = forward_step(*args, **kwargs)
+        return output, None if loss_func is None else functools.partial(_report_tensors, loss_func)
+
+    return step
+
+
+def _report_tensors(loss_func: LossFunction, output: Tensor, **keywords: Any) -> Any:
+    found = loss_func(output, **keywords)
+    if keywords.get("non_loss_data"):
+        return found
+    if not isinstance(found, tuple) or len(found) not in (2, 3):
+        raise UserError(
+            f"a loss function returned {type(found).__name__}; it returns (mean loss, report), or (sum of losses, "
+            "number of tokens, report)"
+        )
+    *loss, report = found
+    return (*loss, {name: _report_tensor(name, value, output.device) for name, value in report.items()})
+
+
+def _report_tensor(name: str, value: Any, device: torch.device) -> Tensor:
+    parts = value if isinstance(value, tuple | list) else [value]
+    tensors = [part if isinstance(part, Tensor) else torch.full((), float(part), device=device) for part in parts]
+    wide = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
+    if flat.numel() not in (1, 2):
+        raise UserError(f"the report {name!r} of a loss function has {flat.numel()} values; give one, or sum and count")
+    return flat
 
 
 def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context, Stage], nn.Module]:

@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -52,6 +53,8 @@ class Trainer:
     checkpoints: Checkpoints
     probe: GradientProbe | None = None
     """Tells which micro-batch made the gradients non-finite."""
+    results: RerunStateMachine | None = None
+    """Checks the results that the loss function hands to it."""
     phase: str = "training"
     """What the run is at, for the message when it fails."""
 

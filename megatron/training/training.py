@@ -40,6 +40,7 @@ from megatron.training.initialize import close_with_run, refuse
 from megatron.training.launch.environment import Environment, process_environment
 from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_with_error_of_rank
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
+from megatron.training.launch.start_times import startup_line
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import (
     Context,
@@ -47,6 +48,7 @@ from megatron.training.providers import (
     datasets_builder,
     model_builder,
     providers_of_user_script,
+    reporting_tensors,
     stages_of_rank,
     warn_unused,
 )
@@ -120,7 +122,10 @@ def run_pretraining(config: PretrainConfig, providers: Providers, started: float
     """Sets up, trains and finishes a run. Returns the decision of an early exit, or None. All that it started has ended
     on return."""
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
-    with SignalWatch(sorted(watched)) as signals, process_environment(config) as environment:
+    with (
+        SignalWatch(sorted(watched)) as signals,
+        process_environment(config, alone=providers.use_torch_distributed) as environment,
+    ):
         try:
             return set_up_and_train(config, providers, environment, signals, started)
         except UserError:
@@ -134,6 +139,9 @@ def set_up_and_train(
     """The part of `run_pretraining` inside the process groups."""
     decision = None
     trainer = set_up(config, providers, environment, signals, started)
+    line = startup_line()
+    if line is not None and environment.is_first:
+        print(line, flush=True)
     try:
         with signals.training():
             if not config.evaluation.skip_train:
@@ -218,6 +226,7 @@ def train(
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("train", asked | {"non_loss_data_func": non_loss_data_func is not None})
     run, started = global_vars.current_run(), time.monotonic()
+    forward_step_func = reporting_tensors(forward_step_func)
     splits = Splits(_step_data(train_data_iterator, run), _step_data(valid_data_iterator, run), None)
     if valid_data_iterator is None or (isinstance(valid_data_iterator, Sequence) and valid_data_iterator[0] is None):
         splits.valid = None
@@ -287,7 +296,7 @@ def train_step(
     of_schedule = {name: value for name, value in of_schedule.items() if takes(forward_backward_func, name)}
     result = loop.run_step(
         forward_backward_func,
-        forward_step_func,
+        reporting_tensors(forward_step_func),
         data_iterator,
         model,
         optimizer,
@@ -353,7 +362,7 @@ def evaluate(
         data.begin(run.state.iteration)
     found = run_evaluation(
         get_forward_backward_func(groups.size("pp"), len(model)),
-        forward_step_func,
+        reporting_tensors(forward_step_func),
         data_iterator,
         list(model),
         num_iterations=run.config.evaluation.eval_iters if eval_iters is None else eval_iters,

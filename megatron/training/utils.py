@@ -117,17 +117,19 @@ def get_ltor_masks_and_position_ids(
 
 
 _FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_PACKING = ("cu_seqlens", "max_seqlen", "local_cp_size")
 
 
 def get_batch_on_this_tp_rank(
-    data_iterator: Iterator[Mapping[str, Any]] | None, mtp_on_this_rank: bool = False
+    data_iterator: Iterator[Mapping[str, Any]] | None, mtp_on_this_rank: bool | None = None
 ) -> dict[str, Tensor | None]:
     """Returns the next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids.
 
     All tensor parallel ranks get the batch that the first of them reads; the iterators of the others advance too, if
     they have any. `attention_mask` is None if the data has none (causal attention); document boundaries
-    (--reset-attention-mask) become a mask. `mtp_on_this_rank` has no effect, because every rank gets all fields. Raises
-    UserError if the first tensor parallel rank has no iterator.
+    (--reset-attention-mask) become a mask. Every rank gets all fields, whether it holds multi-token prediction or not;
+    if a script says so by `mtp_on_this_rank`, as those of release 0.16 do, the keys cu_seqlens, max_seqlen and
+    local_cp_size follow, which are None. Raises UserError if the first tensor parallel rank has no iterator.
     """
     groups = default_collection()
     batch = None if data_iterator is None else next(data_iterator)
@@ -136,8 +138,10 @@ def get_batch_on_this_tp_rank(
         raise UserError("get_batch_on_this_tp_rank: the first tensor parallel rank has no data_iterator to read from")
     device = local_device()
     if groups.size("tp") > 1:
-        return _from_first_rank(found, device, groups.tp)
-    return {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+        found = _from_first_rank(found, device, groups.tp)
+    else:
+        found = {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+    return found if mtp_on_this_rank is None else {**found, **dict.fromkeys(_PACKING)}
 
 
 def _fields(batch: Mapping[str, Any]) -> dict[str, Tensor | None]:

@@ -4,9 +4,10 @@ import functools
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.providers import SampleCounts, accepted, datasets_of_provider
+from megatron.training.providers import SampleCounts, accepted, datasets_of_provider, reporting_tensors
 
 COUNTS = SampleCounts(10, 4, 2)
 
@@ -48,3 +49,39 @@ def test_a_provider_that_knows_no_virtual_stages():
 
     with pytest.raises(UserError, match="the dataset provider my_provider has no parameter vp_stage"):
         datasets_of_provider(my_provider, COUNTS, [0, 1])
+
+
+ONE, TWO = torch.tensor(1.0), torch.tensor(2)
+OUTPUT = torch.zeros(1)
+
+
+def reported(result: Any, **keywords: Any) -> Any:
+    def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
+        return OUTPUT, lambda output, **given: result
+
+    _, loss_func = reporting_tensors(forward_step)(None, None)  # type: ignore[arg-type]
+    return loss_func(OUTPUT, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (ONE, [1.0]),
+        (1.5, [1.5]),
+        ((ONE, TWO), [1.0, 2.0]),
+        ([3.0, 4], [3.0, 4.0]),
+        (torch.tensor([5.0, 6.0], dtype=torch.float64), [5.0, 6.0]),
+    ],
+)
+def test_reports_of_scripts_become_tensors(value: Any, expected: list[float]) -> None:
+    for loss in ((ONE,), (ONE, 7)):
+        *kept, report = reported((*loss, {"lm loss": value}))
+        assert tuple(kept) == loss and report["lm loss"].tolist() == expected
+
+
+def test_wrong_results_of_loss_functions_are_named() -> None:
+    with pytest.raises(UserError, match="a loss function returned Tensor"):
+        reported(ONE)
+    with pytest.raises(UserError, match="report 'lm loss' of a loss function has 3 values"):
+        reported((ONE, {"lm loss": torch.zeros(3)}))
+    assert reported("anything", non_loss_data=True) == "anything"

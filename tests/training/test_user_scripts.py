@@ -22,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training import (
     get_args,
@@ -145,6 +146,39 @@ def test_a_loss_of_two_values(corpus):
     assert losses_of(theirs) == pytest.approx(losses_of(train(flags)), abs=1e-6)  # it sums in float32
     with pytest.raises(SystemExit, match="2"):
         run_script(f"{flags} --calculate-per-token-loss", *SCRIPT[:3], step)
+
+
+def validated(seen: list[float], fault: int | None, loss_mask: Tensor, output_tensor: Tensor) -> tuple[Any, ...]:
+    """`three_values` whose call number `fault` is wrong, as by a fault of the hardware."""
+    total, count, report = three_values(loss_mask, output_tensor)
+    seen.append(total.item())
+    if len(seen) == fault:
+        total = total * torch.nan
+    get_rerun_state_machine().validate_result(total, torch.isnan, "found NaN")
+    return total, count, report
+
+
+@pytest.mark.parametrize("mode", ["validate_results", "report_stats"])
+def test_a_step_with_a_transient_fault_is_computed_again(corpus, mode, capsys):
+    flags = f"--data-path {corpus} --train-iters 3 --eval-iters 0 {EXACT} --rerun-mode {mode} --log-straggler"
+
+    def run(fault: int | None) -> tuple[Outcome, list[float]]:
+        seen: list[float] = []
+        step = partial(forward_step, loss=partial(validated, seen, fault))
+        outcome = run_script(flags, datasets_provider, model_provider, ModelType.encoder_or_decoder, step)
+        return outcome, seen
+
+    whole, calls = run(None)
+    good = three = 3 * 4
+    assert len(calls) == (good if mode == "validate_results" else 2 * three)
+    printed = capsys.readouterr().out
+    if mode == "report_stats":
+        assert "'found NaN': 0 of 12 results changed" in printed
+        return
+    again, calls = run(6)
+    assert len(calls) == 4 * 4 and calls[4:8] == calls[8:12]
+    assert differences(again.at_end, whole.at_end) == []
+    assert "a transient fault of this device" in capsys.readouterr().out
 
 
 def test_own_arguments_and_defaults(corpus, capsys):

@@ -142,3 +142,10 @@ def test_the_ends_of_a_pipeline():
     parallel_state.initialize_model_parallel()
     assert utils.is_first_or_last_pipeline_stage(None) and utils.is_first_or_last_pipeline_stage(0)
     parallel_state.destroy_model_parallel()
+
+
+def test_a_script_of_release_0_16_gets_the_keys_of_packing():
+    item = {name: torch.zeros(1, 4) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    assert len(utils.get_batch_on_this_tp_rank(iter([item]))) == 5
+    found = utils.get_batch_on_this_tp_rank(iter([item]), mtp_on_this_rank=False)
+    assert list(found)[5:] == ["cu_seqlens", "max_seqlen", "local_cp_size"] and found["max_seqlen"] is None

@@ -27,16 +27,21 @@ class BlendedMegatronDatasetBuilder:
         cls: the dataset class, such as GPTDataset.
         sizes: samples requested of each split; None: one pass over the data.
         is_built_on_rank: whether this process builds. If it returns False, `build` returns [None, None, None].
-        config: the data configuration. No process waits for another (index_cache.py).
+        config: the data configuration; alone after `sizes` it says itself who builds. No process waits for another
+            (index_cache.py).
     """
 
     def __init__(
         self,
         cls: type[MegatronDataset],
         sizes: Sequence[int | None],
-        is_built_on_rank: Callable[[], bool],
-        config: BlendedMegatronDatasetConfig,
+        is_built_on_rank: Callable[[], bool] | BlendedMegatronDatasetConfig,
+        config: BlendedMegatronDatasetConfig | None = None,
     ) -> None:
+        if isinstance(is_built_on_rank, BlendedMegatronDatasetConfig):  # as scripts of release 0.5 call it
+            config, is_built_on_rank = is_built_on_rank, is_built_on_rank.is_built_on_rank or (lambda: True)
+        if config is None:
+            raise UserError("BlendedMegatronDatasetBuilder was given no config")
         if len(sizes) != len(Split):
             raise UserError(f"sizes: expected one for each of train, valid and test, got {len(sizes)}")
         self.cls = cls

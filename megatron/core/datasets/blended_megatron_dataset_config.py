@@ -1,5 +1,6 @@
 """The data configuration that all datasets of a run share: files, splits and the folder of index caches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from megatron.core.datasets.utils import (
     Split,
     SplitMatrix,
     check_weights,
+    get_blend_from_list,
     parse_split,
     split_matrix,
 )
@@ -74,7 +76,16 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
     """Accepted without effect: index arrays are always mapped, and read at the first access."""
 
+    renormalize_blend_weights: bool = False
+    """Accepted without effect, for scripts of release 0.9: weights are always divided by their sum."""
+
+    is_built_on_rank: Callable[[], bool] | None = None
+    """For scripts of release 0.5: see BlendedMegatronDatasetBuilder. Later ones give it to the builder."""
+
     def __post_init__(self) -> None:
+        self.blend = _parsed(self.blend)
+        if self.blend_per_split is not None:
+            self.blend_per_split = [_parsed(blend) for blend in self.blend_per_split]
         if self.sequence_length < 1:
             raise UserError(f"sequence_length {self.sequence_length}: expected 1 or more")
         if not 0 <= self.random_seed < 2**32:
@@ -117,6 +128,13 @@ class BlendedMegatronDatasetConfig:
                 f"no --split given: data is divided into training, validation and test data as {DEFAULT_SPLIT}"
             )
         self.split_matrix = split_matrix(parse_split(self.split))
+
+
+def _parsed(blend: Any) -> Blend | None:
+    """Returns the blend that a list of words describes, as scripts of releases 0.5 and 0.6 give it; any other blend as
+    it is."""
+    words = isinstance(blend, list) and all(isinstance(word, str) for word in blend)
+    return get_blend_from_list(blend) if words else blend
 
 
 def _check_blend(blend: Blend | None) -> None:

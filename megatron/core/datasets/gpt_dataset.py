@@ -55,6 +55,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     object_storage_cache_path: str | None = None
     """Not supported: a value raises UserError."""
 
+    s3_cache_path: str | None = None
+    """The name of `object_storage_cache_path` in scripts of releases 0.8 to 0.11."""
+
+    vocab_size: int | None = None
+    """Accepted without effect, for scripts of release 0.5: the tokenizer knows it."""
+
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     context_parallel_size: int | None = None
@@ -69,7 +75,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.object_storage_cache_path is not None:
+        if (self.object_storage_cache_path or self.s3_cache_path) is not None:
             raise UserError("--object-storage-cache-path: object storage is not supported; copy or mount the files")
         if self.hybrid_context_parallel:
             raise UserError("--hybrid-context-parallel: not yet: samples padded for hybrid context parallelism")

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,23 +32,26 @@ def local_device() -> torch.device:
 
 
 def start_torch_distributed(
-    device: torch.device | None = None, timeout: timedelta | None = None, backend: str = "nccl"
+    device: torch.device | None = None, timeout: timedelta | None = None, backend: str = "nccl", alone: bool = False
 ) -> bool:
     """Joins the world that torchrun describes, unless this was done before. Returns whether there is a world.
 
-    `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo.
+    `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo. Without torchrun there is no world;
+    with `alone` there is one of this process, for scripts that call torch.distributed themselves.
     """
     if dist.is_available() and dist.is_initialized():
         return True
-    if not started_by_torchrun():
+    if not started_by_torchrun() and not alone:
         return False
     device = device or local_device()
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+    here: dict[str, Any] = {} if started_by_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
         timeout=timeout,
         device_id=device if on_gpu and backend == "nccl" else None,
+        **here,
     )
     return True

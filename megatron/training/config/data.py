@@ -69,6 +69,12 @@ class DataConfig:
     mmap_bin_files: bool = flag(True, off="--no-mmap-bin-files")
     """Map data files into memory instead of reading from them."""
 
+    dataloader_fast_cache_load: bool = flag(False, no_effect="opening a dataset is fast, and files are always checked")
+    """Skip checks when index caches are opened."""
+
+    dataloader_defer_npy_index_mmap: bool = flag(False, no_effect="index arrays are mapped and read at first access")
+    """Map index arrays when they are first read."""
+
     create_attention_mask_in_dataloader: bool = flag(
         True,
         off="--no-create-attention-mask-in-dataloader",

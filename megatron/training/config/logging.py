@@ -27,6 +27,18 @@ class LoggingConfig:
     log_params_norm: bool = False
     """Log the 2-norm of all weights."""
 
+    log_straggler: bool = False
+    """At each log line, print which ranks' forward steps are fastest and slowest."""
+
+    straggler_minmax_count: int = flag(1, only_with="log_straggler")
+    """Number of fastest and of slowest ranks that are named."""
+
+    straggler_ctrlr_port: int = flag(65535, no_effect="the detector cannot be switched while the run goes on")
+    """Port at which the detector is switched on and off."""
+
+    disable_straggler_on_startup: bool = not_yet(False)
+    """Start with the detector off."""
+
     log_progress: bool = not_yet(False)
     """Write a progress file into the folder of --save."""
 
@@ -119,6 +131,7 @@ class LoggingConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"), 1)
+        yield from too_small(self, ("straggler_minmax_count",), 1)
         yield from too_small(self, ("profile_step_start",), 0)
         if self.wandb_project and not self.wandb_exp_name:
             yield "{wandb_project} needs {wandb_exp_name:name}: the name of the run"

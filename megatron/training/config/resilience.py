@@ -32,10 +32,14 @@ class ResilienceConfig:
     )
     """Steps between two comparisons of the weights of data parallel replicas."""
 
-    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = flag(
-        "validate_results", no_effect="steps are not run twice; non-finite values are reported with their samples"
-    )
-    """Run suspicious steps again, to tell broken hardware from bad data."""
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
+    """What to do about a result that a script's loss function hands to the rerun state machine and rejects: end or warn
+    (disabled), or compute the step again first, to tell broken hardware from bad data (validate_results).
+    report_stats computes every step twice and says at the end how much results changed."""
+
+    check_for_spiky_loss: bool = False
+    """Print a line if a loss is at least 10 times the largest of the first 100 iterations. Scripts of Megatron-LM also
+    look at each micro-batch."""
 
     error_injection_rate: int = not_yet(0)
     """Inject one error in this many steps, to test the reaction to it."""

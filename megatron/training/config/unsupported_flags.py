@@ -78,14 +78,13 @@ _ACCEPTED = {
         inprocess-monitor-thread-interval inprocess-progress-watchdog-interval inprocess-soft-timeout
         inprocess-termination-grace-time""",
     "has no effect without --enable-ft-package": "calc-ft-timeouts ft-num-warmup-iters",
-    "has no effect without --log-straggler": "disable-straggler-on-startup straggler-ctrlr-port straggler-minmax-count",
     "has no effect without --adlr-autoresume": "adlr-autoresume-interval",
     "SIGTERM is always handled: all ranks save after the same step and exit": """
         exit-signal-handler-for-dataloader exit-signal-handler-for-training""",
     "each log line waits for the device, so the host is never further ahead than --log-interval": "train-sync-interval",
-    "steps are not run twice, so no result is rejected": "result-rejected-tracker-filename",
+    "rejected results are printed, not written to a file": "result-rejected-tracker-filename",
     "index files are mapped into memory, so opening them takes no list and no delay": """
-        dataloader-defer-npy-index-mmap dataloader-fast-cache-load per-dataset-sequences-path""",
+        per-dataset-sequences-path""",
     "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
 }
 """Reasons why flags change nothing here, and the flags."""
@@ -197,11 +196,11 @@ _NOT_YET = {
     "routing is shown by the load of the experts in the log": """
         moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights
         moe-routing-trace-max-training-iters moe-routing-trace-path""",
-    "the log has the memory and time of steps, without energy, intervals of its own or slow ranks": """
-        log-device-memory-used log-energy log-memory-interval log-straggler""",
+    "the log has the memory and time of steps, without energy and intervals of its own": """
+        log-device-memory-used log-energy log-memory-interval""",
     "profiles are those of --profile": "memory-snapshot-path nvtx-ranges pytorch-profiler-collect-chakra",
     "traces are not sent to OpenTelemetry": "otel-enabled otel-service-name otel-span-groups",
-    "the hardware is not tested during a run": "check-for-spiky-loss gpu-sniff-test-interval",
+    "the hardware is not tested during a run": "gpu-sniff-test-interval",
     "faults of single ranks are not injected": """
         fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities
         fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds

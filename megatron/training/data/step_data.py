@@ -1,5 +1,6 @@
 """The micro-batches of a training step as the forward step draws them, with their positions in the run."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,6 +43,9 @@ class StepData(Iterator[Any]):
         self.iteration = 0
         self.sample_ids: list[list[int]] = []
         """Sample ids of each micro-batch drawn since `begin`; an empty list for a batch without ids."""
+        self.keeps_step = False
+        """Keep the micro-batches of a step until the next one begins, so that `rewind` works."""
+        self._step: list[Any] = []
         self._chunks: tuple[ChunkData, ...] = ()
         self._kept: dict[int, Any] = {}
         """Micro-batches of the step, by index, that some chunk has not drawn yet."""
@@ -53,8 +57,19 @@ class StepData(Iterator[Any]):
         for chunk in self._chunks:
             chunk.drawn = 0
         self._kept.clear()
+        self._step.clear()
         self.iteration = iteration
         self.sample_ids = []
+
+    def rewind(self) -> bool:
+        """Goes back to the first micro-batch of the step. Returns False if the step was not kept (`keeps_step`)."""
+        if not self.keeps_step:
+            return False
+        for chunk in self._chunks:
+            chunk.drawn = 0
+        self._kept.clear()
+        self.sample_ids = []
+        return True
 
     def iterators(self, num_chunks: int) -> list[Any]:
         """Returns the iterators from which this rank's model chunks draw. Earlier iterators must not be used any
@@ -70,8 +85,15 @@ class StepData(Iterator[Any]):
     def __next__(self) -> Any:
         if self.micro_batches is None:
             raise StopIteration
-        with timed(self.timers, "batch-generator", 2):
-            batch = next(self.micro_batches)
+        number = len(self.sample_ids)
+        if number < len(self._step):
+            batch = self._step[number]
+        else:
+            with timed(self.timers, "batch-generator", 2):
+                batch = next(self.micro_batches)
+        if self.keeps_step and number == len(self._step):
+            batch = _out_of_shared_memory(batch)
+            self._step.append(batch)
         # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
         self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))
         return batch
@@ -152,3 +174,17 @@ def step_data_of(data: Any) -> StepData | None:
     first = data[0] if isinstance(data, Sequence) and data else data
     first = first.data if isinstance(first, ChunkData) else first
     return first if isinstance(first, StepData) else None
+
+
+def _out_of_shared_memory(value: Any) -> Any:
+    """Returns the value with copies of tensors that a worker sent, each of which keeps a file open."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.device.type == "cpu" and value.is_shared() else value
+    if isinstance(value, dict):
+        return {name: _out_of_shared_memory(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_out_of_shared_memory(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **_out_of_shared_memory(fields))
+    return value

@@ -62,8 +62,9 @@ class Environment:
 
 
 @contextlib.contextmanager
-def process_environment(config: PretrainConfig) -> Iterator[Environment]:
-    """Joins the run that torchrun started, or makes a run of one process without torchrun; leaves it at the end.
+def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator[Environment]:
+    """Joins the run that torchrun started, or makes a run of one process without torchrun; leaves it at the end. With
+    `alone` one process, too, has a world of torch.distributed.
 
     --distributed-backend moves the device's tensors (nccl or gloo); host tensors always use gloo.
 
@@ -74,7 +75,7 @@ def process_environment(config: PretrainConfig) -> Iterator[Environment]:
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"
-    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend)
+    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend, alone)
     try:
         _check_same_flags_first(config)
         planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1

@@ -17,6 +17,7 @@ from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
 from megatron.training.logging.records import LogWriter
+from megatron.training.logging.spikes import SpikeWatch
 from megatron.training.logging.tensorboard import TagChoices, tensorboard_log, wandb_log
 from megatron.training.logging.training_log import TrainingLog
 from megatron.training.state import TrainState
@@ -70,7 +71,7 @@ def build_log(
 
 def _writers(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogWriter]:
     logging = config.logging
-    writers: list[LogWriter] = []
+    writers: list[LogWriter] = [SpikeWatch()] if config.resilience.check_for_spiky_loss else []
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
+from megatron.core.rerun_state_machine import RerunStateMachine, initialize_rerun_state_machine
+from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
@@ -25,6 +28,7 @@ from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
@@ -60,7 +64,7 @@ def set_up(
         checkpoints.load(context.state, model, optimizer, scheduler)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         datasets = providers.build_datasets(context, sample_counts(config))
-    forward_step = providers.build_forward_step(context)
+    forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     trainer = build_trainer(
         context,
@@ -146,6 +150,7 @@ def build_trainer(
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=build_probe(config, model),
+        results=build_rerun_state_machine(config),
     )
 
 
@@ -190,12 +195,37 @@ def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientP
     return GradientProbe(embeddings[0]) if embeddings else None
 
 
+def build_rerun_state_machine(config: PretrainConfig) -> RerunStateMachine:
+    """Returns the machine of this process, which checks the results that a script's loss function validates."""
+    machine = initialize_rerun_state_machine(config.resilience.rerun_mode)
+    machine.leaves_non_finite = config.resilience.check_for_nan_in_loss_and_grad
+    return machine
+
+
+def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, environment: Environment) -> ForwardStep:
+    """Sets up the straggler detector of this process. Returns the forward step, measured with --log-straggler."""
+    detector, flags = StragglerDetector(), config.logging
+    detector.configure(
+        environment.world_size, environment.rank, mmcnt=flags.straggler_minmax_count, enabled=flags.log_straggler
+    )
+    if not flags.log_straggler:
+        return forward_step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with detector:
+            return forward_step(*args, **kwargs)
+
+    return step
+
+
 def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
     """Returns the hooks that the flags ask for."""
     hooks: list[Hook] = []
     if config.training.manual_gc:
         hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
     flags = config.logging
+    hooks += [RerunReport()] if config.resilience.rerun_mode == "report_stats" else []
+    hooks += [StragglerReport(flags.log_interval)] if flags.log_straggler else []
     if flags.profile:
         profiler = make_profiler(
             rank=environment.rank,

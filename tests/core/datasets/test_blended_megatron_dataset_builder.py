@@ -188,3 +188,19 @@ def test_missing_files_are_named(build, prefixes, tmp_path):
         build([1, 0, 0], blend=(["0.3", *prefixes[:2]], None), split="1")
     with pytest.raises(UserError, match="sizes"):
         build([1, 0], blend=(prefixes, None), split="1")
+
+
+def test_calls_of_older_releases(tokenizer):
+    """Release 0.5 gives the config alone, 0.5 and 0.6 the words of blends, later ones settings that are gone."""
+    config = GPTDatasetConfig(1, 4, mock=True, tokenizer=tokenizer, is_built_on_rank=lambda: False, vocab_size=9)
+    assert BlendedMegatronDatasetBuilder(MockGPTDataset, [1, 1, 1], config).build() == [None] * 3
+    config = GPTDatasetConfig(1, 4, mock=True, tokenizer=tokenizer, renormalize_blend_weights=True)
+    assert len(BlendedMegatronDatasetBuilder(MockGPTDataset, [3, 1, 1], config).build()[0]) >= 3
+    words = GPTDatasetConfig(1, 4, blend=["0.3", "a", "0.7", "b"], split="1", tokenizer=tokenizer)
+    assert words.blend == (["a", "b"], [0.3, 0.7])
+    words = GPTDatasetConfig(1, 4, blend_per_split=[["a"], None, ["b", "c"]], tokenizer=tokenizer)
+    assert words.blend_per_split == [(["a"], None), None, (["b", "c"], None)]
+    with pytest.raises(UserError, match="object storage"):
+        GPTDatasetConfig(1, 4, mock=True, tokenizer=tokenizer, s3_cache_path="s3://x")
+    with pytest.raises(UserError, match="was given no config"):
+        BlendedMegatronDatasetBuilder(MockGPTDataset, [1, 1, 1], lambda: True)

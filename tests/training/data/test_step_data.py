@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron.training.data.batch import Batch
 from megatron.training.data.step_data import StepData, step_data_of
 
 
@@ -75,6 +77,35 @@ def test_chunks_that_drew_differently_are_a_mistake_of_the_schedule():
     next(first), next(first), next(second)
     with pytest.raises(AssertionError, match="different numbers of micro-batches"):
         data.begin(1)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_step_that_is_kept_can_be_drawn_again(chunks):
+    log: list[int] = []
+    data = second_of_three(micro_batches(9, log))
+    assert not data.rewind()
+    data.keeps_step = True
+
+    def draw() -> list[int]:
+        return [next(iterator).number for iterator in data.iterators(chunks) for _ in range(2)]
+
+    for iteration, numbers in enumerate(([0, 1], [2, 3])):
+        data.begin(iteration)
+        assert draw() == numbers * chunks and data.rewind()
+        assert draw() == numbers * chunks and data.sample_ids[-1] == [2 * numbers[1], 2 * numbers[1] + 1]
+    assert log == [0, 1, 2, 3]
+
+
+def test_kept_batches_are_out_of_the_memory_that_workers_share():
+    tokens = torch.zeros(2).share_memory_()
+    batch = Batch(tokens, tokens, tokens, tokens, sample_ids=torch.tensor([1]))
+    for shared in (batch, {"tokens": tokens, "more": [tokens]}):
+        data = StepData(iter([shared]), micro_batch_size=1)
+        data.keeps_step = True
+        drawn = next(data)
+        found = drawn["more"][0] if isinstance(drawn, dict) else drawn.tokens
+        assert not found.is_shared() and torch.equal(found, tokens)
+        assert data.rewind() and next(data) is drawn
 
 
 def test_a_rank_without_data_hands_on_none():

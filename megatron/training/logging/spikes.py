@@ -1,0 +1,30 @@
+"""--check-for-spiky-loss: says which iteration's loss is far above those of the first iterations."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.training.logging.records import LogWriter, Speed, StepRecord
+
+FACTOR = 10.0
+LEARNT = 100
+"""Iterations whose largest loss is the measure."""
+
+
+class SpikeWatch(LogWriter):
+    """Prints a line for each loss of at least `FACTOR` times the largest of the first `LEARNT` iterations."""
+
+    def __init__(self) -> None:
+        self._known = RerunStateMachine()
+
+    def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
+        """Looks at each iteration's losses."""
+        for step in steps:
+            for name, loss in step.losses.items():
+                if self._known.is_unexpectedly_large(torch.tensor(loss), FACTOR, name, LEARNT):
+                    print(
+                        f"iteration {step.iteration}: {name} {loss:.6g} is at least {FACTOR:.0f} times the largest of "
+                        f"the first {LEARNT} iterations",
+                        flush=True,
+                    )

@@ -1,0 +1,131 @@
+"""Imports, reads and calls what pretrain_gpt of Megatron-LM 0.5 does; see tests/scripts/test_scripts.py."""
+
+import torch
+from functools import partial
+from megatron.core.enums import ModelType
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.models.gpt import GPTModel
+from megatron.core import mpu
+from megatron import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.arguments import core_transformer_config_from_args
+from megatron.utils import (
+    average_losses_across_data_parallel_group,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import pretrain
+import megatron.model
+from megatron.core.transformer.spec_utils import import_module
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+
+def model_provider(pre_process=True, post_process=True) -> GPTModel | megatron.model.GPTModel:
+    args = get_args()
+    print_rank_0("building GPT model ...")
+    config = core_transformer_config_from_args(get_args())
+    if args.use_mcore_models:
+        if args.spec is not None:
+            transformer_layer_spec = import_module(args.spec)
+        else:
+            transformer_layer_spec = get_gpt_layer_with_transformer_engine_spec(args.num_experts, args.moe_grouped_gemm)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=transformer_layer_spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+        )
+    else:
+        assert args.context_parallel_size == 1
+        model = megatron.model.GPTModel(
+            config, num_tokentypes=0, parallel_output=True, pre_process=pre_process, post_process=post_process
+        )
+    return model
+
+
+def get_batch(data_iterator):
+    if (not mpu.is_pipeline_first_stage()) and (not mpu.is_pipeline_last_stage()):
+        return None, None, None, None, None
+    batch = get_batch_on_this_tp_rank(data_iterator)
+    batch = get_batch_on_this_cp_rank(batch)
+    return batch.values()
+
+
+def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor):
+    args = get_args()
+    losses = output_tensor.float()
+    loss_mask = loss_mask.view(-1).float()
+    if args.context_parallel_size > 1:
+        loss = torch.cat([torch.sum(losses.view(-1) * loss_mask).view(1), loss_mask.sum().view(1)])
+        torch.distributed.all_reduce(loss, group=mpu.get_context_parallel_group())
+        loss = loss[0] / loss[1]
+    else:
+        loss = torch.sum(losses.view(-1) * loss_mask) / loss_mask.sum()
+    if args.check_for_nan_in_loss_and_grad:
+        global_rank = torch.distributed.get_rank()
+        assert not loss.isnan(), f"Rank {global_rank}: found NaN in local forward loss calculation."
+    averaged_loss = average_losses_across_data_parallel_group([loss])
+    return loss * args.context_parallel_size, {"lm loss": averaged_loss[0]}
+
+
+def forward_step(data_iterator, model: GPTModel):
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    output_tensor = model(tokens, position_ids, attention_mask, labels=labels)
+    return output_tensor, partial(loss_func, loss_mask)
+
+
+def is_dataset_built_on_rank():
+    ends = mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()
+    return ends and mpu.get_tensor_model_parallel_rank() == 0
+
+
+def core_gpt_dataset_config_from_args(args):
+    tokenizer = get_tokenizer()
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=args.data_path,
+        blend_per_split=[args.train_data_path, args.valid_data_path, args.test_data_path],
+        split=args.split,
+        is_built_on_rank=is_dataset_built_on_rank,
+        vocab_size=get_tokenizer().vocab_size,
+        mock=args.mock_data,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+    )
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples):
+    args = get_args()
+    config = core_gpt_dataset_config_from_args(args)
+    dataset_type = MockGPTDataset if config.mock else GPTDataset
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    train_ds, valid_ds, test_ds = BlendedMegatronDatasetBuilder(
+        dataset_type, train_val_test_num_samples, config
+    ).build()
+    print_rank_0("> finished creating GPT datasets ...")
+    return train_ds, valid_ds, test_ds
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )
