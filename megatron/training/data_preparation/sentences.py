@@ -92,7 +92,7 @@ _ENDS = re.compile(
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 _SAME_SENTENCE = re.compile(r"[\"'“‘«(\[]*[a-z,;:]")
 """Text after end marks that belongs to the same sentence."""
-_LAST_WORD = re.compile(r"[\w.&-]+$")
+_OPENING = "\"'“‘«(["
 _LONGEST_ABBREVIATION = 24
 _INITIALS = re.compile(r"(?:[^\W\d_]\.)*[^\W\d_]")
 """A letter, or letters with dots between them: initials, or abbreviations such as e.g and U.S."""
@@ -127,17 +127,16 @@ class RuleSplitter:
 
 def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     """Whether the marks or blank line found by `match` end the sentence that begins at `start`."""
-    marks = match["marks"]
-    if marks is None or _BLANK_LINE.search(match[0]):
+    marks, found = match["marks"], match[0]
+    if marks is None or ("\n" in found and _BLANK_LINE.search(found)):
         return True
     if _SAME_SENTENCE.match(text, match.end()):
         return False
-    if marks != "." or not match[0][1:].isspace():
+    if marks != "." or not found[1].isspace():
         return True
     # Looks back only as far as an abbreviation is long: one endless word must not cost its length at each dot.
-    word = _LAST_WORD.search(text, max(start, match.start() - _LONGEST_ABBREVIATION), match.start())
-    if word is None:
-        return True
-    if word[0].isdecimal():
-        return word.start() > start
-    return word[0] == "I" or not (word[0].lower() in _ABBREVIATIONS or _INITIALS.fullmatch(word[0]))
+    before = text[max(start, match.start() - _LONGEST_ABBREVIATION) : match.start()]
+    word = before.split()[-1].lstrip(_OPENING) if before and not before[-1].isspace() else ""
+    if word.isdecimal():
+        return len(before.strip()) > len(word)
+    return word == "I" or not (word.lower() in _ABBREVIATIONS or _INITIALS.fullmatch(word))
