@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention.blocks import merge_block
@@ -34,14 +35,20 @@ from megatron.core.ops.cross_entropy import cross_entropy
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
+from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.linear import Fp8Linear
+from megatron.core.ops.fp8.product import emulated_product, product_cuda
+from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, largest_of_lines, largest_value, quantize_blocks
+from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.head_loss import head_loss
-from megatron.core.ops.linear import linear
+from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, rms_norm
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.utils.warn import warn_on_first_rank
 
@@ -74,6 +81,20 @@ class Backend:
     compute it."""
     attention_blocks: Mapping[AttnBackend, tuple[BlockKernel, ...]] = field(default_factory=lambda: BLOCK_CANDIDATES)
     """Attention kernels for rows that are split over ranks, in order of preference."""
+    sum_rows: Callable[[Tensor], Tensor] = sum_rows
+    fp8_kernels: Fp8Kernels = field(default_factory=Fp8Kernels)
+    fp8: Fp8Settings | None = None
+    """How the linear layers that `make_linear` makes multiply in fp8; None: they do not."""
+    tokens_group: Group = None
+    """The ranks that divide the tokens of a micro-batch before they reach a layer (context parallelism)."""
+
+    def make_linear(self, split: LinearSplit, weight: Tensor | None) -> Callable[..., Tensor]:
+        """Returns what computes one linear layer: `linear`, or with fp8 an object that keeps the layer's scales and its
+        quantised weight. `weight` [out, in] gives sizes and device; None: the layer has none of its own."""
+        if self.fp8 is None or weight is None:
+            return self.linear
+        split = dataclasses.replace(split, tokens=(*split.tokens, self.tokens_group))
+        return Fp8Linear(self.fp8, split, weight, self.sum_rows)
 
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of
@@ -82,9 +103,13 @@ class Backend:
         for entry in dataclasses.fields(self):
             function = getattr(self, entry.name)
             function = getattr(function, device_type, function)
-            if entry.name not in ("name", "attention", "attention_blocks") and function is not entry.default:
+            if entry.name not in _NOT_LISTED and function is not entry.default:
                 own.append(entry.name)
         return f"backend {self.name}: plain torch" + (f" but for {', '.join(own)}" if own else "")
+
+
+_NOT_LISTED = ("name", "attention", "attention_blocks", "sum_rows", "fp8_kernels", "fp8", "tokens_group")
+"""Fields of a backend that its line in the log leaves out."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +140,12 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.fp8.quantize_triton import (
+            cast_scaled_triton,
+            largest_of_lines_triton,
+            largest_value_triton,
+            quantize_blocks_triton,
+        )
         from megatron.core.ops.moe.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
@@ -148,7 +179,19 @@ def triton_backend() -> Backend | None:
         permute=ByDevice(cpu=permute, cuda=permute_triton),
         unpermute=ByDevice(cpu=unpermute, cuda=unpermute_triton),
         weighted_activation=ByDevice(cpu=weighted_activation, cuda=weighted_activation_triton),
+        sum_rows=ByDevice(cpu=sum_rows, cuda=sum_rows_triton),
+        fp8_kernels=Fp8Kernels(
+            ByDevice(cpu=largest_value, cuda=largest_value_triton),
+            ByDevice(cpu=largest_of_lines, cuda=largest_of_lines_triton),
+            ByDevice(cpu=cast_scaled, cuda=cast_scaled_triton),
+            ByDevice(cpu=quantize_blocks, cuda=quantize_blocks_triton),
+            _scaled_product,
+        ),
     )
+
+
+def _scaled_product(left: Quantized, right: Quantized, dtype: torch.dtype, precise: bool = True) -> Tensor:
+    return (product_cuda if left.values.is_cuda else emulated_product)(left, right, dtype, precise)
 
 
 def choose_backend(config: ModelParallelConfig) -> Backend:
@@ -157,6 +200,38 @@ def choose_backend(config: ModelParallelConfig) -> Backend:
     if getattr(config, "transformer_impl", "auto") == "local" or not torch.cuda.is_available():
         return LOCAL
     return triton_backend() or LOCAL
+
+
+def backend_of_layer(
+    backend: Backend, config: ModelParallelConfig, layer_number: int, groups: ProcessGroupCollection
+) -> Backend:
+    """Returns the backend of a transformer layer, counted from 1 over the whole model: with linear layers in fp8 if the
+    config asks for them in this layer."""
+    settings = fp8_settings(config, layer_number, backend.fp8_kernels)
+    if settings is None:
+        return backend
+    tokens_group = groups.cp if groups.size("cp") > 1 else None
+    return dataclasses.replace(backend, fp8=settings, tokens_group=tokens_group)
+
+
+def fp8_settings(config: Any, layer_number: int, kernels: Fp8Kernels) -> Fp8Settings | None:
+    """Returns the fp8 settings of a layer; None if its products are not in fp8."""
+    name = getattr(config, "fp8", None)
+    if name is None:
+        return None
+    if config.first_last_layers_bf16:
+        last = config.num_layers - config.num_layers_at_end_in_bf16
+        if layer_number <= config.num_layers_at_start_in_bf16 or layer_number > last:
+            return None
+    return Fp8Settings(
+        recipe=config.fp8_recipe,
+        formats=FORMATS[name],
+        margin=config.fp8_margin,
+        history_len=config.fp8_amax_history_len,
+        amax_algo=config.fp8_amax_compute_algo,
+        wgrad=config.fp8_wgrad,
+        kernels=kernels,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -350,10 +350,13 @@ class MainGrad(Protocol):
         layer."""
 
     def add_grouped_product(
-        self, output_gradient: Tensor, inputs: Tensor, accumulate: Callable[[Tensor, Tensor, Tensor], None]
+        self,
+        output_gradient: Tensor,
+        inputs: "Tensor | InputsToGather",
+        accumulate: Callable[[Tensor, Tensor, Tensor], object],
     ) -> None:
         """Accumulates by accumulate(gradient, output_gradient, inputs): for the stacked weights of experts, each of
-        which has some rows of both."""
+        which has some rows of both, and for products of quantised factors."""
 
     def add(self, gradient: Tensor) -> None:
         """Accumulates a gradient shaped as the stored parameter."""

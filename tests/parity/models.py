@@ -97,13 +97,12 @@ def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
     """Returns the model's config with the settings of a layout, in float64 unless they choose another type."""
     if not {"bf16", "params_dtype"} & set(settings):
         settings["fp64"] = True
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 48}
     kind = MLATransformerConfig if model.is_latent else TransformerConfig
     return kind(
         num_layers=LAYERS,
         hidden_size=32,
         num_attention_heads=8,
-        ffn_hidden_size=48,
         init_method_std=0.15,
         seed=SEED,
         **{**plain, **model.settings, **settings},

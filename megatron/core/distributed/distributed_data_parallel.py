@@ -21,6 +21,7 @@ from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
 from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.linear import Fp8Linear
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
@@ -73,6 +74,11 @@ class DistributedDataParallel(nn.Module):
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
         self._offloaded: list[Tensor] = []
+        self._quantized = [layer for layer in module.modules() if isinstance(layer, Fp8Linear)]
+        """Linear layers that keep quantised weights between micro-batches."""
+        for layer in self._quantized:
+            layer.keeps_weights = not any(unit.shards_weights for unit in self.units)
+            layer.scaling.gradient_share = self._gradient_scale
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots
         )
@@ -98,11 +104,16 @@ class DistributedDataParallel(nn.Module):
         """Returns the default bucket size: large enough for a ring over all ranks, small enough to start early."""
         return self.ddp_config.bucket_size or max(40_000_000, 1_000_000 * self.pg_collection.size("dp_cp"))
 
-    def _reduction(self, grid: str) -> TwoLevelReduction:
-        sharding = self.shardings[grid]
+    @property
+    def _gradient_scale(self) -> float:
+        """The factor of each rank's gradients in the sum over ranks."""
         per_token = getattr(self.config, "calculate_per_token_loss", False)
         # Experts are reduced over fewer ranks, but their gradients are sums over the tokens of all ranks: one scale.
-        scale = 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
+        return 1.0 if per_token else 1.0 / self.pg_collection.size("dp_cp")
+
+    def _reduction(self, grid: str) -> TwoLevelReduction:
+        sharding = self.shardings[grid]
+        per_token, scale = getattr(self.config, "calculate_per_token_loss", False), self._gradient_scale
         average = self.ddp_config.average_in_collective and not per_token
         precise = self.ddp_config.reduce_scatter_with_fp32_accumulation
         if sharding.shards == 1:
@@ -135,6 +146,8 @@ class DistributedDataParallel(nn.Module):
             result = self.module.load_state_dict(state_dict, strict=strict)
             for unit in self.units:
                 unit.copy_to_shard()
+        for layer in self._quantized:
+            layer.forget()
         return result
 
     @contextlib.contextmanager
@@ -244,6 +257,8 @@ class DistributedDataParallel(nn.Module):
         rank's shards of sharded parameters."""
         self.finish_param_sync()
         self._hooks.reshard_unused()  # values loaded into shards do not reach whole weights
+        for layer in self._quantized:
+            layer.forget()  # the caller may write to the chunks
         for unit in self.units:
             for parameter_slice in unit.parameter_slices if unit.shards_weights else ():
                 yield self._chunk(parameter_slice, parameter_slice.view_in(unit.weight_shard), unit)
@@ -269,6 +284,8 @@ class DistributedDataParallel(nn.Module):
                         "broadcast_params: parameters are sharded; make ranks equal before they are wrapped"
                     )
                 broadcast(unit.param_buffer, group)
+        for layer in self._quantized:
+            layer.forget_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Starts the all-gather of updated weights, in the order in which forward needs them.
@@ -276,6 +293,8 @@ class DistributedDataParallel(nn.Module):
         With `ddp_config.overlap_param_gather` each module waits for its weights before its forward; otherwise, or with
         `force_sync`, this function waits. Sharded parameters are gathered by their modules instead.
         """
+        for layer in self._quantized:
+            layer.forget_weights()
         for unit in self.units:
             if not unit.shards_weights:
                 unit.start_all_gather()

@@ -62,7 +62,11 @@ class DistributedDataParallelConfig:
     average_in_collective: bool = flag(False, on="--ddp-average-in-collective")
     """Let the collective average over ranks, instead of scaling gradients before it."""
 
-    fp8_param_gather: bool = not_yet(False)
+    fp8_param_gather: bool = flag(
+        False,
+        no_effect="updated weights are gathered in the model's type and quantised once a step; fp8 weights would save "
+        "memory and bytes, not change a product's inputs by more than one rounding to the model's type",
+    )
     """Keep weights in fp8 and gather them in fp8."""
 
     reuse_grad_buf_for_mxfp8_param_ag: bool = not_a_flag(False)
@@ -93,7 +97,9 @@ class DistributedDataParallelConfig:
     preserve_fp32_weights: bool = not_a_flag(True)
     """With use_megatron_fsdp: keep main weights in float32."""
 
-    keep_fp8_transpose_cache: bool = flag(False, only_with="fp8")
+    keep_fp8_transpose_cache: bool = flag(
+        False, no_effect="weights that are sharded between uses are quantised each time, others once a step"
+    )
     """With --use-megatron-fsdp: keep transposed fp8 weights between micro-batches."""
 
     nccl_ub: bool = not_yet(False, on="--use-nccl-ub")

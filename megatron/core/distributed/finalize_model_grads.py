@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.recipes import DelayedScaling
 from megatron.core.parameters import ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -31,7 +33,8 @@ def finalize_model_grads(
     force_all_reduce: bool | None = False,
 ) -> None:
     """Finishes the data parallel sums, sums partial gradients over model parallel ranks, and divides by the number of
-    tokens. Updates the expert biases of routers from the tokens of this global batch.
+    tokens. Updates the expert biases of routers from the tokens of this global batch, and the scales of delayed fp8
+    scaling from its largest values.
 
     `num_tokens`, a scalar tensor, is given with a loss per token: the number of tokens of this rank's micro-batches,
     zero on pipeline stages without the loss. Gradients are then sums over tokens and become means over the global
@@ -56,6 +59,7 @@ def finalize_model_grads(
     if num_tokens is not None:
         _divide_by_tokens(chunks, num_tokens, groups)
     finish_routers(chunks, groups)
+    finish_delayed_scaling(chunks, groups)
 
 
 def _units(chunks: Sequence[DistributedDataParallel]) -> list[Unit]:
@@ -138,3 +142,16 @@ def finish_routers(chunks: Iterable[nn.Module], groups: ProcessGroupCollection) 
         all_reduce(counts, groups.tp_dp_cp)
     for router, count in zip(biased, counts, strict=True):
         router.move_expert_bias(count)
+
+
+def finish_delayed_scaling(chunks: Iterable[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Adds the largest values of this global batch to the histories of all linear layers with delayed fp8 scaling, with
+    one all-reduce over the ranks that have a copy or a part of them."""
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, DelayedScaling)]
+    if not layers:
+        return
+    amax = torch.stack([layer.take_seen() for layer in layers])  # [layers, 3]
+    if groups.size("tp_dp_cp") > 1:
+        all_reduce(amax, groups.tp_dp_cp, dist.ReduceOp.MAX)
+    for layer, latest in zip(layers, amax, strict=True):
+        layer.add_step(latest)

@@ -20,7 +20,7 @@ from megatron.core.utils.torch_private import BackwardEndCallback
 _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 """Types whose matrix products a GPU accumulates directly into a float32 buffer."""
 
-Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+Accumulate = Callable[[Tensor, Tensor, Tensor], object]
 """Adds a product of output gradients and inputs to a gradient: (gradient, output gradients, inputs)."""
 
 
@@ -53,7 +53,9 @@ class BufferMainGrad:
         """Adds output_gradient^T @ inputs ([t, out], [t, in]) to the gradient, now or when the queue computes it."""
         self._add(output_gradient, inputs, accumulate_product)
 
-    def add_grouped_product(self, output_gradient: Tensor, inputs: Tensor, accumulate: Accumulate) -> None:
+    def add_grouped_product(
+        self, output_gradient: Tensor, inputs: Tensor | InputsToGather, accumulate: Accumulate
+    ) -> None:
         """Calls accumulate(gradient, output_gradient, inputs), now or when the queue computes it."""
         self._add(output_gradient, inputs, accumulate)
 

@@ -42,7 +42,8 @@ class SequenceShard:
         return start_gather_rows(self.rows, self.group)
 
 
-def _sum_rows(rows: Tensor) -> Tensor:
+def sum_rows(rows: Tensor) -> Tensor:
+    """Returns the sum over the first dimension: [t, out] -> [out]."""
     return rows.sum(0)
 
 
@@ -53,7 +54,7 @@ def linear(
     group: Group = None,
     *,
     gathers: bool = False,
-    sum_rows: Callable[[Tensor], Tensor] = _sum_rows,
+    sum_rows: Callable[[Tensor], Tensor] = sum_rows,
 ) -> Tensor:
     """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out], in the type of the inputs.
 

@@ -10,6 +10,7 @@ from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group, group_size
 from megatron.core.exceptions import UserError
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import Box, Constant
 from megatron.core.process_groups_config import default_collection
@@ -110,6 +111,8 @@ class ColumnParallelLinear(ShardedStateModule):
             own = {name: fact for name, fact in facts.items() if name not in _OF_WEIGHT}
             self.bias = new_parameter(config, (rows,), Constant(0.0), global_shape=canonical, box=box, **own)
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
+        split = LinearSplit(outputs=self.tp_group)
+        self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
 
     def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
         """Returns the number of rows stored here, and their box."""
@@ -125,7 +128,7 @@ class ColumnParallelLinear(ShardedStateModule):
         overrides `gather_output`."""
         weight = self.weight if weight is None else weight
         bias = None if self.skip_bias_add else self.bias
-        output = self.backend.linear(input_, weight, bias, self.gradient_group, gathers=self.sequence_parallel)
+        output = self.linear(input_, weight, bias, self.gradient_group, gathers=self.sequence_parallel)
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather_from_tensor_model_parallel_region(output, self.tp_group)
         return output, self.bias if self.skip_bias_add else None
@@ -187,15 +190,17 @@ class RowParallelLinear(ShardedStateModule):
             partial = frozenset({"tp"} if self.sequence_parallel else ())
             held = {"grid": facts["grid"], "partial_gradient_axes": partial}
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **held)
+        split = LinearSplit(inputs=self.tp_group)
+        self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns ([..., output_size], bias or None) for [..., input_size_per_partition]."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         if group_size(self.tp_group) == 1:
-            output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+            output = self.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
             return output, self.bias if self.skip_bias_add else None
-        partial = self.backend.linear(input_, self.weight)
+        partial = self.linear(input_, self.weight)
         if self.is_expert:
             return partial, self.bias
         if self.sequence_parallel:

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.parameters import Constant
 from megatron.core.tensor_parallel.layers import drop_empty_extra_state
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
@@ -51,8 +52,10 @@ class ReplicatedLinear(ShardedStateModule):
         self.register_parameter("bias", None)
         if bias:
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **facts)
+        split = LinearSplit(tokens=(tp_group,) if config.sequence_parallel else ())
+        self.linear = self.backend.make_linear(split, self.weight)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns ([..., output_size], bias or None) for [..., input_size]."""
-        output = self.backend.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
+        output = self.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
         return output, self.bias if self.skip_bias_add else None

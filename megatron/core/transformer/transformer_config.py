@@ -19,6 +19,7 @@ from megatron.core.transformer.config import (
     attention,
     initialization,
     latent_attention,
+    low_precision,
     memory,
     moe,
     positions,
@@ -105,7 +106,18 @@ def transformer_problems(config: Any) -> Iterator[str]:
 
     `config` has the fields of TransformerConfig; the caller checks that the sizes that every model needs are given.
     """
-    for concern in (architecture, attention, initialization, positions, latent_attention, stages, moe, memory, router):
+    for concern in (
+        architecture,
+        attention,
+        initialization,
+        positions,
+        latent_attention,
+        stages,
+        moe,
+        memory,
+        router,
+        low_precision,
+    ):
         yield from concern.validate(config)
     if all((getattr(config, name) or 0) >= 1 for name in ("num_layers", "hidden_size", "num_attention_heads")):
         yield from _split_problems(config)

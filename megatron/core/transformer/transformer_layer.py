@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.backends import Backend, choose_backend
+from megatron.core.backends import Backend, backend_of_layer, choose_backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.parameters import add_partial_gradient_axis
@@ -63,8 +63,8 @@ class TransformerLayer(MegatronModule):
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
+        self.backend = backend_of_layer(backend or choose_backend(config), config, layer_number, groups)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         offer = {"backend": self.backend}
         self.input_layernorm = build_module(submodules.input_layernorm, **norm, offer=offer)

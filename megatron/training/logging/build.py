@@ -44,7 +44,7 @@ def build_log(
         names=groups.rank("tp") == 0 and (environment.has_loss or groups.rank("pos_embd") >= 0),
         watch=config.resilience.check_for_nan_in_loss_and_grad,
     )
-    peak = peak_tflops(environment.device, transformer.params_dtype)
+    peak = peak_tflops(environment.device, transformer.params_dtype, fp8=transformer.fp8 is not None)
     if config.logging.log_throughput and peak is None and environment.logs:
         print("--log-throughput: the peak rate of this device is not known, so no utilisation is given", flush=True)
     return TrainingLog(

@@ -1,22 +1,26 @@
 """Matrix products in fp8 and fp4."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet
+from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 
 
 @dataclass(kw_only=True)
 class LowPrecisionConfig:
     """Formats and scales of matrix products in eight or four bits."""
 
-    fp8: Literal["e4m3", "hybrid"] | None = not_yet(None, on="--fp8-format")
-    """Matrix products in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid)."""
+    fp8: Literal["e4m3", "hybrid"] | None = flag(None, on="--fp8-format")
+    """Matrix products of the linear layers in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid). Attention,
+    embedding, head, routers and norms keep the model's type. A CPU emulates fp8."""
 
-    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] | None = flag(
+    fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "rowwise", "custom"] | None = flag(
         "delayed", only_with="fp8"
     )
-    """With --fp8-format: how scales are computed."""
+    """With --fp8-format: the values that share a scale. tensorwise: the whole tensor of a micro-batch. delayed: the
+    same, with the scale of earlier steps. rowwise: a row. blockwise: blocks of 128 elements, and of 128 x 128 weights;
+    its result depends on the layout where that cuts tokens or weights between multiples of 128."""
 
     fp8_param: bool = not_a_flag(False)
     """Keep weights in fp8; --fp8-param-gather sets it."""
@@ -74,3 +78,30 @@ class LowPrecisionConfig:
 
     quant_recipe: Any = not_a_flag(None)
     """Quantization formats by layer."""
+
+
+_NEAREST = "{fp8_recipe:name} blockwise is the nearest that works"
+_UNSUPPORTED = {
+    "mxfp8": f"{{fp8_recipe}}: its blocks of 32 need a Blackwell GPU; Hopper cannot multiply them; {_NEAREST}",
+    "custom": f"{{fp8_recipe}} builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
+}
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each value, or pair of values, with which no layer can multiply in fp8; `config` has the
+    fields of TransformerConfig."""
+    if config.fp8 is None:
+        return
+    if config.fp8_recipe in _UNSUPPORTED:
+        yield _UNSUPPORTED[config.fp8_recipe]
+    yield from too_small(config, ("fp8_amax_history_len",), 1)
+    yield from too_small(config, ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
+    if config.num_moe_experts is not None:
+        yield "not yet: {fp8} with {num_moe_experts:name}: grouped products of experts in fp8"
+    groups = config.num_query_groups or config.num_attention_heads
+    if groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention:
+        yield (
+            "{fp8} with {num_query_groups:name} "
+            f"{groups} and {{tensor_model_parallel_size}}: ranks that share a key and value head are not supported in "
+            f"fp8; {{tensor_model_parallel_size:name}} {groups} or less works"
+        )

@@ -1,0 +1,182 @@
+"""The linear layer y = x W^T + b with products in fp8. It communicates as `megatron.core.ops.linear` does.
+
+Inputs, weights and gradients of outputs are rounded to fp8; products accumulate in float32, and a weight gradient is
+added to the main gradient in float32. The weight is rounded once for all micro-batches of a step. The weights that the
+optimizer updates, and those in a checkpoint, are never rounded.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.collectives import Group, gather_rows, start_all_reduce, start_gather_rows, start_reduce_scatter_rows
+from megatron.core.exceptions import UserError
+from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role, build_scaling
+from megatron.core.ops.linear import SequenceShard, product, sum_rows
+from megatron.core.parameters import main_grad_accumulator
+
+_MULTIPLE = 16
+"""The fp8 units of GPUs multiply matrices whose dimensions divide by it."""
+
+
+class Fp8Linear(nn.Module):
+    """The products of one linear layer, with its scales and its quantised weight. Called like `ops.linear.linear`."""
+
+    def __init__(
+        self,
+        settings: Fp8Settings,
+        split: LinearSplit,
+        weight: Tensor,
+        add_rows: Callable[[Tensor], Tensor] = sum_rows,
+    ) -> None:
+        """`weight` [out, in] gives the sizes and the device. `add_rows` computes the bias's gradient.
+
+        Raises UserError for sizes that do not divide by 16.
+        """
+        super().__init__()
+        if any(size % _MULTIPLE for size in weight.shape):
+            raise UserError(
+                f"--fp8-format: a linear layer has a weight of {list(weight.shape)} on a rank, and both sizes must "
+                f"divide by {_MULTIPLE}; change the width, or the number of tensor parallel ranks"
+            )
+        self.settings, self.add_rows = settings, add_rows
+        self.scaling = build_scaling(settings, split, weight.device)
+        self.keeps_weights = True
+        """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
+        not."""
+        self._kept: tuple[Any, QuantizedPair] | None = None
+
+    def forward(
+        self,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        group: Group = None,
+        *,
+        gathers: bool = False,
+    ) -> Tensor:
+        """Returns inputs @ weight^T + bias: [..., in] x [out, in] (+ [out]) -> [..., out]; see `ops.linear.linear`."""
+        rows = inputs.flatten(0, -2)  # [t, in]
+        output = _Fp8Linear.apply(rows, weight, bias, self, group, gathers, torch.is_grad_enabled())
+        return output if inputs.dim() == 2 else output.unflatten(0, (-1, *inputs.shape[1:-1]))
+
+    def quantized_weight(self, weight: Tensor) -> QuantizedPair:
+        """Returns the weight in fp8, [out, in] and [in, out]."""
+        key = weight.data_ptr(), weight._version
+        if self._kept is not None and self._kept[0] == key:
+            return self._kept[1]
+        pair = self.scaling.quantize(weight.detach(), Role.WEIGHTS, rows=True, columns=True, records=True)
+        if self.keeps_weights:
+            self._kept = key, pair
+        return pair
+
+    def forget_weights(self) -> None:
+        """Drops the quantised weight, because the weight may have changed without torch's knowledge."""
+        self._kept = None
+
+    def forget(self) -> None:
+        """Drops all that was derived from weights and saved state, because they may have been loaded."""
+        self.forget_weights()
+        self.scaling.forget()
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: Fp8Linear,
+        group: Group,
+        gathers: bool,
+        records: bool,
+    ) -> Tensor:
+        whole = gather_rows(inputs, group) if gathers else inputs
+        keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad and not gathers
+        quantized = layer.scaling.quantize(whole.detach(), Role.INPUTS, rows=True, columns=keeps_fp8, records=records)
+        assert quantized.rows is not None
+        weights = layer.quantized_weight(weight).rows
+        output = layer.settings.kernels.product(quantized.rows, weights, inputs.dtype, precise=False)  # [t, out]
+        if bias is not None:
+            output += bias
+        if quantized.columns is not None:
+            ctx.save_for_backward(quantized.columns.values, quantized.columns.factors)
+        else:
+            ctx.save_for_backward(inputs)
+        ctx.keeps_fp8 = keeps_fp8
+        # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
+        ctx.weight, ctx.layer, ctx.group, ctx.gathers = weight, layer, group, gathers
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor | None, ...]:
+        layer, weight, group, saved = ctx.layer, ctx.weight, ctx.group, ctx.saved_tensors
+        settings, multiply = layer.settings, layer.settings.kernels.product
+        needs_inputs, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        main_grad = main_grad_accumulator(weight)
+        defers = needs_weight and getattr(main_grad, "defers_weight_grad", False)
+        gathered = None
+        if ctx.gathers and needs_weight and not defers:
+            gathered = start_gather_rows(saved[0], group)
+        quantized = QuantizedPair(None, None)
+        if needs_inputs or (needs_weight and settings.wgrad):
+            wants_columns = needs_weight and settings.wgrad
+            quantized = layer.scaling.quantize(
+                rows, Role.GRADIENTS, rows=needs_inputs, columns=wants_columns, records=True
+            )
+        summed = None
+        if needs_inputs:
+            gradient = multiply(quantized.rows, layer.quantized_weight(weight).columns, rows.dtype)  # [t, in]
+            start = start_reduce_scatter_rows if ctx.gathers else start_all_reduce
+            summed = start(gradient, group)
+        weight_gradient = bias_gradient = None
+        if needs_weight:
+            kept: Any = gathered.wait() if gathered is not None else None
+            if kept is None and not ctx.keeps_fp8:
+                kept = saved[0].detach()
+                kept = SequenceShard(kept, group) if ctx.gathers else kept
+            if quantized.columns is None:
+                if main_grad is None:
+                    weight_gradient = product(rows.t(), kept)
+                else:
+                    main_grad.add_product(rows, kept)
+            else:
+                factors = saved[1] if ctx.keeps_fp8 else None
+                add = partial(_add_product, layer, quantized.columns.factors, factors)
+                right = saved[0] if ctx.keeps_fp8 else kept
+                if main_grad is None:
+                    weight_gradient = add(None, quantized.columns.values, right).to(weight.dtype)
+                else:
+                    main_grad.add_grouped_product(quantized.columns.values, right, add)
+        if needs_bias:
+            bias_gradient = layer.add_rows(rows)
+        inputs_gradient = None if summed is None else summed.wait()
+        return inputs_gradient, weight_gradient, bias_gradient, None, None, None, None
+
+
+def _add_product(
+    layer: Fp8Linear,
+    gradient_factors: Tensor,
+    input_factors: Tensor | None,
+    total: Tensor | None,
+    gradients: Tensor,
+    inputs: Tensor,
+) -> Tensor:
+    """Adds gradients inputs^T, [out, t] x [in, t], to `total`, accumulated in its type. Without `input_factors` the
+    inputs are not quantised yet, [t, in]."""
+    if input_factors is None:
+        pair = layer.scaling.quantize(inputs, Role.INPUTS, rows=False, columns=True, records=False)
+        assert pair.columns is not None
+        quantized = pair.columns
+    else:
+        quantized = Quantized(inputs, input_factors)
+    dtype = torch.float32 if total is None else total.dtype
+    found = layer.settings.kernels.product(Quantized(gradients, gradient_factors), quantized, dtype)
+    return found if total is None else total.add_(found)

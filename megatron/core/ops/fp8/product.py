@@ -1,0 +1,57 @@
+"""Products of quantised matrices."""
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.fp8.formats import BLOCK
+from megatron.core.ops.fp8.quantize import Quantized, dequantize
+
+_MULTIPLE = 16
+"""cuBLAS's fp8 products need dimensions that divide by it."""
+
+
+def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype, precise: bool = True) -> Tensor:
+    """Returns left right^T, [m, k] x [n, k] -> [m, n], of the dequantised values: accumulated in float32 at least and
+    rounded to `dtype`. `precise` has no effect."""
+    return (dequantize(left, dtype) @ dequantize(right, dtype).t()).to(dtype)
+
+
+def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise: bool = True) -> Tensor:
+    """Does `emulated_product` on the fp8 units of a GPU. Without `precise` they may keep fewer bits of partial sums,
+    which is faster.
+
+    Shapes that cuBLAS has no fp8 product for, a `dtype` of float64, and GPUs without fp8 units are emulated.
+    """
+    if not _is_native(left, right, dtype):
+        return emulated_product(left, right, dtype)
+    return torch._scaled_mm(
+        left.values,
+        right.values.t(),
+        _for_cublas(left.factors),
+        _for_cublas(right.factors).t(),
+        out_dtype=dtype,
+        use_fast_accum=not precise,
+    )
+
+
+def _is_native(left: Quantized, right: Quantized, dtype: torch.dtype) -> bool:
+    if torch.cuda.get_device_capability(left.values.device) < (8, 9) or dtype is torch.float64:
+        return False
+    (m, k), n = left.values.shape, right.values.shape[0]
+    if m == 0 or k == 0 or k % _MULTIPLE or n % _MULTIPLE:
+        return False
+    if not _has_blocks(left) and not _has_blocks(right):
+        return True
+    # The factors of blocks lie in memory in vectors of 16 bytes.
+    squares = left if left.factors.shape[0] != m else right if right.factors.shape[0] != n else None
+    return k % BLOCK == 0 and m % 4 == 0 and n % 4 == 0 and (squares is None or k % (4 * BLOCK) == 0)
+
+
+def _has_blocks(matrix: Quantized) -> bool:
+    return matrix.factors.dim() == 2 and (
+        matrix.factors.shape[1] > 1 or matrix.factors.shape[0] != matrix.values.shape[0]
+    )
+
+
+def _for_cublas(factors: Tensor) -> Tensor:
+    return factors

@@ -1,0 +1,252 @@
+"""Quantisation to fp8 on a GPU: each kernel reads a matrix once and writes both layouts.
+
+Every rounding is that of the definitions in `quantize`. Largest values are compared as integers: of two non-negative
+floats the larger one has the larger bits, and those of NaN are larger still.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.fp8 import quantize
+from megatron.core.ops.fp8.formats import BLOCK, largest_finite
+from megatron.core.ops.fp8.quantize import Quantized, QuantizedPair
+from megatron.core.ops.sum_rows_triton import num_multiprocessors
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_TILE = 128
+_AT_ONCE = 4096
+"""Elements that a program of the largest value reads at once."""
+_PROGRAMS = 8
+"""Programs of the largest value for each multiprocessor."""
+
+
+@triton.jit
+def _bits_of_size(x):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _as_fp8(x, limit, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns the bits of x in fp8: limited to the range, with NaN for what is not finite."""
+    limited = tl.minimum(tl.maximum(x, -limit), limit)
+    fp8 = (limited.to(tl.float8e5) if E5M2 else limited.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
+    return tl.where(_bits_of_size(x) < 0x7F800000, fp8, 0x7F).to(tl.uint8)  # 0x7F is NaN in both formats
+
+
+@triton.jit
+def _largest_kernel(largest, values, count, steps, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
+    size = tl.zeros((AT_ONCE,), tl.int32)
+    first = tl.program_id(0).to(tl.int64) * steps * AT_ONCE
+    for step in range(steps):
+        at = first + step * AT_ONCE + tl.arange(0, AT_ONCE)
+        size = tl.maximum(size, _bits_of_size(tl.load(values + at, mask=at < count, other=0.0).to(tl.float32)))
+    tl.atomic_max(largest, tl.max(size, 0))
+
+
+@triton.jit
+def _largest_of_lines_kernel(  # type: ignore[no-untyped-def]
+    of_rows, of_columns, matrix, m, k, stride, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    size = _bits_of_size(x)
+    tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < m)
+    tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < k)
+
+
+@triton.jit
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    rows, columns, seen, matrix, row_scale, column_scale, m, k, stride, limit,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, BY_LINE: tl.constexpr, E5M2: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+    there = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    if SEEN:
+        tl.atomic_max(seen, tl.max(_bits_of_size(x)))
+    if BY_LINE:
+        if ROWS:
+            scale = tl.load(row_scale + row, mask=row < m, other=1.0)
+            tl.store(rows + row[:, None] * k + column[None, :], _as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+        if COLUMNS:
+            scale = tl.load(column_scale + column, mask=column < k, other=1.0)
+            turned = tl.trans(_as_fp8(x * scale[None, :], limit, E5M2))
+            to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
+            tl.store(to, turned, mask=(column < k)[:, None] & (row < m)[None, :])
+    else:
+        fp8 = _as_fp8(x * tl.load(row_scale), limit, E5M2)
+        if ROWS:
+            tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
+        if COLUMNS:
+            to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
+            tl.store(to, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
+
+
+@triton.jit
+def _scale_of(size, reach):  # type: ignore[no-untyped-def]
+    """Returns the scale of a block with the largest absolute value `size`, as `formats.scale_for`."""
+    scale = tl.div_rn(reach, size)
+    scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
+    return tl.where(size == 0.0, 1.0, scale)
+
+
+@triton.jit
+def _blocks_kernel(  # type: ignore[no-untyped-def]
+    rows, row_factors, columns, column_factors, matrix, m, k, stride, limit, reach,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block_row, block_column = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = block_row * BLOCK + tl.arange(0, BLOCK)
+    column = block_column * BLOCK + tl.arange(0, BLOCK)
+    there = (row < m)[:, None] & (column < k)[None, :]
+    x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+    to_row = rows + row[:, None] * k + column[None, :]
+    to_column = columns + column[:, None] * m + row[None, :]
+    if SQUARE:
+        scale = _scale_of(tl.max(_bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+        fp8 = _as_fp8(x * scale, limit, E5M2)
+        one = tl.full((), 1.0, tl.float32)
+        if ROWS:
+            tl.store(to_row, fp8, mask=there)
+            tl.store(row_factors + block_row * tl.num_programs(1) + block_column, tl.div_rn(one, scale))
+        if COLUMNS:
+            tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None] & (row < m)[None, :])
+            tl.store(column_factors + block_column * tl.num_programs(0) + block_row, tl.div_rn(one, scale))
+    else:
+        one = tl.full((BLOCK,), 1.0, tl.float32)
+        if ROWS:
+            scale = _scale_of(tl.max(_bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
+            tl.store(to_row, _as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+            tl.store(row_factors + block_column * m + row, tl.div_rn(one, scale), mask=row < m)
+        if COLUMNS:
+            scale = _scale_of(tl.max(_bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
+            turned = tl.trans(_as_fp8(x * scale[None, :], limit, E5M2))
+            tl.store(to_column, turned, mask=(column < k)[:, None] & (row < m)[None, :])
+            tl.store(column_factors + block_row * k + column, tl.div_rn(one, scale), mask=column < k)
+
+
+def largest_value_triton(matrix: Tensor) -> Tensor:
+    """Does `quantize.largest_value` in one kernel; leaves float64 to the definition."""
+    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+        return quantize.largest_value(matrix)
+    matrix, count = matrix.contiguous(), matrix.numel()
+    largest = torch.zeros((), dtype=torch.float32, device=matrix.device)
+    steps = triton.cdiv(count, _AT_ONCE * _PROGRAMS * num_multiprocessors(matrix.device))
+    grid = (triton.cdiv(count, _AT_ONCE * steps),)
+    _largest_kernel[grid](largest.view(torch.int32), matrix, count, steps, AT_ONCE=_AT_ONCE, num_warps=8)
+    return largest
+
+
+def largest_of_lines_triton(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Does `quantize.largest_of_lines` in one kernel; leaves float64 to the definition."""
+    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+        return quantize.largest_of_lines(matrix)
+    matrix = _with_plain_rows(matrix)
+    m, k = matrix.shape
+    of_rows, of_columns = (torch.zeros(size, dtype=torch.float32, device=matrix.device) for size in (m, k))
+    grid = (triton.cdiv(m, _TILE), triton.cdiv(k, _TILE))
+    _largest_of_lines_kernel[grid](
+        of_rows.view(torch.int32), of_columns.view(torch.int32), matrix, m, k, matrix.stride(0), TILE=_TILE, num_warps=8
+    )
+    return of_rows, of_columns
+
+
+def cast_scaled_triton(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Does `quantize.cast_scaled` in one kernel. Scalars must be one scale for both layouts. Leaves float64 to the
+    definition."""
+    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+        return quantize.cast_scaled(matrix, dtype, row_scale, column_scale, seen)
+    matrix = _with_plain_rows(matrix)
+    m, k = matrix.shape
+    given = row_scale if row_scale is not None else column_scale
+    assert given is not None
+    rows = _empty_fp8(matrix, m, k, dtype) if row_scale is not None else None
+    columns = _empty_fp8(matrix, k, m, dtype) if column_scale is not None else None
+    tile_m, tile_k = (_TILE, _TILE) if columns is not None else (32, 512)
+    grid = (triton.cdiv(m, tile_m), triton.cdiv(k, tile_k))
+    _cast_kernel[grid](
+        _bytes(rows, matrix),
+        _bytes(columns, matrix),
+        given if seen is None else seen.view(torch.int32),
+        matrix,
+        given if row_scale is None else row_scale,
+        given if column_scale is None else column_scale,
+        m,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        SEEN=seen is not None,
+        BY_LINE=given.dim() > 0,
+        E5M2=dtype is torch.float8_e5m2,
+        TILE_M=tile_m,
+        TILE_K=tile_k,
+        num_warps=8,
+    )
+    return rows, columns
+
+
+def quantize_blocks_triton(
+    matrix: Tensor, dtype: torch.dtype, margin: int, *, square: bool, rows: bool, columns: bool
+) -> QuantizedPair:
+    """Does `quantize.quantize_blocks` in one kernel; leaves float64 to the definition."""
+    if matrix.dtype not in _KERNEL_TYPES or matrix.numel() == 0:
+        return quantize.quantize_blocks(matrix, dtype, margin, square=square, rows=rows, columns=columns)
+    matrix = _with_plain_rows(matrix)
+    m, k = matrix.shape
+    down, across = triton.cdiv(m, BLOCK), triton.cdiv(k, BLOCK)
+    values, turned = (_empty_fp8(matrix, m, k, dtype), _empty_fp8(matrix, k, m, dtype))
+    # cuBLAS reads the factors of blocks in rows with the longer side of the matrix contiguous.
+    shapes = ((down, across), (across, down)) if square else ((across, m), (down, k))
+    factors, turned_factors = (torch.empty(shape, dtype=torch.float32, device=matrix.device) for shape in shapes)
+    _blocks_kernel[(down, across)](
+        _bytes(values, matrix),
+        factors,
+        _bytes(turned, matrix),
+        turned_factors,
+        matrix,
+        m,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        largest_finite(dtype) * 2.0**-margin,
+        ROWS=rows,
+        COLUMNS=columns,
+        SQUARE=square,
+        E5M2=dtype is torch.float8_e5m2,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    if not square:
+        factors, turned_factors = factors.t(), turned_factors.t()
+    return QuantizedPair(
+        Quantized(values, factors) if rows else None, Quantized(turned, turned_factors) if columns else None
+    )
+
+
+def _with_plain_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _empty_fp8(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(rows, columns, dtype=dtype, device=like.device)
+
+
+def _bytes(fp8: Tensor | None, other: Tensor) -> Any:
+    """Returns the bytes of an fp8 tensor for a kernel; for None, a tensor that the kernel does not touch."""
+    return other if fp8 is None else fp8.view(torch.uint8)

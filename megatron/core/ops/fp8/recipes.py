@@ -1,0 +1,268 @@
+"""How the scales of quantised tensors are found: the values of `--fp8-recipe`.
+
+The scope of a scale, that is, the values that it depends on, does not depend on the layout where the recipe allows it:
+
+| recipe | a scale depends on |
+|---|---|
+| tensorwise | the whole tensor of a micro-batch, over tensor and context parallel ranks |
+| delayed | the whole tensor of earlier global batches, over all ranks |
+| rowwise | one row or column of the tensor of a micro-batch, over tensor and context parallel ranks |
+| blockwise | a block of 128 elements, or of 128 x 128 weights, on one rank |
+
+So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.collectives import Group, all_reduce
+from megatron.core.ops.fp8.formats import Fp8Formats, scale_for
+from megatron.core.ops.fp8.product import emulated_product
+from megatron.core.ops.fp8.quantize import (
+    Quantized,
+    QuantizedPair,
+    cast_scaled,
+    largest_of_lines,
+    largest_value,
+    quantize_blocks,
+)
+from megatron.core.parameters import Constant, declare
+
+
+class Role(IntEnum):
+    """What a quantised matrix is to its linear layer."""
+
+    INPUTS = 0
+    """[tokens, in]"""
+    WEIGHTS = 1
+    """[out, in]"""
+    GRADIENTS = 2
+    """Gradients of the outputs, [tokens, out]."""
+
+
+@dataclass(frozen=True)
+class Fp8Kernels:
+    """The operations of a linear layer in fp8, with the signatures of the functions of these names."""
+
+    largest_value: Callable[..., Tensor] = largest_value
+    largest_of_lines: Callable[..., tuple[Tensor, Tensor]] = largest_of_lines
+    cast_scaled: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_scaled
+    quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
+    product: Callable[..., Tensor] = emulated_product
+
+
+@dataclass(frozen=True)
+class Fp8Settings:
+    """The fp8 flags of a run, for its layers."""
+
+    recipe: str
+    """tensorwise, delayed, rowwise or blockwise."""
+    formats: Fp8Formats
+    margin: int = 0
+    history_len: int = 1
+    amax_algo: str = "most_recent"
+    """most_recent or max."""
+    wgrad: bool = True
+    """Whether weight gradients are computed in fp8 too."""
+    kernels: Fp8Kernels = Fp8Kernels()
+
+    def dtype(self, role: Role) -> torch.dtype:
+        """Returns the fp8 type of a matrix."""
+        return self.formats.gradients if role is Role.GRADIENTS else self.formats.inputs
+
+
+@dataclass(frozen=True)
+class LinearSplit:
+    """The groups of ranks that divide the tensors of a linear layer. None: every rank has all of it."""
+
+    outputs: Group = None
+    """Divides the output channels: rows of the weight."""
+    inputs: Group = None
+    """Divides the input channels: columns of the weight."""
+    tokens: Sequence[Group] = field(default=())
+    """Groups that divide the tokens of a micro-batch."""
+
+    def groups(self, role: Role) -> tuple[Sequence[Group], Sequence[Group]]:
+        """Returns the groups that divide the rows and the columns of a matrix."""
+        rows = (self.outputs,) if role is Role.WEIGHTS else self.tokens
+        return rows, (self.outputs if role is Role.GRADIENTS else self.inputs,)
+
+
+class Scaling(nn.Module):
+    """Quantises the matrices of one linear layer."""
+
+    def __init__(self, settings: Fp8Settings, split: LinearSplit) -> None:
+        super().__init__()
+        self.settings, self.split, self.kernels = settings, split, settings.kernels
+        self.gradient_share = 1.0
+        """The factor of this rank's gradients in the gradients of the global batch, which a data parallel wrapper
+        applies after backward."""
+
+    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+        """Returns a matrix in fp8, as it is (`rows`) and transposed (`columns`). `records`: the matrix belongs to the
+        training step."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops what was derived from saved state, because that may have been loaded."""
+
+
+class TensorwiseScaling(Scaling):
+    """One scale for a tensor, from its own largest value ("current scaling")."""
+
+    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+        """See `Scaling`."""
+        amax = self.kernels.largest_value(matrix)
+        for groups in self.split.groups(role):
+            amax = _largest_over(amax, groups)
+        dtype = self.settings.dtype(role)
+        return cast_pair(self.kernels, matrix, dtype, scale_for(amax, dtype, self.settings.margin), rows, columns)
+
+
+class DelayedScaling(Scaling):
+    """One scale for a tensor, from its largest values in earlier steps, so that one pass quantises it.
+
+    `amax_history` [3, steps] has the largest absolute values of inputs, weights and gradients over all micro-batches
+    and ranks of a step, the latest step first, and zeros before the first step. Gradients count as shares of the global
+    batch's, so that the history does not depend on the number of data parallel ranks. As long as all are zero, the
+    scales are those of `TensorwiseScaling`.
+    """
+
+    def __init__(self, settings: Fp8Settings, split: LinearSplit, device: torch.device) -> None:
+        super().__init__(settings, split)
+        history = torch.zeros(len(Role), settings.history_len, dtype=torch.float32, device=device)
+        self.amax_history = declare(nn.Parameter(history, requires_grad=False), Constant(0.0))
+        self._seen: Tensor | None = None
+        """[3]: largest values since the last step."""
+        self._scales: Tensor | None = None
+        """[3]; None: to be computed from the history."""
+        self._is_cold: bool | None = None
+        """Whether the history is empty; None: not known on the host."""
+        self._first = TensorwiseScaling(settings, split)
+
+    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+        """See `Scaling`."""
+        dtype = self.settings.dtype(role)
+        seen = self._seen_here[role] if records or role is Role.WEIGHTS else None
+        if self._is_cold is None:
+            self._is_cold = not bool(self.amax_history.any())
+        if self._is_cold:
+            if seen is not None:
+                seen.copy_(torch.maximum(seen, self.kernels.largest_value(matrix)))
+            return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
+        return cast_pair(self.kernels, matrix, dtype, self._scales_here[role], rows, columns, seen)
+
+    @property
+    def _seen_here(self) -> Tensor:
+        if self._seen is None or self._seen.device != self.amax_history.device:
+            self._seen = torch.zeros(len(Role), dtype=torch.float32, device=self.amax_history.device)
+        return self._seen
+
+    @property
+    def _scales_here(self) -> Tensor:
+        if self._scales is None:
+            history = self.amax_history.detach()
+            amax = history[:, 0] if self.settings.amax_algo == "most_recent" else history.amax(1)
+            margin = self.settings.margin
+            here = [amax[0], amax[1], amax[2] / self.gradient_share]
+            self._scales = torch.stack([scale_for(here[role], self.settings.dtype(role), margin) for role in Role])
+        return self._scales
+
+    def take_seen(self) -> Tensor:
+        """Returns the largest values of this rank since the last call, as in the history, float32 [3]. A value that is not finite counts
+        as 0: its step is not applied."""
+        seen, self._seen = self._seen_here, None
+        seen[Role.GRADIENTS] *= self.gradient_share
+        return torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
+
+    @torch.no_grad()
+    def add_step(self, amax: Tensor) -> None:
+        """Puts the largest values of a step, [3], in front of the history. A value of 0 repeats the step before."""
+        history = self.amax_history
+        latest = torch.where(amax > 0, amax.to(history.dtype), history[:, 0])
+        history.copy_(torch.cat([latest[:, None], history[:, :-1]], 1))
+        self._scales, self._is_cold = None, False
+
+    def forget(self) -> None:
+        """See `Scaling`."""
+        self._scales, self._is_cold = None, None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DelayedScaling":
+        # The history moves with the module and stays float32.
+        before = self.amax_history.data
+        super()._apply(fn, recurse)
+        if self.amax_history.dtype is not torch.float32:
+            self.amax_history.data = before.to(self.amax_history.device)
+        self.forget()
+        return self
+
+
+class RowwiseScaling(Scaling):
+    """A scale for each row of each operand of a product, along which the product reduces."""
+
+    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+        """See `Scaling`."""
+        of_rows, of_columns = self.kernels.largest_of_lines(matrix)
+        row_groups, column_groups = self.split.groups(role)
+        dtype, margin = self.settings.dtype(role), self.settings.margin
+        row_scale = scale_for(_largest_over(of_rows, column_groups), dtype, margin) if rows else None
+        column_scale = scale_for(_largest_over(of_columns, row_groups), dtype, margin) if columns else None
+        values, turned = self.kernels.cast_scaled(matrix, dtype, row_scale, column_scale)
+        return QuantizedPair(_with_lines(values, row_scale), _with_lines(turned, column_scale))
+
+
+class BlockwiseScaling(Scaling):
+    """A scale for each 1 x 128 block of inputs and gradients and each 128 x 128 block of weights (DeepSeek-AI 2024,
+    arXiv:2412.19437)."""
+
+    def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
+        """See `Scaling`."""
+        return self.kernels.quantize_blocks(
+            matrix,
+            self.settings.dtype(role),
+            self.settings.margin,
+            square=role is Role.WEIGHTS,
+            rows=rows,
+            columns=columns,
+        )
+
+
+def build_scaling(settings: Fp8Settings, split: LinearSplit, device: torch.device) -> Scaling:
+    """Returns the scaling of a linear layer's matrices that the recipe asks for; state is on `device`."""
+    if settings.recipe == "delayed":
+        return DelayedScaling(settings, split, device)
+    kinds = {"tensorwise": TensorwiseScaling, "rowwise": RowwiseScaling, "blockwise": BlockwiseScaling}
+    return kinds[settings.recipe](settings, split)
+
+
+def cast_pair(
+    kernels: Fp8Kernels,
+    matrix: Tensor,
+    dtype: torch.dtype,
+    scale: Tensor,
+    rows: bool,
+    columns: bool,
+    seen: Tensor | None = None,
+) -> QuantizedPair:
+    """Returns a matrix with one scale in the layouts that are asked for."""
+    scales = scale if rows else None, scale if columns else None
+    values, turned = kernels.cast_scaled(matrix, dtype, *scales, seen)
+    factors = 1.0 / scale
+    return QuantizedPair(
+        None if values is None else Quantized(values, factors), None if turned is None else Quantized(turned, factors)
+    )
+
+
+def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None:
+    return None if values is None or scale is None else Quantized(values, (1.0 / scale)[:, None])
+
+
+def _largest_over(amax: Tensor, groups: Sequence[Group]) -> Tensor:
+    for group in groups:
+        amax = all_reduce(amax, group, dist.ReduceOp.MAX)
+    return amax

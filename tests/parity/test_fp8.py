@@ -1,0 +1,73 @@
+"""Layouts of models whose linear layers multiply in fp8: against one process, in float64 with emulated fp8.
+
+A scale is a function of values that several ranks hold. If one rank's scale differed, its values would be rounded
+otherwise, by several percent.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from parity.cells import Cell
+from parity.compare import TOLERANCE, judge
+from parity.layouts import layout
+from parity.models import Model
+from parity.program import train
+from support.pool import Pool
+from torch import nn
+
+_LLAMA = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "activation_func": nn.functional.silu,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 64,
+}
+_BIASES = {"ffn_hidden_size": 64, "hidden_dropout": 0.2}
+TENSORWISE = Model("fp8-tensorwise", settings={**_LLAMA, "fp8": "hybrid", "fp8_recipe": "tensorwise"}, rows=2)
+DELAYED = Model(
+    "fp8-delayed",
+    settings={**_BIASES, "fp8": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max", "fp8_margin": 1},
+    rows=2,
+)
+LATEST = Model(
+    "fp8-latest", settings={**_LLAMA, "fp8": "e4m3", "first_last_layers_bf16": True, "fp8_wgrad": False}, rows=2
+)
+ROWWISE = Model("fp8-rowwise", settings={**_BIASES, "fp8": "e4m3", "fp8_recipe": "rowwise"}, rows=2)
+BLOCKWISE = Model("fp8-blockwise", settings={**_LLAMA, "fp8": "hybrid", "fp8_recipe": "blockwise"}, rows=2)
+LATENT = Model(
+    "fp8-mla",
+    settings={**_LLAMA, "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_head_dim": 8}
+    | {"qk_pos_emb_head_dim": 16, "v_head_dim": 8, "num_query_groups": 8, "fp8": "e4m3", "fp8_recipe": "tensorwise"},
+    rows=2,
+)
+
+CELLS = [
+    (TENSORWISE, ("sp2",)),
+    (TENSORWISE, ("tp2", "cp2-p2p")),
+    (TENSORWISE, ("sp2", "pp2-zb-h1")),
+    (TENSORWISE, ("dp2-optim_grads_params", "recompute-full")),
+    (DELAYED, ("sp2", "dp2-optim")),
+    (DELAYED, ("tp2", "cp2-a2a")),
+    (DELAYED, ("pp2-interleaved", "dp2-optim_grads_params")),
+    (LATEST, ("sp2", "pp2")),
+    (ROWWISE, ("sp2", "cp2-all_gather")),
+    (ROWWISE, ("tp2", "dp2")),
+    (BLOCKWISE, ("pp2-zb-v", "dp2-optim")),
+    (LATENT, ("sp2", "dp2")),
+]
+
+
+@pytest.mark.parametrize(("model", "names"), CELLS, ids=lambda value: getattr(value, "name", None) or "+".join(value))
+def test_layout(pool: Pool, model: Model, names: tuple[str, ...]) -> None:
+    alone, split = Cell(model, layout()), Cell(model, layout(*names))
+    (expected,) = pool.run(train, 1, alone, 3)
+    assert not judge(expected, pool.run(train, split.layout.ranks, split, 3)).beyond(TOLERANCE)
+
+
+def test_fp8_changes_the_gradients(pool: Pool) -> None:
+    plain = dataclasses.replace(TENSORWISE, name="no-fp8", settings=_LLAMA)
+    with_fp8, without = (pool.run(train, 1, Cell(model, layout()), 1)[0].steps[0] for model in (TENSORWISE, plain))
+    ours, exact = (torch.cat([piece.values for piece in step.gradients]) for step in (with_fp8, without))
+    assert 0.98 < torch.nn.functional.cosine_similarity(ours, exact, dim=0) < 1.0 - 1e-5

@@ -1,0 +1,98 @@
+"""Checks that compare the kernels of fp8 quantisation with their definitions, bit for bit. They run in Triton's
+interpreter or on a GPU."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from megatron.core.ops.fp8 import quantize
+from megatron.core.ops.fp8.formats import scale_for
+from megatron.core.ops.fp8.quantize_triton import (
+    cast_scaled_triton,
+    largest_of_lines_triton,
+    largest_value_triton,
+    quantize_blocks_triton,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SHAPES = ((48, 80), (130, 257), (1, 16))
+
+
+def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers whose rows and columns have different sizes."""
+    generator = torch.Generator().manual_seed(m)
+    spread = torch.exp2(torch.arange(m)[:, None] % 7 - torch.arange(k) % 5.0)
+    return (torch.randn(m, k, generator=generator) * spread).to(DEVICE, dtype)
+
+
+def same_bits(ours: Tensor | None, exact: Tensor | None, what: object) -> None:
+    """Compares bits of fp8. Triton's interpreter rounds ties and subnormal numbers otherwise than a GPU, by one step,
+    and gives half of a value that is rounded up to a power of two; only a GPU is held to every bit."""
+    assert (ours is None) == (exact is None), what
+    if ours is None or exact is None:
+        return
+    assert ours.shape == exact.shape and ours.dtype is exact.dtype, what
+    differ = ours.view(torch.uint8) != exact.view(torch.uint8)
+    if DEVICE.type == "cpu":
+        step = (ours.view(torch.uint8).int() - exact.view(torch.uint8).int()).abs() == 1
+        differ &= ~(step | (ours.float() * 2 == exact.float()))
+    assert not differ.any(), (what, int(differ.sum()))
+
+
+def largest_values() -> None:
+    for shape, dtype in itertools.product(SHAPES, (torch.bfloat16, torch.float32)):
+        x = matrix(*shape, dtype=dtype)
+        assert torch.equal(largest_value_triton(x), quantize.largest_value(x))
+        for ours, exact in zip(largest_of_lines_triton(x), quantize.largest_of_lines(x), strict=True):
+            assert torch.equal(ours, exact)
+
+
+def casts() -> None:
+    for shape, dtype, wanted in itertools.product(SHAPES, TYPES, ((True, True), (True, False), (False, True))):
+        x = matrix(*shape)
+        whole = scale_for(x.abs().amax(), dtype)
+        lines = [scale_for(x.abs().amax(dim), dtype) for dim in (1, 0)]
+        for row, column in ((whole, whole), (lines[0], lines[1])):
+            scales = row if wanted[0] else None, column if wanted[1] else None
+            seen = [torch.full((), 0.5, device=DEVICE) for _ in range(2)]
+            ours = cast_scaled_triton(x, dtype, *scales, seen[0])
+            exact = quantize.cast_scaled(x, dtype, *scales, seen[1])
+            for one, other in zip(ours, exact, strict=True):
+                same_bits(one, other, (shape, dtype, wanted))
+            assert torch.equal(*seen)
+    part = matrix(48, 80)[:, 16:48]  # a view with gaps between its rows
+    scale = scale_for(part.abs().amax(), TYPES[0])
+    for one, other in zip(
+        cast_scaled_triton(part, TYPES[0], scale, scale),
+        quantize.cast_scaled(part, TYPES[0], scale, scale),
+        strict=True,
+    ):
+        same_bits(one, other, "view")
+
+
+def blocks() -> None:
+    for shape, dtype, square, margin in itertools.product(SHAPES, TYPES, (True, False), (0, 1)):
+        x = matrix(*shape)
+        x[:, :8] = 0.0
+        for rows, columns in ((True, True), (True, False), (False, True)):
+            wanted = {"square": square, "rows": rows, "columns": columns}
+            ours = quantize_blocks_triton(x, dtype, margin, **wanted)
+            exact = quantize.quantize_blocks(x, dtype, margin, **wanted)
+            for one, other in ((ours.rows, exact.rows), (ours.columns, exact.columns)):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    same_bits(one.values, other.values, (shape, dtype, wanted))
+                    assert torch.equal(one.factors, other.factors), (shape, dtype, wanted)
+
+
+def values_that_are_not_finite() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = matrix(48, 80)
+        x[3, 5] = bad
+        assert torch.equal(largest_value_triton(x).isfinite(), torch.tensor(False, device=DEVICE))
+        one = torch.ones((), device=DEVICE)
+        for dtype in TYPES:
+            for values in cast_scaled_triton(x, dtype, one, one):
+                assert values is not None and int(values.float().isnan().sum()) == 1

@@ -1,0 +1,49 @@
+"""Runs in fp8: scales of delayed scaling in checkpoints, weights that stay exact, and refusals."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import Outcome, differences, train, train_on_ranks
+
+FLAGS = "--mock-data --eval-interval 3 --eval-iters 1 --hidden-size 32 --ffn-hidden-size 64 --fp8-format hybrid"
+DELAYED = f"{FLAGS} --fp8-amax-history-len 3 --fp8-amax-compute-algo max"
+
+
+def histories(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in outcome.weights.items() if name.endswith("amax_history")}
+
+
+def test_a_run_with_delayed_scaling_resumes_bit_equal(tmp_path: Path) -> None:
+    flags = f"{DELAYED} --bf16 --train-iters 5"
+    straight = train(f"{flags} --save {tmp_path} --save-interval 2")
+    resumed = train(f"{flags} --load {tmp_path} --ckpt-step 2")
+    found = histories(resumed)
+    assert len(found) == 8 and all(value.dtype is torch.float32 and (value > 0).all() for value in found.values())
+    assert differences(straight.at_end, resumed.at_end) == []
+    assert straight.losses[2:] == resumed.losses
+
+
+def test_evaluations_do_not_change_delayed_scaling() -> None:
+    often, never = (train(f"{DELAYED} --bf16 --train-iters 4 --eval-interval {n}") for n in (1, 100))
+    assert often.losses == never.losses and differences(often.at_end, never.at_end) == ["state"]  # samples evaluated
+
+
+def test_scales_go_to_another_layout(tmp_path: Path) -> None:
+    flags = f"{DELAYED} --fp64 --train-iters 4"
+    straight = train(f"{flags} --save {tmp_path} --save-interval 2")
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+    expected = histories(straight)
+    for rank in train_on_ranks(f"{flags} --load {tmp_path} --ckpt-step 2 {layout}", 4):
+        found = histories(rank)
+        assert found.keys() == expected.keys()
+        for name, history in found.items():
+            torch.testing.assert_close(history, expected[name], rtol=1e-6, atol=0.0)
+        assert rank.losses == pytest.approx(straight.losses[2:], rel=1e-9)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_other_recipes_keep_nothing_in_a_checkpoint(recipe: str) -> None:
+    outcome = train(f"{FLAGS} --fp8-recipe {recipe} --bf16 --train-iters 2")
+    assert not histories(outcome)
+    assert outcome.losses != train(f"{FLAGS.replace('--fp8-format hybrid', '')} --bf16 --train-iters 2").losses
