@@ -37,7 +37,7 @@ def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: s
         "cell": cell,
         "gpus": ours["gpus"],
         "layout": layout or "1",
-        "precision": "bf16",
+        "precision": "fp8" if "--fp8-format" in ours["flags"] else "bf16",
         "ratio": round(anchor["milliseconds"] / ours["milliseconds"], 3),
         "ours": {name: ours[name] for name in _OURS},
         "anchor": anchor,

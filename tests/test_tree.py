@@ -13,7 +13,6 @@ NOTHING_TO_TEST = {
     "core/packed_seq_params.py": "the published record, without code",
     "core/transformer/config/fusions.py": "fields without code; test_transformer_config checks names and defaults",
     "core/transformer/config/inference.py": "fields without code, as fusions",
-    "core/transformer/config/low_precision.py": "fields without code, as fusions",
     "core/transformer/config/token_mixers.py": "fields without code, as fusions",
     "core/transformer/enums.py": "enums",
 }

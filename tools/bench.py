@@ -54,6 +54,7 @@ _KINDS = {
     "rotary positions, packed gradients": r"_rope|_join",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|LpNorm|FusedAdam",
+    "fp8 casts and scales": r"_cast_kernel|_largest|_blocks_kernel",
     "dispatch of experts": r"_rows_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
     "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
 }
@@ -226,7 +227,10 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
         config.transformer.tensor_model_parallel_size,
     )
     flops = training_flops(config.transformer, vocabulary, length, batch)
-    tflops, peak = flops / seconds / world / 1e12, peak_tflops(device, config.transformer.params_dtype)
+    tflops, peak = (
+        flops / seconds / world / 1e12,
+        peak_tflops(device, config.transformer.params_dtype, fp8=config.transformer.fp8 is not None),
+    )
     return {
         "cell": options.cell,
         "gpus": world,

@@ -67,7 +67,7 @@ RULES = [
         "--num-experts 8 --tensor-model-parallel-size 2",
         "--num-experts 8 with --tensor-model-parallel-size 2: training needs --sequence-parallel",
     ),
-    ("--fp8-format hybrid", "--fp8-format hybrid: not yet"),
+    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8: its blocks of 32 need a Blackwell GPU"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),

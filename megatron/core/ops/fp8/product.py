@@ -18,7 +18,7 @@ def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype, prec
 
 def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise: bool = True) -> Tensor:
     """Does `emulated_product` on the fp8 units of a GPU. Without `precise` they may keep fewer bits of partial sums,
-    which is faster.
+    which is faster; those of blocks keep them always.
 
     Shapes that cuBLAS has no fp8 product for, a `dtype` of float64, and GPUs without fp8 units are emulated.
     """
@@ -27,10 +27,10 @@ def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise:
     return torch._scaled_mm(
         left.values,
         right.values.t(),
-        _for_cublas(left.factors),
-        _for_cublas(right.factors).t(),
+        left.factors,
+        right.factors.t(),
         out_dtype=dtype,
-        use_fast_accum=not precise,
+        use_fast_accum=not (precise or _has_blocks(left) or _has_blocks(right)),
     )
 
 
@@ -51,7 +51,3 @@ def _has_blocks(matrix: Quantized) -> bool:
     return matrix.factors.dim() == 2 and (
         matrix.factors.shape[1] > 1 or matrix.factors.shape[0] != matrix.values.shape[0]
     )
-
-
-def _for_cublas(factors: Tensor) -> Tensor:
-    return factors

@@ -18,6 +18,9 @@ from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TILE = 128
+_TURNED_TILE = (64, 128)
+"""Rows and columns of a program's tile, if it is transposed too."""
+_PLAIN_TILE = (32, 512)
 _AT_ONCE = 4096
 """Elements that a program of the largest value reads at once."""
 _PROGRAMS = 8
@@ -69,9 +72,13 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
     there = (row < m)[:, None] & (column < k)[None, :]
+    if SEEN:
+        before = tl.load(seen)
     x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
     if SEEN:
-        tl.atomic_max(seen, tl.max(_bits_of_size(x)))
+        size = tl.max(tl.max(_bits_of_size(x), 1), 0)
+        if size > before:  # for few tiles: atomic operations on one address are slow
+            tl.atomic_max(seen, size)
     if BY_LINE:
         if ROWS:
             scale = tl.load(row_scale + row, mask=row < m, other=1.0)
@@ -176,7 +183,7 @@ def cast_scaled_triton(
     assert given is not None
     rows = _empty_fp8(matrix, m, k, dtype) if row_scale is not None else None
     columns = _empty_fp8(matrix, k, m, dtype) if column_scale is not None else None
-    tile_m, tile_k = (_TILE, _TILE) if columns is not None else (32, 512)
+    tile_m, tile_k = _TURNED_TILE if columns is not None else _PLAIN_TILE
     grid = (triton.cdiv(m, tile_m), triton.cdiv(k, tile_k))
     _cast_kernel[grid](
         _bytes(rows, matrix),
@@ -196,7 +203,7 @@ def cast_scaled_triton(
         E5M2=dtype is torch.float8_e5m2,
         TILE_M=tile_m,
         TILE_K=tile_k,
-        num_warps=8,
+        num_warps=4 if columns is not None else 8,
     )
     return rows, columns
 

@@ -1,0 +1,63 @@
+"""fp8 on a GPU: kernels equal their definitions bit for bit, products equal emulated ones, and a step does not wait."""
+
+import itertools
+
+import pytest
+import torch
+from support import fp8_kernels
+from torch import nn
+
+from megatron.core.backends import LOCAL, Backend, triton_backend
+from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.linear import Fp8Linear
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+
+
+@pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "values_that_are_not_finite"])
+def test_kernels_equal_their_definitions(check: str) -> None:
+    getattr(fp8_kernels, check)()
+
+
+def gradients(backend: Backend, recipe: str, name: str, tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, w, dy = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for shape in ((tokens, 512), (1024, 512), (tokens, 1024))
+    )
+    weight, x = nn.Parameter(w), x.requires_grad_()
+    layer = Fp8Linear(Fp8Settings(recipe, FORMATS[name], kernels=backend.fp8_kernels), LinearSplit(), weight)
+    output = layer(x, weight)
+    output.backward(dy)
+    assert x.grad is not None and weight.grad is not None
+    return [output.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize(("recipe", "name"), itertools.product(RECIPES, FORMATS))
+@pytest.mark.parametrize("tokens", [512, 200])
+def test_products_equal_emulated_ones(recipe: str, name: str, tokens: int) -> None:
+    backend = triton_backend()
+    assert backend is not None
+    for ours, exact in zip(
+        gradients(backend, recipe, name, tokens), gradients(LOCAL, recipe, name, tokens), strict=True
+    ):
+        error = (ours.double() - exact.double()).norm() / exact.double().norm()
+        assert error < 0.005, (recipe, name, float(error))  # sums of fewer bits, rounded to bfloat16
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_wait_for_the_host(recipe: str) -> None:
+    backend = triton_backend()
+    assert backend is not None
+    weight = nn.Parameter(torch.randn(1024, 512, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = Fp8Linear(Fp8Settings(recipe, FORMATS["hybrid"], kernels=backend.fp8_kernels), LinearSplit(), weight)
+    layer(x, weight).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, weight).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
