@@ -32,7 +32,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def build(flags: Sequence[str], vocabulary: int) -> DistributedDataParallel:
     """The model that the flags describe, wrapped, with weights that bfloat16 has."""
     try:
-        config = configure([*COMMON.split(), *flags, "--train-iters", "1"])
+        config = configure([*COMMON.split(), "--vocab-size", str(vocabulary), *flags, "--train-iters", "1"])
     except ConfigurationError as error:
         exit_with_problems(error)
     length = config.data.seq_length

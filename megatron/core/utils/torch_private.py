@@ -31,6 +31,8 @@ fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
 grouped_mm: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 """Matrix products of groups of rows; public in newer releases."""
+scaled_mm = torch._scaled_mm
+"""Product of two fp8 matrices and their scales, on GPUs with fp8 units."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention

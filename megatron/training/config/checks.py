@@ -259,6 +259,15 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant} needs {global_batch_size:name}: without it, the batch grows with the number of data "
             f"parallel ranks; {s.global_batch_size} is the value for this layout"
         )
+    if (
+        s.fp8 is not None
+        and s.fp8_recipe == "blockwise"
+        and (s.tensor_model_parallel_size, s.context_parallel_size) != (1, 1)
+    ):
+        yield (
+            "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
+            "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
+        )
     if s.decrease_batch_size_if_needed:
         yield (
             "{layout_invariant}: {decrease_batch_size_if_needed} makes the batch depend on the number of data parallel "

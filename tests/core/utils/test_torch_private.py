@@ -29,6 +29,7 @@ def test_it_was_tried_with_these_releases() -> None:
         "_fused_adam_",
         "_fused_adamw_",
         "_fused_sgd_",
+        "_scaled_mm",
         "autograd.Variable._execution_engine.queue_callback",
         "cuda._sleep",
         "distributed.distributed_c10d._hash_ranks_to_str",

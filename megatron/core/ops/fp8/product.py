@@ -5,6 +5,7 @@ from torch import Tensor
 
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.quantize import Quantized, dequantize
+from megatron.core.utils.torch_private import scaled_mm
 
 _MULTIPLE = 16
 """cuBLAS's fp8 products need dimensions that divide by it."""
@@ -24,7 +25,7 @@ def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise:
     """
     if not _is_native(left, right, dtype):
         return emulated_product(left, right, dtype)
-    return torch._scaled_mm(
+    return scaled_mm(
         left.values,
         right.values.t(),
         left.factors,

@@ -174,8 +174,8 @@ class DelayedScaling(Scaling):
         return self._scales
 
     def take_seen(self) -> Tensor:
-        """Returns the largest values of this rank since the last call, as in the history, float32 [3]. A value that is not finite counts
-        as 0: its step is not applied."""
+        """Returns the largest values of this rank since the last call, as in the history, float32 [3]. A value that is
+        not finite counts as 0: its step is not applied."""
         seen, self._seen = self._seen_here, None
         seen[Role.GRADIENTS] *= self.gradient_share
         return torch.where(seen.isfinite(), seen, torch.zeros_like(seen))
