@@ -6,7 +6,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.exceptions import UserError
 
 
-@pytest.mark.parametrize("name", ["check_for_large_grads", "fp8_param_gather", "nccl_ub"])
+@pytest.mark.parametrize("name", ["check_for_large_grads", "nccl_ub"])
 def test_features_still_to_come_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=name):
         DistributedDataParallelConfig(**{name: True})

@@ -62,7 +62,12 @@ OTHER_DEFAULT = {
     "--no-load-rng": False,
     "--use-cpu-initialization": False,
 }
-MORE_CHOICES = {"--ckpt-format": {"safetensors"}, "--transformer-impl": {"auto"}, "--tiktoken-pattern": {"v1", "v2"}}
+MORE_CHOICES = {
+    "--ckpt-format": {"safetensors"},
+    "--transformer-impl": {"auto"},
+    "--tiktoken-pattern": {"v1", "v2"},
+    "--fp8-recipe": {"rowwise"},
+}
 OTHER_ACTION = {"--no-persist-layer-norm", "--tokenizer-hf-no-include-special-tokens"}
 
 

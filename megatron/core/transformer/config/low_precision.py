@@ -25,7 +25,7 @@ class LowPrecisionConfig:
     fp8_param: bool = not_a_flag(False)
     """Keep weights in fp8; --fp8-param-gather sets it."""
 
-    fp8_quantizer_factory: str | None = flag(None, only_with="fp8")
+    fp8_quantizer_factory: str | None = not_yet(None)
     """With --fp8-recipe custom: function that creates the quantizers."""
 
     fp8_margin: int = flag(0, only_with="fp8")
