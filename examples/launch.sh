@@ -1,16 +1,18 @@
-# Sourced at the end of the examples: adds what says which text and which processes, and runs pretrain_gpt.py.
+# Sourced at the end of the examples: adds the flags of text and processes, and runs pretrain_gpt.py or SCRIPT.
 #
-# Reads MODEL, LAYOUT, TRAINING (flags), VOCABULARY, TOKENIZER and DATA ("MOCK": none), GPUS_PER_NODE, NNODES, NODE_RANK,
-# MASTER_ADDR, MASTER_PORT, PRETRAINED, and the flags after the script's own words.
+# Reads MODEL, LAYOUT, TRAINING (flags), VOCABULARY, TOKENIZER and DATA ("MOCK": none) or in their place TEXT (flags),
+# GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, PRETRAINED, and the flags after the script's own words.
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 [ -n "${PRETRAINED:-}" ] && TRAINING+=(--pretrained-checkpoint "$PRETRAINED")
-if [ "$TOKENIZER" = MOCK ]; then
-    TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
-else
-    TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
+if [ -z "${TEXT+given}" ]; then
+    if [ "$TOKENIZER" = MOCK ]; then
+        TEXT=(--tokenizer-type NullTokenizer --vocab-size $((VOCABULARY - 1)))
+    else
+        TEXT=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" --vocab-size $VOCABULARY)
+    fi
+    if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
 fi
-if [ "$DATA" = MOCK ]; then TEXT+=(--mock-data); else TEXT+=(--data-path "$DATA" --split 99,1,0); fi
 
 LAUNCH=(
     torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}"
@@ -20,4 +22,4 @@ if [[ " $* " == *" --dry-run "* ]]; then # one process says what all would hold
     export WORLD_SIZE=$(($GPUS_PER_NODE * ${NNODES:-1}))
     LAUNCH=(python)
 fi
-exec "${LAUNCH[@]}" "$ROOT/pretrain_gpt.py" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"
+exec "${LAUNCH[@]}" "$ROOT/${SCRIPT:-pretrain_gpt.py}" "${MODEL[@]}" "${LAYOUT[@]}" "${TRAINING[@]}" "${TEXT[@]}" "$@"

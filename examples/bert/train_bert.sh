@@ -1,0 +1,75 @@
+#!/bin/bash
+# Train BERT:   ./train_bert.sh CHECKPOINTS TEXT [flags of pretrain_bert.py]
+#
+# CHECKPOINTS  folder to save to and to resume from
+# TEXT         a .jsonl file, which is prepared in CHECKPOINTS/data the first time; a prefix that tools/preprocess_data.py
+#              --split-sentences wrote, with its VOCAB_FILE; or SAMPLE: the pages of docs/, to try
+# flags        are added after those of this script, and override them
+#
+# Environment variables:
+# SIZE            base (110 million parameters), large (default), or tiny, which trains on any laptop
+# VOCAB_FILE      vocab.txt of WordPiece; default: one that is trained on TEXT
+# GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   the processes, as for torchrun
+# TP, PP          tensor and pipeline parallel sizes
+set -euo pipefail
+
+CHECKPOINTS=$1 DATA=$2
+shift 2
+
+BATCH=256 WORDS=30522 SPLIT=949,50,1
+case ${SIZE:-large} in
+base)
+    MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512)
+    ;;
+large)
+    MODEL=(--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512)
+    ;;
+tiny)
+    MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64)
+    BATCH=16 WORDS=800 SPLIT=90,5,5
+    : "${GPUS_PER_NODE:=2}" "${TP:=2}"
+    ;;
+*)
+    echo "SIZE=$SIZE is unknown; use base, large or tiny" >&2
+    exit 2
+    ;;
+esac
+: "${GPUS_PER_NODE:=8}" "${TP:=1}" "${PP:=1}"
+
+# Text: sentences of WordPiece tokens. Prepared once.
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+if [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; then
+    PREPARED=$CHECKPOINTS/data
+    mkdir -p "$PREPARED"
+    if [ "$DATA" = SAMPLE ]; then
+        DATA=$PREPARED/pages.jsonl
+        python "$(dirname "${BASH_SOURCE[0]}")/pages.py" "$ROOT/docs" "$DATA"
+    fi
+    if [ -z "${VOCAB_FILE:-}" ]; then
+        VOCAB_FILE=$PREPARED/vocabulary/vocab.txt
+        [ -f "$VOCAB_FILE" ] || python "$ROOT/tools/train_tokenizer.py" --input "$DATA" --vocab-size $WORDS \
+            --tokenizer-type BertWordPieceLowerCase --output-dir "$PREPARED/vocabulary"
+    fi
+    [ -f "$PREPARED/text_text_sentence.idx" ] || python "$ROOT/tools/preprocess_data.py" --input "$DATA" \
+        --output-prefix "$PREPARED/text" --split-sentences --workers 2 \
+        --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
+    DATA=$PREPARED/text_text_sentence
+fi
+
+LAYOUT=(
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+)
+[ "$TP" -gt 1 ] && LAYOUT+=(--sequence-parallel)
+TRAINING=(
+    --bf16 --micro-batch-size 4 --global-batch-size $BATCH --train-iters 1000000
+    --lr 1e-4 --min-lr 1e-5 --lr-decay-style linear --lr-warmup-fraction 0.01 --weight-decay 1e-2 --clip-grad 1.0
+    --eval-interval 1000 --eval-iters 10 --log-interval 100
+    --save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 10000 --keep-last 3
+)
+TEXT=(
+    --tokenizer-type BertWordPieceLowerCase --vocab-file "${VOCAB_FILE:?is the vocab.txt of the prepared text}"
+    --data-path "$DATA" --split $SPLIT
+)
+SCRIPT=pretrain_bert.py
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # starts the processes
