@@ -53,6 +53,7 @@ def evaluate(
     group: Group = None,
     data_parallel_size: int = 1,
     should_stop: Callable[[], bool] = lambda: False,
+    decoder_seq_length: int | None = None,
 ) -> EvaluationResult:
     """Runs `num_iterations` global batches forward and returns the mean losses. Reads the device only at the end.
 
@@ -60,6 +61,7 @@ def evaluate(
         forward_backward_func: from get_forward_backward_func; returns the report of each micro-batch.
         model: chunks; they are in eval mode during the call, and in their former mode afterwards.
         group: the data and context parallel ranks, whose batches differ; None: this rank alone.
+        decoder_seq_length: tokens of the decoder's part of a sample, for a model with encoder and decoder.
         should_stop: called after every global batch but the last. Must return the same on all ranks.
 
     Raises UserError if there is nothing to evaluate: no iterations, or a data iterator that ends before them.
@@ -89,6 +91,7 @@ def evaluate(
                 model=list(model),
                 num_microbatches=num_microbatches,
                 seq_length=seq_length,
+                **({} if decoder_seq_length is None else {"decoder_seq_length": decoder_seq_length}),
                 micro_batch_size=micro_batch_size,
                 forward_only=True,
             )

@@ -77,6 +77,7 @@ def train_step(trainer: Trainer) -> StepResult:
         num_microbatches=num_microbatches,
         micro_batch_size=trainer.config.training.micro_batch_size,
         seq_length=trainer.config.data.seq_length,
+        decoder_seq_length=trainer.config.decoder_seq_length,
         global_batch_size=trainer.batches.global_batch_size,
         timers=trainer.log.timers,
         results=trainer.results,
@@ -111,6 +112,7 @@ def run_step(
     timers: Timers | None = None,
     results: RerunStateMachine | None = None,
     probe: GradientProbe | None = None,
+    decoder_seq_length: int | None = None,
     **of_schedule: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
@@ -120,6 +122,8 @@ def run_step(
     (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
     device.
     """
+    if decoder_seq_length is not None:
+        of_schedule["decoder_seq_length"] = decoder_seq_length
     if takes(forward_backward, "timers"):
         of_schedule["timers"] = timers
     for chunk in model:

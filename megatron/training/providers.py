@@ -14,6 +14,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.stage_map import stage_map
+from megatron.core.pipeline_parallel.stages import decoder_ranks, encoder_ranks
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.hook import Hook
@@ -65,6 +66,10 @@ class Stage:
     """The chunk has the last norm, the head and the loss."""
     virtual: int | None = None
     """Number of the chunk on its rank; None if a rank holds one chunk."""
+    add_encoder: bool = True
+    """Of a model with an encoder and a decoder: the chunk has a part of the encoder."""
+    add_decoder: bool = True
+    """Of a model with an encoder and a decoder: the chunk has a part of the decoder."""
 
 
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
@@ -72,7 +77,13 @@ def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:
     stages = stage_map(config.transformer)
     parts = [stages.stage_at(pipeline_rank, chunk) for chunk in range(stages.chunks)]
     several = len(parts) > 1
-    return [Stage(part.embedding, part.loss, number if several else None) for number, part in enumerate(parts)]
+    readers, writers = encoder_ranks(config.transformer), decoder_ranks(config.transformer)
+    stacks = {"add_encoder": pipeline_rank in readers, "add_decoder": pipeline_rank in writers}
+    if not config.transformer.num_encoder_layers:
+        stacks = {}
+    return [
+        Stage(part.embedding, part.loss, number if several else None, **stacks) for number, part in enumerate(parts)
+    ]
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,8 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
         offered = {
             "pre_process": stage.pre_process,
             "post_process": stage.post_process,
+            "add_encoder": stage.add_encoder,
+            "add_decoder": stage.add_decoder,
             "vp_stage": stage.virtual,
             "config": context.config.transformer,
             "pg_collection": context.environment.groups,

@@ -149,6 +149,7 @@ class Trainer:
                 num_microbatches=evaluation.num_microbatches(training, self.environment.groups.size("dp")),
                 micro_batch_size=evaluation.micro_batch_size(training),
                 seq_length=self.config.data.seq_length,
+                decoder_seq_length=self.config.decoder_seq_length,
                 device=self.device,
                 group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
                 data_parallel_size=self.environment.groups.size("dp"),

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pretrain_bert
+import pretrain_t5
 from megatron.core.config_fields import describe_problem
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
@@ -57,7 +58,10 @@ def megatron_lm_commands() -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-ENTRY_DEFAULTS: dict[str, dict[str, str]] = {"pretrain_bert.py": pretrain_bert.DEFAULTS}
+ENTRY_DEFAULTS: dict[str, dict[str, str]] = {
+    "pretrain_bert.py": pretrain_bert.DEFAULTS,
+    "pretrain_t5.py": pretrain_t5.DEFAULTS,
+}
 """What the command line means by default in an entry script, by its name."""
 
 

@@ -38,6 +38,8 @@ class Stage:
     """Number of multi-token prediction layers."""
     encoder_layers: range = range(0)
     """Numbers of its layers of an encoder, counted over the encoder from 1."""
+    stacks: int = 1
+    """2 in a model with an encoder and a decoder."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def stage_map(config: Any) -> StageMap:
         numbers = range(first, first + letters.count("t"))  # counted over both stacks
         layers = range(max(numbers.start - encoder, 1), max(numbers.stop - encoder, 1))
         read = range(min(numbers.start, encoder + 1), min(numbers.stop, encoder + 1)) if encoder else range(0)
-        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m"), read))
+        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m"), read, 1 + bool(encoder)))
         first = numbers.stop
     return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(stages))
 

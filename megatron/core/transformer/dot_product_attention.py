@@ -206,15 +206,17 @@ class DotProductAttention(MegatronModule):
 def describe_kernels(model: nn.Module, device: torch.device, packed: bool = False) -> list[str]:
     """Returns lines for the log: one for the model's backend, and one for each way in which its layers compute
     attention."""
-    layers: dict[str, list[int]] = {}
+    layers: dict[tuple[str, str], list[int]] = {}
     lines: dict[str, None] = {}
     for module in model.modules():
         if isinstance(module, DotProductAttention):
             lines[_backend_line(module, device)] = None
-            layers.setdefault(module.describe(device, packed), []).append(module.layer_number)
-    for text, numbers in layers.items():
-        which = f"layers {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"layer {numbers[0]}"
-        lines[f"attention of {which} on {device.type}: {text}"] = None
+            kind = "cross attention" if module.crosses else "attention"
+            layers.setdefault((kind, module.describe(device, packed)), []).append(module.layer_number)
+    for (kind, text), numbers in layers.items():
+        first, last = min(numbers), max(numbers)
+        which = f"layers {first} to {last}" if last > first else f"layer {first}"
+        lines[f"{kind} of {which} on {device.type}: {text}"] = None
     return list(lines)
 
 

@@ -102,7 +102,7 @@ def _positions(s: Settings) -> Iterator[str]:
         yield "{seq_length} is longer than {max_position_embeddings}; raise the latter to at least the former"
     if s.encoder_seq_length is not None and s.seq_length != s.encoder_seq_length:
         yield "{encoder_seq_length} and {seq_length} mean the same and differ; give one"
-    if s.encoder_num_layers is not None and s.num_layers != s.encoder_num_layers:
+    if s.encoder_num_layers is not None and not s.num_encoder_layers and s.num_layers != s.encoder_num_layers:
         yield "{encoder_num_layers} and {num_layers} mean the same and differ; give one"
 
 
@@ -292,6 +292,8 @@ RULES: tuple[Rule, ...] = (
     _library,
     model_families.masked_words,
     model_families.bert,
+    model_families.encoder_and_decoder,
+    model_families.one_stack,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
     parallel_checks.sequence_length,

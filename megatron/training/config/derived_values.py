@@ -22,10 +22,44 @@ def derive_values(settings: Settings) -> list[str]:
 
 
 def _encoder_spellings(s: Settings) -> None:
-    if s.num_layers is None and s.encoder_num_layers is not None:
-        s.set_derived("num_layers", s.encoder_num_layers)
     if s.seq_length is None and s.encoder_seq_length is not None:
         s.set_derived("seq_length", s.encoder_seq_length)
+    if has_decoder(s):
+        _two_stacks(s)
+    elif s.num_layers is None and s.encoder_num_layers is not None:
+        s.set_derived("num_layers", s.encoder_num_layers)
+
+
+def has_decoder(s: Settings) -> bool:
+    """Whether the model has an encoder and a decoder: T5, or a script that does not say what it trains and is given
+    the decoder's layers or length."""
+    asked = s.decoder_num_layers is not None or s.decoder_seq_length is not None
+    return s.model_family == "t5" or (s.model_family is None and asked)
+
+
+def _two_stacks(s: Settings) -> None:
+    """Layers of each stack; --num-layers is the number of a stack without a flag of its own. Then `num_layers` is the
+    decoder's, and `num_encoder_layers` the encoder's."""
+    encoder = s.num_layers if s.encoder_num_layers is None else s.encoder_num_layers
+    if s.encoder_seq_length is None and s.seq_length is not None:
+        s.set_derived("encoder_seq_length", s.seq_length)
+    if encoder is None:
+        return
+    default = encoder if s.num_layers is None else s.num_layers
+    decoder = default if s.decoder_num_layers is None else s.decoder_num_layers
+    for field, layers in (
+        ("encoder_num_layers", encoder),
+        ("decoder_num_layers", decoder),
+        ("num_encoder_layers", encoder),
+        ("num_layers", decoder),
+    ):
+        if getattr(s, field) != layers:
+            s.set_derived(field, layers)
+    stages = s.encoder_pipeline_model_parallel_size
+    if stages > 0:
+        if s.pipeline_model_parallel_split_rank is None:
+            s.set_derived("pipeline_model_parallel_split_rank", stages)
+        s.set_derived("pipeline_model_parallel_size", stages + s.pipeline_model_parallel_size)
 
 
 def _mlp_width(s: Settings) -> None:
@@ -47,8 +81,9 @@ def _heads(s: Settings) -> str | None:
 
 
 def _positions(s: Settings) -> None:
-    if s.max_position_embeddings is None:
-        s.set_derived("max_position_embeddings", s.seq_length)
+    if s.max_position_embeddings is None and s.seq_length is not None:
+        written = (s.decoder_seq_length or 0) if s.num_encoder_layers else 0
+        s.set_derived("max_position_embeddings", max(s.seq_length, written))
 
 
 def _latent_attention(s: Settings) -> str | None:

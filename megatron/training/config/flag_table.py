@@ -190,7 +190,10 @@ def spelling_of(field: str) -> str:
     return flag.spelling if flag is not None else field
 
 
-_SET_BY = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
+_SET_BY = {
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_encoder_layers": "encoder_num_layers",
+}
 """Fields without a flag of their own, and the field whose flag sets them."""
 
 

@@ -32,10 +32,10 @@ class ModelConfig:
     """Largest number of positions; --seq-length when not given."""
 
     position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = flag(
-        "learned_absolute", supported=["learned_absolute", "rope", "none"], hints=_OTHER_POSITIONS
+        "learned_absolute", supported=["learned_absolute", "rope", "relative", "none"], hints=_OTHER_POSITIONS
     )
-    """Position information: learned_absolute (a learned vector per position), rope (rotation of queries and keys), or
-    none."""
+    """Position information: learned_absolute (a learned vector per position), rope (rotation of queries and keys),
+    relative (T5: a learned bias of attention scores by distance), or none."""
 
     rotary_base: int = flag(10000, only_with="position_embedding_type=rope", or_with="multi_latent_attention")
     """With rope: base of the frequencies."""
@@ -52,6 +52,12 @@ class ModelConfig:
 
     rope_scaling_factor: float = flag(8.0, only_with="position_embedding_type=rope")
     """With --use-rope-scaling or --rope-scaling-type: factor by which the context becomes longer."""
+
+    relative_attention_num_buckets: int = flag(32, only_with="position_embedding_type=relative", families=["t5"])
+    """T5, with --position-embedding-type relative: number of groups of distances, each with a bias of its own."""
+
+    relative_attention_max_distance: int = flag(128, only_with="position_embedding_type=relative", families=["t5"])
+    """T5, with --position-embedding-type relative: distances from this one on share a bias."""
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
@@ -99,10 +105,17 @@ class ModelConfig:
     # Encoders and decoders -------------------------------------------------------------------------------------------
 
     encoder_num_layers: int | None = None
-    """Layers of the encoder; for GPT another spelling of --num-layers."""
+    """T5: layers of the encoder. Default: --num-layers. For other models another spelling of --num-layers."""
 
-    decoder_num_layers: int | None = not_yet(None)
-    """Layers of the decoder of an encoder-decoder model."""
+    decoder_num_layers: int | None = flag(None, families=["t5"])
+    """T5: layers of the decoder. Default: --num-layers, or as many as the encoder has."""
+
+    encoder_pipeline_model_parallel_size: int = flag(0, families=["t5"])
+    """T5, older releases: pipeline stages of the encoder, in addition to --pipeline-model-parallel-size, which is that
+    of the decoder then."""
+
+    encoder_tensor_model_parallel_size: int = flag(0, families=["t5"])
+    """T5, older releases: tensor parallel size of the encoder; 0 or --tensor-model-parallel-size."""
 
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", families=["bert"])
     """BERT: train a head that predicts whether two segments are swapped."""

@@ -43,3 +43,52 @@ def bert(s: Settings) -> Iterator[str]:
         yield "{mtp_num_layers}: BERT predicts no token further ahead; leave it out"
     if s.multi_latent_attention:
         yield "{multi_latent_attention}: not yet for BERT; leave it out"
+
+
+def encoder_and_decoder(s: Settings) -> Iterator[str]:
+    """Yields a problem for each value with which an encoder and a decoder cannot be built or cut."""
+    if not s.num_encoder_layers:
+        return
+    for field in ("num_moe_experts", "multi_latent_attention", "mtp_num_layers", "group_query_attention"):
+        if getattr(s, field):
+            yield f"{{{field}}}: T5's layers have no such part; leave it out"
+    if s.context_parallel_size > 1:
+        yield "{context_parallel_size}: T5 does not split sequences; use 1"
+    if s.position_embedding_type == "none":
+        yield "{position_embedding_type}: T5 has learned_absolute, rope or relative"
+    if s.num_encoder_layers < 1:
+        yield "{encoder_num_layers} must be at least 1"
+    if s.encoder_tensor_model_parallel_size not in (0, s.tensor_model_parallel_size):
+        yield (
+            "{encoder_tensor_model_parallel_size}: the encoder has the tensor parallel size of the decoder, "
+            "{tensor_model_parallel_size}; give that, or leave it out"
+        )
+    if s.encoder_pipeline_model_parallel_size < 0:
+        yield "{encoder_pipeline_model_parallel_size} must be at least 0"
+    yield from _decoder_length(s)
+
+
+def _decoder_length(s: Settings) -> Iterator[str]:
+    length, tensor = s.decoder_seq_length, s.tensor_model_parallel_size
+    if length is None or length < 1:
+        return
+    if s.sequence_parallel and tensor > 1 and length % tensor:
+        near = f"{length // tensor * tensor} or " if length >= tensor else ""
+        near += str((length // tensor + 1) * tensor)
+        yield (
+            "{sequence_parallel}: {decoder_seq_length} does not divide by {tensor_model_parallel_size}; "
+            f"{near} does"
+        )
+    learned = s.position_embedding_type == "learned_absolute"
+    if learned and s.max_position_embeddings is not None and length > s.max_position_embeddings:
+        yield "{decoder_seq_length} is longer than {max_position_embeddings}; raise the latter to at least the former"
+
+
+def one_stack(s: Settings) -> Iterator[str]:
+    """Yields a problem for each value that only an encoder with a decoder can have."""
+    if s.num_encoder_layers or s.model_family == "t5":
+        return
+    if s.position_embedding_type == "relative":
+        yield "{position_embedding_type} is for T5; learned_absolute, rope, none work"
+    if s.pipeline_model_parallel_split_rank is not None and s.pipeline_model_parallel_size > 1:
+        yield "{pipeline_model_parallel_split_rank} is for T5; other models have no decoder to begin there"

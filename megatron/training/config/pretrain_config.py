@@ -61,6 +61,11 @@ class PretrainConfig:
         """Seed of initial weights, dropout and data order."""
         return self.transformer.seed
 
+    @property
+    def decoder_seq_length(self) -> int | None:
+        """Tokens of the decoder's part of a sample; None for a model without encoder."""
+        return self.data.decoder_seq_length if self.transformer.num_encoder_layers else None
+
     @cached_property
     def grid(self) -> RankGrid:
         """The grid of ranks."""

@@ -169,7 +169,7 @@ def transformer_fields(config_class: type[TransformerConfig], values: Mapping[st
     if fields.get("rope_type", "") is None:
         del fields["rope_type"]
     app = SimpleNamespace(**{name: values.get(name, default) for name, default in APP_SWITCHES.items()})
-    fields |= {name: values[name] for name in ("virtual_pipeline_model_parallel_size",) if name in values}
+    fields |= {name: values[name] for name in _SET_BY_OTHERS if name in values}
     if not app.group_query_attention:
         fields.pop("num_query_groups", None)
     fields["gated_linear_unit"] = app.swiglu or app.quick_geglu or app.geglu
@@ -182,6 +182,9 @@ def transformer_fields(config_class: type[TransformerConfig], values: Mapping[st
         fields |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), XavierUniform())
     return fields
 
+
+_SET_BY_OTHERS = ("virtual_pipeline_model_parallel_size", "num_encoder_layers")
+"""Fields without a flag of their own, whose values follow from other flags."""
 
 APP_SWITCHES: dict[str, Any] = {
     "group_query_attention": False,

@@ -216,8 +216,6 @@ _NOT_YET = {
         fim-suffix-token""",
     "conversations are not read": "sft-tokenizer-prompt-format",
     "validation data is one set": "validation-set-names",
-    "T5 has learned positions": """
-        relative-attention-max-distance relative-attention-num-buckets""",
 }
 """What is so today, and the flags that would change it."""
 

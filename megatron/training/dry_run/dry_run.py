@@ -43,6 +43,8 @@ class DryRun:
     microbatches_per_step: int
     flops_per_step: int
     data: tuple[Passes, ...]
+    config: PretrainConfig
+    """The run's config, with stages in place of the layout auto."""
     notes: tuple[str, ...] = ()
     """What is settled only once the vocabulary is known, a line each."""
 
@@ -66,8 +68,11 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         ranks=tuple(ranks),
         tokens_per_step=training.global_batch_size * length,
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
-        flops_per_step=training_flops(config.transformer, padded, length, training.global_batch_size),
+        flops_per_step=training_flops(
+            config.transformer, padded, length, training.global_batch_size, config.decoder_seq_length
+        ),
         data=tuple(_passes_over_data(config)),
+        config=config,
         notes=tuple(notes),
     )
 

@@ -27,7 +27,7 @@ def print_dry_run(config: PretrainConfig, providers: Providers) -> None:
         exit_with_problems(error)
     shown = config_lines(config) if config.training.print_config else ()
     print(*config.notes, *run.notes, *shown, sep="\n")
-    print(*report_lines(config, run), sep="\n", flush=True)
+    print(*report_lines(run.config, run), sep="\n", flush=True)
 
 
 def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
@@ -47,9 +47,13 @@ def report_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
 def _run_lines(config: PretrainConfig, run: DryRun) -> Iterator[str]:
     transformer, training, grid = config.transformer, config.training, config.grid
     further = f" and {transformer.mtp_num_layers} for multi-token prediction" if transformer.mtp_num_layers else ""
+    layers, tokens = f"{transformer.num_layers} layers{further}", f"{config.data.seq_length} tokens a sample"
+    if transformer.num_encoder_layers:
+        layers = f"{transformer.num_encoder_layers} layers of the encoder, {transformer.num_layers} of the decoder"
+        tokens = f"{config.data.seq_length} and {config.data.decoder_seq_length} tokens a sample"
     yield (
-        f"model       {transformer.num_layers} layers{further}, hidden size {transformer.hidden_size}, "
-        f"{transformer.num_attention_heads} heads, {config.data.seq_length} tokens a sample"
+        f"model       {layers}, hidden size {transformer.hidden_size}, {transformer.num_attention_heads} heads, "
+        f"{tokens}"
     )
     yield f"parameters  {run.parameters:,}; vocabulary {run.vocab_size:,}, stored as {run.padded_vocab_size:,}"
     yield (
@@ -125,10 +129,12 @@ def stages_text(stages: Sequence[Stage]) -> str:
 def stage_text(stage: Stage) -> str:
     """Returns the content of a stage."""
     held = ["embedding"] if stage.embedding else []
-    if len(stage.layers) > 1:
-        held.append(f"layers {stage.layers.start} to {stage.layers[-1]}")
-    elif stage.layers:
-        held.append(f"layer {stage.layers.start}")
+    for layers, stack in ((stage.encoder_layers, " of the encoder"), (stage.layers, " of the decoder")):
+        which = stack if stage.stacks > 1 else ""
+        if len(layers) > 1:
+            held.append(f"layers {layers.start} to {layers[-1]}{which}")
+        elif layers:
+            held.append(f"layer {layers.start}{which}")
     if stage.prediction_layers:
         copy = [] if stage.embedding else ["a copy of the embedding"]
         count = stage.prediction_layers

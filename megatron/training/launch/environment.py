@@ -106,10 +106,12 @@ def _check_same_flags_first(config: PretrainConfig) -> None:
 def groups_of_rank(config: PretrainConfig, rank: int, timeout: timedelta | None = None) -> ProcessGroupCollection:
     """Returns the process groups of one rank of the run. The layout of the stages decides which ranks of a pipeline
     hold the word embedding or the head, and so share the group `embd`: one rank holds both if the stages run down and
-    up again. Multi-token prediction layers have copies of both embeddings."""
+    up again. Multi-token prediction layers have copies of both embeddings, and so has the first stage of a decoder with
+    an encoder."""
     transformer = config.transformer
-    # Without such layers Megatron-LM's group has the rank of the head even if the weights are not tied.
-    shared = not (transformer.mtp_num_layers and config.model.untie_embeddings_and_output_weights)
+    # Without such copies Megatron-LM's group has the rank of the head even if the weights are not tied.
+    copied = transformer.mtp_num_layers or transformer.num_encoder_layers
+    shared = not (copied and config.model.untie_embeddings_and_output_weights)
     holders = embedding_ranks(transformer, shared_with_head=shared)
     position_holders = embedding_ranks(transformer, shared_with_head=False)
     readers, writers = encoder_ranks(transformer), decoder_ranks(transformer)

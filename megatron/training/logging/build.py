@@ -54,7 +54,7 @@ def build_log(
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,
         tokens_per_sample=length,
-        flops_per_sample=training_flops(transformer, padded_vocab_size, length, 1),
+        flops_per_sample=training_flops(transformer, padded_vocab_size, length, 1, config.decoder_seq_length),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
         layers=LayerReports(

@@ -20,9 +20,13 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
     groups, stages = environment.groups, stage_map(config.transformer)
     if any(groups.rank(axis) for axis in ("tp", "cp", "dp")):
         return
-    begins = any(1 in stages.stage_at(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
+    begins = (
+        groups.rank("pp") == stages.embedding_rank
+        if config.transformer.num_encoder_layers
+        else any(1 in stages.stage_at(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
+    )
     for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
-        if begins or line.startswith("attention"):
+        if begins or not line.startswith("backend"):
             yield line
 
 

@@ -16,7 +16,7 @@ T5 = [
         "relative-bias-not-summed",
         "each pipeline stage of the decoder keeps its own gradient of the relative position bias",
         "core/models/T5/t5_model.py",
-        'tied=cut, tied_over="decoder_pp"',
+        'tied=cut and groups.size("decoder_pp") > 1',
         "tied=False",
         "t5/pp4-split+recompute-all-parts/per-token",
     ),

@@ -33,7 +33,10 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--beta-fast",
     "--beta-slow",
     "--original-max-position-embeddings",
-    "--pipeline-model-parallel-split-rank",  # of older releases
+    # of older releases, for T5
+    "--pipeline-model-parallel-split-rank",
+    "--encoder-pipeline-model-parallel-size",
+    "--encoder-tensor-model-parallel-size",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
@@ -143,7 +146,7 @@ def test_every_flag_works_or_is_inert_or_to_come() -> None:
 def test_every_flag_that_works_is_read_by_somebody() -> None:
     """A value that nothing reads is not honoured, whatever its help says."""
     config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
-    sources = [ROOT / "pretrain_gpt.py", *(ROOT / "megatron").rglob("*.py")]
+    sources = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_t5.py", *(ROOT / "megatron").rglob("*.py")]
     text = "\n".join(
         path.read_text() for path in sources if "config" not in path.parts and path.name not in config_files
     )
@@ -167,6 +170,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
     "--eval-global-batch-size", "--eval-micro-batch-size",
+    "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
 }  # fmt: skip
 
 

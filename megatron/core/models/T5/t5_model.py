@@ -58,7 +58,7 @@ class T5Model(LanguageModule):
         fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
-        position_embedding_type: Literal["learned_absolute", "rope", "relative"] = "learned_absolute",
+        position_embedding_type: Literal["learned_absolute", "rope", "mrope", "relative", "none"] = "learned_absolute",
         rotary_percent: float = 1.0,
         seq_len_interpolation_factor: float | None = None,
         relative_attention_num_buckets: int = 32,
@@ -114,7 +114,12 @@ class T5Model(LanguageModule):
             self.encoder = _stack(encoder_config, spec, part.encoder, groups, relative, ends)
             if relative:
                 self.encoder_relative_pos_emb = RelativePositionEmbedding(
-                    config, True, *buckets, groups.tp, tied=cut, tied_over="encoder_pp"
+                    config,
+                    True,
+                    *buckets,
+                    groups.tp,
+                    tied=cut and groups.size("encoder_pp") > 1,
+                    tied_over="encoder_pp",
                 )
         self.decoder: TransformerBlock | None = None
         self.decoder_relative_pos_emb: RelativePositionEmbedding | None = None
@@ -122,7 +127,12 @@ class T5Model(LanguageModule):
             self.decoder = _stack(config, transformer_decoder_layer_spec, part.decoder, groups, relative, post_process)
             if relative:
                 self.decoder_relative_pos_emb = RelativePositionEmbedding(
-                    config, False, *buckets, groups.tp, tied=cut, tied_over="decoder_pp"
+                    config,
+                    False,
+                    *buckets,
+                    groups.tp,
+                    tied=cut and groups.size("decoder_pp") > 1,
+                    tied_over="decoder_pp",
                 )
         if post_process and part.decoder is not None:
             self.lm_head = T5LMHead(

@@ -167,10 +167,11 @@ def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: A
     if call.dropout is None or not variant.dropout:
         return None
     index = call.dropout.tokens.index.view(query.shape[0], -1)  # [sq, b]
-    assert query.shape[0] == key.shape[0]
+    assert query.shape[0] == key.shape[0] or call.key_start is not None
+    first_key = index[0] if call.key_start is None else call.key_start
     heads = range(call.first_head, call.first_head + query.shape[2])
     draw = call.dropout.draw(variant.dropout)
-    return keep_bits_triton(draw, index, index[0], key.shape[0], heads, SeenKeys(*variant.reach))
+    return keep_bits_triton(draw, index, first_key, key.shape[0], heads, SeenKeys(*variant.reach))
 
 
 def _bits_of_block(

@@ -107,6 +107,10 @@ def _score_refusal(variant: AttentionVariant) -> Refusal:
         return f"it cannot cap scores (at {variant.cap})"
     if variant.slopes is not None:
         return "it has no ALiBi"
+    return _bias_refusal(variant)
+
+
+def _bias_refusal(variant: AttentionVariant) -> Refusal:
     return "it has no gradient of a relative position bias" if variant.adds_bias else None
 
 
@@ -143,7 +147,7 @@ def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refus
         return "it sums the gradients of queries in an order that varies, which deterministic mode forbids"
     if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
         return f"its heads have at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
-    return _type_refusal(situation)
+    return _bias_refusal(variant) or _type_refusal(situation)
 
 
 def _on_cpu(situation: Situation) -> bool:
