@@ -91,6 +91,19 @@ def test_an_index_is_loaded_from_the_cache(kind, build, golden, tmp_path, monkey
         build(kind, prefix, 51, path_to_cache=str(tmp_path))
 
 
+def test_an_index_of_other_settings_or_documents_is_not_taken(build, write_documents, tmp_path):
+    def key(kind=BERT, samples=50, documents=([[5] * 9] * 6, [[6] * 9] * 6), **changes):
+        return build(kind, write_documents(tmp_path / "data", documents), samples, **changes).unique_description_hash
+
+    joined = ([[5] * 9] * 6 + [[6] * 9] * 6,)  # the same tokens and sentences
+    others = [
+        *(key(sequence_length=31), key(random_seed=1), key(short_sequence_probability=0.2), key(samples=51)),
+        *(key(classification_head=False), key(T5), key(split="9,1"), key(documents=joined)),
+    ]
+    assert len({key(), *others}) == 9
+    assert key(masking_probability=0.3) == key()  # drawn per item
+
+
 def test_a_copy_in_another_process_maps_the_index_again(build, write_documents, tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "_IN_MEMORY_BELOW", 100)
     prefix = write_documents(tmp_path / "data", [[[1, 2, 3]] * 40] * 20)

@@ -45,6 +45,18 @@ def test_batches_have_the_items_fields(tmp_path):
     assert (dataset.config.masking_probability, dataset.config.sequence_length_encoder) == (0.2, 64)
 
 
+def test_layout_and_workers_do_not_change_samples(tmp_path):
+    dataset = build(tmp_path, "--vocab-extra-ids 100")
+
+    def read(workers: int, rank: int, ranks: int) -> list[dict[str, list[int]]]:
+        shard = {"micro_batch_size": 8 // ranks, "data_parallel_rank": rank, "data_parallel_size": ranks}
+        with build_data_iterator(dataset, collate=collate_of(dataset), num_workers=workers, **shard) as batches:
+            batch = next(batches)
+        return [{name: value[row].tolist() for name, value in vars(batch).items()} for row in range(8 // ranks)]
+
+    assert read(0, 0, 1) == read(2, 0, 1) == [*read(0, 0, 2), *read(1, 1, 2)]
+
+
 def test_missing_sentinels_name_the_flag(tmp_path):
     with pytest.raises(UserError, match="--vocab-extra-ids: --tokenizer-type BertWordPieceLowerCase has 0 sentinels"):
         build(tmp_path, "")
