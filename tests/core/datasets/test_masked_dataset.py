@@ -95,10 +95,10 @@ def test_an_index_of_other_settings_or_documents_is_not_taken(build, write_docum
     def key(kind=BERT, samples=50, documents=([[5] * 9] * 6, [[6] * 9] * 6), **changes):
         return build(kind, write_documents(tmp_path / "data", documents), samples, **changes).unique_description_hash
 
-    joined = ([[5] * 9] * 6 + [[6] * 9] * 6,)  # the same tokens and sentences
+    moved = ([[5] * 9] * 6 + [[6] * 9], [[6] * 9] * 5)  # the same sentences, divided elsewhere
     others = [
         *(key(sequence_length=31), key(random_seed=1), key(short_sequence_probability=0.2), key(samples=51)),
-        *(key(classification_head=False), key(T5), key(split="9,1"), key(documents=joined)),
+        *(key(classification_head=False), key(T5), key(split="9,1"), key(documents=moved)),
     ]
     assert len({key(), *others}) == 9
     assert key(masking_probability=0.3) == key()  # drawn per item
