@@ -104,7 +104,7 @@ class PendingSave:
     def _run(self, chunks: Sequence[Chunk]) -> None:
         try:
             try:
-                write_rank(self._disk, self._temporary, self._ranks.rank, chunks)
+                write_rank(self._disk, self._temporary, self._ranks.rank, chunks, index_appears_whole=True)
             finally:
                 self._written.set()
             if self._ranks.rank == 0 and self._all_ranks_wrote():

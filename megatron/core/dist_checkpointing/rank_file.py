@@ -19,11 +19,13 @@ def write_rank(
     rank: int,
     chunks: Sequence[Chunk],
     values_of: Callable[[Chunk], Tensor] | None = None,
+    index_appears_whole: bool = False,
 ) -> None:
     """Writes and syncs a rank's data file and index into the folder `temporary`.
 
     The elements are those of the chunks' tensors, or come from `values_of` (one-dimensional), chunk by chunk. Raises
-    UserError if a file cannot be written.
+    UserError if a file cannot be written. With `index_appears_whole` the index gets its name once it is synced, so that
+    other ranks may wait for the file.
     """
     for device in {chunk.tensor.device for chunk in chunks if chunk.tensor.is_cuda}:
         torch.cuda.synchronize(device)  # any stream may still be writing the tensors
@@ -37,7 +39,8 @@ def write_rank(
             for entry, offset, checksums in zip(ordered, written.offsets, written.checksums, strict=True)
         ]
         index = RankIndex(data_name(rank), written.size, written.header_crc32, tuple(stored))
-        disk.replace_file(temporary / index_name(rank), index.to_bytes())  # whole once it has its name
+        write_index = disk.replace_file if index_appears_whole else disk.write_file
+        write_index(temporary / index_name(rank), index.to_bytes())
     except OSError as error:
         raise cannot_write(temporary / data_name(rank), error) from error
 
