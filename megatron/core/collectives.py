@@ -308,6 +308,16 @@ def averages_in_collective(tensor: Tensor, group: Group) -> bool:
     return tensor.is_cuda and isinstance(group, ProcessGroup) and "nccl" in dist.get_backend_config(group)
 
 
+def numbers_of_ranks(numbers: Sequence[float]) -> list[list[float]]:
+    """Returns the numbers of every rank of torch.distributed, by rank; every rank gives as many. One process gets its
+    own. Waits for the device."""
+    if not dist.is_initialized():
+        return [list(numbers)]
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    here = torch.tensor(list(numbers), dtype=torch.float64, device=device)
+    return [found.tolist() for found in all_gather(here, dist.group.WORLD)]
+
+
 def barrier(group: ProcessGroup | None = None) -> None:
     """Waits for all ranks of a group; None means the world."""
     if dist.is_available() and dist.is_initialized():

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from megatron.core.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
 
 
@@ -129,10 +129,7 @@ class StragglerDetector:
         steps, 0: unknown."""
         if not self._enabled:
             return None
-        of_ranks: list[Any] = [self.elapsed()]
-        if dist.is_initialized() and self.world > 1:
-            of_ranks = [None] * self.world
-            dist.all_gather_object(of_ranks, self.elapsed())
+        of_ranks = numbers_of_ranks(self.elapsed())
         self.reset()
         if self.rank != 0:
             return None

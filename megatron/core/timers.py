@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.collectives import barrier as barrier_of
+from megatron.core.collectives import numbers_of_ranks
 from megatron.core.exceptions import UserError
 
 LogOption = Literal["max", "minmax", "all"]
@@ -213,11 +214,5 @@ class Timers:
         if barrier:
             barrier_of()
         mine = [self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0 for name in chosen]
-        if not dist.is_initialized() or not chosen:
-            return {name: [seconds] for name, seconds in zip(chosen, mine, strict=True)}
-        on_gpu = "nccl" in dist.get_backend_config()
-        here = torch.tensor(mine, dtype=torch.float64, device="cuda" if on_gpu else "cpu")
-        everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
-        dist.all_gather(everywhere, here)
-        table = torch.stack(everywhere).tolist()
+        table = numbers_of_ranks(mine) if chosen else []
         return {name: [row[i] for row in table] for i, name in enumerate(chosen)}

@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from support.processes import run_on_ranks
 
 from megatron.core.collectives import (
     HostCopy,
@@ -20,6 +21,7 @@ from megatron.core.collectives import (
     group_rank,
     group_ranks,
     group_size,
+    numbers_of_ranks,
     recorded,
     reduce_scatter_rows,
     start_gather_rows,
@@ -108,3 +110,13 @@ def test_a_result_without_work_is_there() -> None:
 def test_a_host_copy_of_a_host_tensor_is_the_tensor() -> None:
     x = torch.arange(3)
     assert HostCopy(x).wait() is x
+
+
+def numbers_on_rank() -> list[list[float]]:
+    rank = torch.distributed.get_rank()
+    return numbers_of_ranks([rank + 0.5, 1e-300 * rank])
+
+
+def test_numbers_of_all_ranks() -> None:
+    assert numbers_of_ranks([1.5]) == [[1.5]]
+    assert run_on_ranks(numbers_on_rank, 3) == [[[0.5, 0.0], [1.5, 1e-300], [2.5, 2e-300]]] * 3
