@@ -28,24 +28,30 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 
 def stages_of_auto_layout(
-    config: TransformerConfig, seq_length: int, vocab_size: int, decoder_seq_length: int | None = None
+    config: TransformerConfig,
+    seq_length: int,
+    vocab_size: int,
+    decoder_seq_length: int | None = None,
+    *,
+    bidirectional: bool = False,
 ) -> str | None:
     """Returns the layout, as "Et*4|tttt|ttmL", whose stages cost about the same; None if the config does not ask for it
     (`pipeline_model_parallel_layout auto` with several stages).
 
     Attention scores are counted over `seq_length`, the head over `vocab_size`. All ranks find the same stages. An
     encoder reads `seq_length` tokens and its decoder writes `decoder_seq_length`; each has stages of its own.
+    `bidirectional`: the model is a BERT.
     """
     if config.pipeline_model_parallel_layout != AUTO or config.pipeline_model_parallel_size == 1:
         return None
     if num_encoder_layers(config):
         return _stages_of_two_stacks(config, seq_length, decoder_seq_length or seq_length, vocab_size)
     further = range(config.num_layers + 1, config.num_layers + 1 + (config.mtp_num_layers or 0))
-    layers = [layer_cost(config, number, seq_length) for number in range(1, config.num_layers + 1)]
+    layers = [layer_cost(config, number, seq_length, bidirectional) for number in range(1, config.num_layers + 1)]
     # The embedding only copies rows: one number for each element of a token. A layer of multi-token prediction joins
     # two hidden states into one, and applies the head once more.
     h = config.hidden_size
-    first, head = h, h * vocab_size
+    first, head = h, h * vocab_size + _transform(config, bidirectional)
     last = head + sum(layer_cost(config, number, seq_length) + 2 * h * h + head for number in further)
     counts = balanced_counts(layers, first, last, pipeline_of(config))
     return _letters(counts) + "m" * len(further) + "L"
@@ -90,9 +96,11 @@ def _loads(counts: Sequence[int], layers: Sequence[int], first: int, last: int) 
 # Costs
 
 
-def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int) -> int:
-    """Returns the multiplications of a layer (counted from 1) for one token."""
-    scores = _score_channels(config) * _keys_seen(config, layer_number, seq_length)
+def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bidirectional: bool = False) -> int:
+    """Returns the multiplications of a layer (counted from 1) for one token. Tokens of a `bidirectional` layer see all
+    others, whatever its window."""
+    keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
+    scores = _score_channels(config) * keys
     attention = _attention_projections(config) + scores
     if not has_experts(config, layer_number):
         return attention + _mlp(config)
@@ -131,10 +139,12 @@ def training_flops(
     seq_length: int,
     batch_size: int,
     decoder_seq_length: int | None = None,
+    *,
+    bidirectional: bool = False,
 ) -> int:
     """Returns the floating point operations of a training step over `batch_size` whole sequences, as Megatron-LM counts
     them; of an encoder that reads `seq_length` tokens and a decoder that writes `decoder_seq_length`, counted in the
-    same way."""
+    same way. `bidirectional`: the model is a BERT, whose tokens see all others; Megatron-LM counts half of them."""
     if num_encoder_layers(config):
         written = decoder_seq_length or seq_length
         scores = _score_channels(config)
@@ -143,22 +153,31 @@ def training_flops(
         decoder += _cross_attention(config, seq_length, written)
         head = written * config.hidden_size * padded_vocab_size
         return round(batch_size * 6 * (num_encoder_layers(config) * encoder + config.num_layers * decoder + head))
-    return round(batch_size * seq_length * flops_per_token(config, padded_vocab_size, seq_length))
+    return round(batch_size * seq_length * flops_per_token(config, padded_vocab_size, seq_length, bidirectional))
 
 
-def flops_per_token(config: TransformerConfig, padded_vocab_size: int, seq_length: int) -> float:
-    """Returns the floating point operations of forward and backward for one token, as Megatron-LM counts them.
+def flops_per_token(
+    config: TransformerConfig, padded_vocab_size: int, seq_length: int, bidirectional: bool = False
+) -> float:
+    """Returns the floating point operations of forward and backward for one token, as Megatron-LM counts them; for a
+    BERT (`bidirectional`) those of all keys and of the transform before the head.
 
     Activations that are recomputed are not counted again.
     """
     h, depths = config.hidden_size, config.mtp_num_layers or 0
     layers = config.num_layers + depths
-    attention = _attention_projections(config) + _latent_norms(config) + _score_channels(config) * seq_length / 2
+    keys = seq_length if bidirectional else seq_length / 2
+    attention = _attention_projections(config) + _latent_norms(config) + _score_channels(config) * keys
     with_experts = sum(has_experts(config, number) for number in range(1, layers + 1))
     experts = _experts(config, h) * with_experts if with_experts else 0
-    heads = h * padded_vocab_size * (depths + 1)
+    heads = h * padded_vocab_size * (depths + 1) + _transform(config, bidirectional)
     join = depths * (3 * h + 2 * h * h)  # the norms and the projection before each depth of multi-token prediction
     return 6 * (layers * attention + (layers - with_experts) * _mlp(config) + experts + join + heads)
+
+
+def _transform(config: TransformerConfig, bidirectional: bool) -> int:
+    """Returns the multiplications of the transform before BERT's head for one token."""
+    return config.hidden_size**2 if bidirectional else 0
 
 
 def _attention_projections(config: TransformerConfig) -> int:

@@ -66,6 +66,11 @@ class PretrainConfig:
         """Tokens of the decoder's part of a sample; None for a model without encoder."""
         return self.data.decoder_seq_length if self.transformer.num_encoder_layers else None
 
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens attend to both sides: the run trains a BERT."""
+        return self.model.model_family == "bert"
+
     @cached_property
     def grid(self) -> RankGrid:
         """The grid of ranks."""

@@ -69,7 +69,12 @@ def dry_run(config: PretrainConfig, providers: Providers) -> DryRun:
         tokens_per_step=training.global_batch_size * length,
         microbatches_per_step=BatchSchedule.from_config(training, config.grid.data, length).final_num_microbatches,
         flops_per_step=training_flops(
-            config.transformer, padded, length, training.global_batch_size, config.decoder_seq_length
+            config.transformer,
+            padded,
+            length,
+            training.global_batch_size,
+            config.decoder_seq_length,
+            bidirectional=config.is_bidirectional,
         ),
         data=tuple(_passes_over_data(config)),
         config=config,

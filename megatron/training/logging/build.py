@@ -54,7 +54,14 @@ def build_log(
         log_interval=config.logging.log_interval,
         world_size=environment.world_size,
         tokens_per_sample=length,
-        flops_per_sample=training_flops(transformer, padded_vocab_size, length, 1, config.decoder_seq_length),
+        flops_per_sample=training_flops(
+            transformer,
+            padded_vocab_size,
+            length,
+            1,
+            config.decoder_seq_length,
+            bidirectional=config.is_bidirectional,
+        ),
         peak_tflops=peak,
         log_throughput=config.logging.log_throughput,
         layers=LayerReports(

@@ -166,7 +166,13 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
     other config is returned as it is."""
     transformer, length = config.transformer, config.data.seq_length
     assert length is not None
-    stages = stages_of_auto_layout(transformer, length, padded_vocab_size, config.decoder_seq_length)
+    stages = stages_of_auto_layout(
+        transformer,
+        length,
+        padded_vocab_size,
+        config.decoder_seq_length,
+        bidirectional=config.is_bidirectional,
+    )
     if stages is None:
         return config, []
     resolved = dataclasses.replace(transformer, pipeline_model_parallel_layout=stages)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core.models.bert.bert_layer_specs import get_bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
@@ -250,3 +252,22 @@ def test_megatron_lms_count_is_what_a_model_computes(model: dict[str, Any]) -> N
     counted = sum(counts.values()) - scores / 2
     formula = training_flops(config, padded, seq, batch)
     assert formula == pytest.approx(counted, rel=0.01)
+
+
+def test_the_count_of_a_bert_is_what_it_computes() -> None:
+    """All keys, and the transform before the head; pooler and binary head, a token of each row, are left out."""
+    config = TransformerConfig(
+        num_layers=3,
+        hidden_size=64,
+        num_attention_heads=4,
+        attention_backend=AttnBackend.unfused,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    bert = BertModel(config, 2, get_bert_layer_local_spec(), 300, 32)
+    tokens = torch.randint(300, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        losses, in_order = bert(tokens, torch.ones_like(tokens), torch.zeros_like(tokens), lm_labels=tokens)
+        (losses.mean() + in_order.mean()).backward()
+    assert training_flops(config, 300, 32, 2, bidirectional=True) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert layer_cost(config, 1, 32, bidirectional=True) - layer_cost(config, 1, 32) == 2 * 64 * (32 - 16)
