@@ -150,14 +150,18 @@ def test_help_is_grouped_and_shows_a_scripts_own_flags(command_line, capsys) -> 
         parser.add_argument("--my-flag", help="What it is.")
         return parser
 
-    command_line("--help")
-    with pytest.raises(SystemExit) as end:
-        config_of_command_line(provider)
-    text = capsys.readouterr().out
-    assert end.value.code == 0 and text.startswith("usage: ")
-    for part in ("model:\n  --num-layers N", "checkpoints:\n", "not supported yet", "--my-flag MY_FLAG", "What it is."):
-        assert part in text
-    assert max(map(len, text.splitlines())) <= 120
+    parts = ("checkpoints:\n", "--my-flag MY_FLAG", "What it is.")
+    for words, further in (
+        ("--help", ("model:\n  --num-layers --hidden-size", "--help SECTION")),
+        ("--help all", ("model:\n  --num-layers N", "not supported yet")),
+    ):
+        command_line(words)
+        with pytest.raises(SystemExit) as end:
+            config_of_command_line(provider)
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and text.startswith("usage: ")
+        assert [part for part in (*parts, *further) if part not in text] == []
+        assert max(map(len, text.splitlines())) <= 120
 
 
 # ---------------------------------------------------------------------------------------------------------------------

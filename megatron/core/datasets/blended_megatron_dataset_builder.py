@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.index_format import get_bin_path, get_idx_path
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Blend, Split, normalize, split_bounds
 from megatron.core.exceptions import UserError
@@ -158,7 +157,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _open_low_level(self, prefix: str | None) -> Any:
         if prefix is not None:
-            for path in (get_idx_path(prefix), get_bin_path(prefix)):
+            for path in self.cls.files_of(prefix):
                 if not Path(path).is_file():
                     raise UserError(f"--data-path {prefix}: no file {path}{_weight_hint(prefix)}")
         return self.cls.build_low_level_dataset(prefix, self.config)

@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
+from megatron.core.datasets.index_format import get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
 
@@ -106,6 +107,11 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
     @abstractmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
         """Opens the low-level dataset of a prefix."""
+
+    @staticmethod
+    def files_of(prefix: str) -> tuple[str, ...]:
+        """Returns the files of a prefix that must exist."""
+        return get_idx_path(prefix), get_bin_path(prefix)
 
     @classmethod
     def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:

@@ -181,6 +181,11 @@ def _global_batch(s: Settings) -> Iterator[str]:
             return
 
 
+def _conversations(s: Settings) -> Iterator[str]:
+    if s.sft and not s.mock_data and s.tokenizer_type != "SFTTokenizer":
+        yield "{sft}: conversations need --tokenizer-type SFTTokenizer"
+
+
 def _evaluation_batch(s: Settings) -> Iterator[str]:
     if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
         return
@@ -301,6 +306,7 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.sharding,
     _global_batch,
     _evaluation_batch,
+    _conversations,
     _length_of_training,
     _one_unit_of_schedule,
     _warmup,

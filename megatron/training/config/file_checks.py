@@ -30,7 +30,10 @@ def files_exist(s: Settings) -> Iterator[str]:
             yield _escaped(str(error))
             continue
         for prefix in blend[0] if blend is not None else ():
-            yield from _data_set_exists(field, prefix)
+            if not s.sft:
+                yield from _data_set_exists(field, prefix)
+            elif not Path(prefix).is_file():
+                yield f"{{{field}:name}} " + _escaped(f"{prefix}: no such file; --sft reads .jsonl files")
 
 
 def _data_set_exists(field: str, prefix: str) -> Iterator[str]:

@@ -8,7 +8,11 @@ from megatron.core.config_fields import flag, not_yet
 
 _NO_CODE = "code in a tokenizer folder is never run"
 _PADDING = "rows that pad the vocabulary are not part of the model; --make-vocab-size-divisible-by sets their number"
-_PRETRAINING = "pretraining reads plain text, not conversations"
+_OTHER_FORMATS = dict.fromkeys(
+    ("nemotron-h-aligned", "nemotron-nano-v2"),
+    "prompt formats of single models are not built in; give default, and --chat-template FILE if the folder has no "
+    "template",
+)
 _TIKTOKEN = "tokenizer_type=TikTokenizer"
 _HUGGING_FACE = "tokenizer_type=HuggingFaceTokenizer"
 _NULL = "tokenizer_type=NullTokenizer"
@@ -41,10 +45,12 @@ WORKING_TYPES: tuple[TokenizerType, ...] = (
     "TikTokenizer",
     *BERT_TYPES,
     *SENTENCEPIECE_TYPES,
+    "SFTTokenizer",
 )
 
 _FILES: dict[str, str] = {
     "HuggingFaceTokenizer": "a tokenizer.json, or a folder with one",
+    "SFTTokenizer": "a tokenizer.json, or a folder with one",
     "TikTokenizer": "a .json file",
     **dict.fromkeys(SENTENCEPIECE_TYPES, "a .model file of SentencePiece"),
 }
@@ -57,10 +63,10 @@ class TokenizerConfig:
     """Tokenizer family, its files and its options."""
 
     tokenizer_type: TokenizerType | None = flag(None, supported=[None, *WORKING_TYPES])
-    """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file); HuggingFaceTokenizer (--tokenizer-model:
-    a folder or tokenizer.json); TikTokenizer (a .json file); SentencePieceTokenizer, GPTSentencePieceTokenizer and
-    Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase (--vocab-file); NullTokenizer (text
-    consists of ids). GPT2BPETokenizer when not given."""
+    """Family of the tokenizer: GPT2BPETokenizer (--vocab-file, --merge-file; the default); HuggingFaceTokenizer and
+    SFTTokenizer (--tokenizer-model: a folder or tokenizer.json); TikTokenizer (a .json file); SentencePieceTokenizer,
+    GPTSentencePieceTokenizer and Llama2Tokenizer (a .model file); BertWordPieceLowerCase and BertWordPieceCase
+    (--vocab-file); NullTokenizer (text consists of ids)."""
 
     vocab_file: str | None = None
     """Vocabulary file: a vocab.json for GPT2BPETokenizer, a vocab.txt for BertWordPieceLowerCase and
@@ -143,8 +149,14 @@ class TokenizerConfig:
     use_gigatoken: bool = flag(False, no_effect="byte-level BPE is encoded by compiled loops anyway, with the same ids")
     """Encode text with a faster library."""
 
-    chat_template: str | None = flag(None, no_effect=_PRETRAINING)
-    """Template for conversations."""
+    chat_template: str | None = flag(None, only_with="tokenizer_type=SFTTokenizer")
+    """SFTTokenizer: file with a Jinja template for conversations; that of the tokenizer's folder when not given."""
+
+    sft_tokenizer_prompt_format: Literal["default", "identity"] = flag(
+        "default", only_with="tokenizer_type=SFTTokenizer", hints=_OTHER_FORMATS
+    )
+    """SFTTokenizer: how a conversation becomes text: default (by the chat template) or identity (the contents of the
+    turns, joined)."""
 
     @property
     def family(self) -> str:

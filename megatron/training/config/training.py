@@ -75,8 +75,9 @@ class TrainingConfig:
     enable_experimental: bool = flag(False, no_effect="each new feature has a flag of its own")
     """Allow experimental features."""
 
-    sft: bool = not_yet(False)
-    """Fine-tune on conversations."""
+    sft: bool = flag(False, families=["gpt"])
+    """Fine-tune on conversations: --data-path names .jsonl files with "messages", which --tokenizer-type SFTTokenizer
+    encodes. Only assistants' turns are learned; conversations are packed into samples and do not see each other."""
 
     dry_run: bool = False
     """Check all flags, print parameters, tokens and memory of the run, and exit: code 0, or 2 after errors. Set the

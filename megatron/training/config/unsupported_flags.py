@@ -214,7 +214,6 @@ _NOT_YET = {
     "samples are not rearranged to fill in the middle": """
         fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample
         fim-suffix-token""",
-    "conversations are not read": "sft-tokenizer-prompt-format",
     "validation data is one set": "validation-set-names",
 }
 """What is so today, and the flags that would change it."""

@@ -19,7 +19,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
     data = config.data
     blend, per_split = blends(config)
     prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
-    if is_first_rank():
+    if is_first_rank() and not config.training.sft:  # conversations are encoded when they are read
         for prefix in sorted(prefixes):
             check_data(prefix, tokenizer, config.tokenizer.model_vocab_size(tokenizer.vocab_size), warn=_warn)
     return {

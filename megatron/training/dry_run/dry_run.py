@@ -93,7 +93,7 @@ def _passes_over_data(config: PretrainConfig) -> Iterator[Passes]:
         blend = per_split[0]
     elif config.data.split is not None:
         share = parse_split(config.data.split)[0]
-    if blend is not None:
+    if blend is not None and not config.training.sft:
         yield from _passes_over(blend, share, tokens_to_train_on(config))
 
 

@@ -25,7 +25,8 @@ def kernel_notes(model: Sequence[nn.Module], environment: Environment, config: P
         if config.transformer.num_encoder_layers
         else any(1 in stages.stage_at(groups.rank("pp"), chunk).layers for chunk in range(stages.chunks))
     )
-    for line in describe_kernels(nn.ModuleList(model), environment.device, config.data.reset_attention_mask):
+    by_document = config.data.reset_attention_mask or config.training.sft
+    for line in describe_kernels(nn.ModuleList(model), environment.device, by_document):
         if begins or not line.startswith("backend"):
             yield line
 

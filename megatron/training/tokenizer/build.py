@@ -12,6 +12,7 @@ from megatron.training.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.training.tokenizer.null import NullTokenizer
 from megatron.training.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron.training.tokenizer.sft import SFTTokenizer
 from megatron.training.tokenizer.tiktoken import TikTokenizer
 
 
@@ -50,6 +51,9 @@ def _build(config: TokenizerConfig) -> Tokenizer:
             assert config.tokenizer_model is not None
             include = config.tokenizer_hf_include_special_tokens or config.legacy_tokenizer
             return HuggingFaceTokenizer(config.tokenizer_model, include, config.vocab_extra_ids)
+        case "SFTTokenizer":
+            assert config.tokenizer_model is not None
+            return SFTTokenizer(config.tokenizer_model, config.sft_tokenizer_prompt_format, config.chat_template)
         case "TikTokenizer":
             assert config.tokenizer_model is not None
             return TikTokenizer(

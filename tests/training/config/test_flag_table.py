@@ -54,6 +54,7 @@ MODEL_OPTIONS = {
 }  # fmt: skip
 """Ours too: what models need beyond the published fields (docs/models.md)."""
 OTHER_DEFAULT = {
+    "--sft-tokenizer-prompt-format": "default",  # the tokenizer's own chat template, not that of one model
     "--ckpt-format": "safetensors",
     "--transformer-impl": "auto",
     "--distributed-backend": None,  # by device
@@ -70,6 +71,7 @@ MORE_CHOICES = {
     "--transformer-impl": {"auto"},
     "--tiktoken-pattern": {"v1", "v2"},
     "--fp8-recipe": {"rowwise"},
+    "--sft-tokenizer-prompt-format": {"default", "identity"},
 }
 OTHER_ACTION = {"--no-persist-layer-norm", "--tokenizer-hf-no-include-special-tokens"}
 
