@@ -36,25 +36,7 @@ tiny)
 esac
 : "${GPUS_PER_NODE:=8}" "${TP:=1}" "${PP:=1}"
 
-# Text: sentences of WordPiece tokens. Prepared once.
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-if [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; then
-    PREPARED=$CHECKPOINTS/data
-    mkdir -p "$PREPARED"
-    if [ "$DATA" = SAMPLE ]; then
-        DATA=$PREPARED/pages.jsonl
-        python "$(dirname "${BASH_SOURCE[0]}")/pages.py" "$ROOT/docs" "$DATA"
-    fi
-    if [ -z "${VOCAB_FILE:-}" ]; then
-        VOCAB_FILE=$PREPARED/vocabulary/vocab.txt
-        [ -f "$VOCAB_FILE" ] || python "$ROOT/tools/train_tokenizer.py" --input "$DATA" --vocab-size $WORDS \
-            --tokenizer-type BertWordPieceLowerCase --output-dir "$PREPARED/vocabulary"
-    fi
-    [ -f "$PREPARED/text_text_sentence.idx" ] || python "$ROOT/tools/preprocess_data.py" --input "$DATA" \
-        --output-prefix "$PREPARED/text" --split-sentences --workers 2 \
-        --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
-    DATA=$PREPARED/text_text_sentence
-fi
+source "$(dirname "${BASH_SOURCE[0]}")/../sentences.sh" # prepares the text
 
 LAYOUT=(
     --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP"
