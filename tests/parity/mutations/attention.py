@@ -19,7 +19,7 @@ LATENT = [
         "under sequence parallelism the gradient of replicated matrices (such as the projections to latents) comes "
         "from a rank's own tokens only",
         "core/tensor_parallel/replicated.py",
-        'frozenset({"tp"} if config.sequence_parallel else ())',
+        'frozenset({"tp"} if by_token else ())',
         "frozenset()",
         "mla-yarn/sp2/per-token",
     ),

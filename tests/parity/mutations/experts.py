@@ -67,7 +67,7 @@ ROUTERS = [
     Mutation(
         "router-gradient-not-summed",
         "under sequence parallelism the router's gradient comes from a rank's own tokens only",
-        _ROUTER,
+        "core/transformer/moe/base_router.py",
         'frozenset({"tp"} if config.sequence_parallel else ())',
         "frozenset()",
         "moe-aux/sp2/default",
