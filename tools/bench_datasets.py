@@ -25,6 +25,8 @@ from megatron.core.datasets.index_building import (
     build_shuffle_index,
     plan_samples,
 )
+from megatron.core.datasets.masking import MaskingRule, draw_spans, words_of
+from megatron.core.datasets.sample_map import SampleMap, SampleMapPlan, build_sample_map, find_usable_documents
 from megatron.core.datasets.special_tokens import cumulative_lengths, document_mask
 from megatron.core.datasets.utils import Split
 
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--documents", type=int, default=30_000_000, help="documents to index (default: %(default)s)")
     parser.add_argument("--sequence-length", type=int, default=4096, help="tokens of a sample (default: %(default)s)")
+    parser.add_argument("--sentences", type=int, default=10_000_000, help="sentences of BERT (default: %(default)s)")
     parser.add_argument("--datasets", type=int, default=64, help="datasets of the blend (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=100_000_000, help="samples of the blend (default: %(default)s)")
     parser.add_argument(_BLEND_IN_A_PROCESS, action="store_true", help=argparse.SUPPRESS)
@@ -47,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print("| what | measured |\n|---|---|")
     measure_indices(args.documents, args.sequence_length)
+    measure_sample_map(args.sentences)
+    measure_masking()
     # In a process of its own, so that its memory is the blend's alone.
     command = [sys.executable, __file__, _BLEND_IN_A_PROCESS, "--datasets", str(args.datasets)]
     subprocess.run([*command, "--samples", str(args.samples)], check=True)
@@ -67,6 +72,32 @@ def measure_indices(num_documents: int, sequence_length: int) -> None:
     _row(f"sample index of {size}", f"{cutting:.2f} s")
     _row("numpy's shuffle of these documents", f"{shuffling:.2f} s")
     _row("numpy's shuffle of these samples", f"{shuffling_samples:.2f} s")
+
+
+def measure_sample_map(num_sentences: int) -> None:
+    """Times the sample map of BERT for documents of 20 sentences, with 512 tokens in a sample."""
+    lengths = np.random.default_rng(0).integers(5, 60, num_sentences).astype(np.int32)
+    boundaries = np.append(np.arange(0, num_sentences, 20), num_sentences)
+    plan = SampleMapPlan(None, 509, 2, 0.1, 1)
+
+    def build(boundaries: np.ndarray) -> SampleMap:
+        usable = find_usable_documents(boundaries, lengths, plan.min_sentences).usable
+        return build_sample_map(boundaries, lengths, usable, plan)
+
+    build(boundaries[:3])  # compile
+    built, _ = _timed(lambda: build(boundaries))
+    seconds = _fastest(lambda: build(boundaries), 3)
+    _row(f"sample map of BERT, {num_sentences:.0e} sentences in {len(built.rows)} samples", f"{seconds:.2f} s")
+
+
+def measure_masking() -> None:
+    """Times how the masked spans of a sample of 512 tokens are drawn, for BERT and for T5."""
+    random = np.random.RandomState(1)
+    words = words_of(random.random_sample(512) < 0.25, np.zeros(512, np.bool_))
+    for name, rule in (("BERT", MaskingRule(0.15, 3, geometric=False)), ("T5", MaskingRule(0.15, 10, geometric=True))):
+        most = rule.count(512, 509)
+        seconds = _fastest(lambda rule=rule, most=most: list(draw_spans(words, most, rule, random)), 100)  # type: ignore[misc]
+        _row(f"masked spans of a sample of 512 tokens, {name}", f"{seconds * 1e3:.2f} ms")
 
 
 def measure_blend(num_datasets: int, size: int) -> None:

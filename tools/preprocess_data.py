@@ -25,8 +25,9 @@ from megatron.training.tokenizer.build import build_tokenizer
 
 USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
 ABOUT = (
-    "Turn .jsonl files into a data set of token ids: PREFIX_KEY_document.bin and .idx, and a manifest of what they "
-    "were made of. Each process reads its own parts of the input and writes its own files; the result is the same for "
+    "Turn .jsonl files into a data set of token ids: PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence "
+    "with --split-sentences), and a manifest of what they were made of. Each process reads its own parts of the input "
+    "and writes its own files; the result is the same for "
     "any number of processes."
 )
 SECTIONS = (
