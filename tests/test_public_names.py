@@ -45,6 +45,7 @@ NO_SUCH_METHODS = {
 """Methods that Megatron-LM's own modules call on each other, and that these classes do not have."""
 
 OTHER_METHODS = {
+    ("CrossAttention", "get_query_key_value_tensors"): "has no output gate",
     ("Float16Module", "state_dict"): "hands all arguments on",
     ("MoELayer", "forward"): "layers take LayerInputs",
     ("SelfAttention", "get_query_key_value_tensors"): "layers take LayerInputs",

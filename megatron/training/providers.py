@@ -147,7 +147,8 @@ def _report_tensors(loss_func: LossFunction, output: Tensor, **keywords: Any) ->
             "number of tokens, report)"
         )
     *loss, report = found
-    return (*loss, {name: _report_tensor(name, value, output.device) for name, value in report.items()})
+    device = loss[0].device
+    return (*loss, {name: _report_tensor(name, value, device) for name, value in report.items()})
 
 
 def _report_tensor(name: str, value: Any, device: torch.device) -> Tensor:

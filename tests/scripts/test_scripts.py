@@ -5,6 +5,7 @@ imports, the attributes that it reads, and how many arguments it gives by positi
 tests/data/megatron_lm_script_names.json).
 """
 
+import os
 import re
 import runpy
 import sys
@@ -43,10 +44,12 @@ def run_scripts(paths: Sequence[str]) -> None:
         runpy.run_path(path, run_name="__main__")
 
 
-def losses_of(folder: Path, flags: str, ranks: int, paths: Sequence[str]) -> dict[str, list[float]]:
+def losses_of(
+    folder: Path, flags: str, ranks: int, paths: Sequence[str], base: str = GPT, loss: str = "lm loss"
+) -> dict[str, list[float]]:
     """What scripts print: the losses of two iterations, of the validations and of the test."""
     cached = f"{flags} --data-cache-path {folder}"  # the order of the made-up samples, which all of them share
-    program = launch(cached, ranks, folder, partial(run_scripts, paths), base=GPT)
+    program = launch(cached, ranks, folder, partial(run_scripts, paths), base=base)
     codes = program.exit_codes(280.0)
     texts = [program.output(rank) for rank in range(max(ranks, 1))]
     assert set(codes) == {0}, (codes, *texts)
@@ -54,7 +57,7 @@ def losses_of(folder: Path, flags: str, ranks: int, paths: Sequence[str]) -> dic
     for text in texts:
         for part in text.split("=== ")[1:]:
             path, _, printed = part.partition("\n")
-            losses = [float(loss) for loss in re.findall(r"lm loss(?: value)?: (\S+)", printed)]
+            losses = [float(loss) for loss in re.findall(rf"{loss}(?: value)?: (\S+)", printed)]
             found[path] = max(found.get(path, []), losses, key=len)  # only one rank prints them
     return found
 
@@ -77,3 +80,59 @@ def test_gpt(layout: str, tmp_path: Path) -> None:
     assert found.keys() == {ours, *theirs} and len(found[ours]) == 5
     for path in theirs:
         assert found[path] == pytest.approx(found[ours], abs=1e-5), path
+
+
+CORPUS = ROOT / "tests/data/golden/corpus"
+MASKED = (
+    "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --lr 1e-2 --micro-batch-size 2 "
+    "--global-batch-size 4 --train-iters 2 --eval-iters 1 --eval-interval 2 --log-interval 1 --num-workers 0 "
+    f"--hidden-dropout 0 --attention-dropout 0 --split 80,10,10 --vocab-file {CORPUS}/bert/vocab.txt "
+    f"--data-path {CORPUS}/pp/bert_body_document --use-mcore-models "
+)
+BERT = f"{MASKED} --num-layers 2 --seq-length 32"
+T5 = (
+    f"{MASKED} --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 32 --decoder-seq-length 16 "
+    "--vocab-extra-ids 20"
+)
+TWO_PROCESSES = pytest.mark.parametrize(
+    ("flags", "ranks"), [("", 0), ("--tensor-model-parallel-size 2", 2)], ids=["one process", "two"]
+)
+
+
+@TWO_PROCESSES
+def test_bert(flags: str, ranks: int, tmp_path: Path) -> None:
+    paths = [script(release, "pretrain_bert.py") for release in RELEASES]
+    for loss in ("lm loss", "sop loss"):
+        found = losses_of(tmp_path / loss[:2], flags, ranks, paths, BERT, loss)
+        first = found[paths[0]]
+        assert found.keys() == set(paths) and len(first) == 5
+        for path in paths:
+            assert found[path] == pytest.approx(first, abs=1e-5), path
+
+
+@TWO_PROCESSES
+def test_t5(flags: str, ranks: int, tmp_path: Path) -> None:
+    ours = str(ROOT / "pretrain_t5.py")
+    paths = [script(release, "pretrain_t5.py") for release in RELEASES]
+    found = losses_of(tmp_path / "run", flags, ranks, [ours, *paths], T5)
+    assert found.keys() == {ours, *paths} and len(found[ours]) == 5
+    for path in paths:
+        early = path in paths[:2]  # they report the mean of micro-batches, whatever their numbers of tokens
+        assert found[path] == pytest.approx(found[ours], abs=0.05 if early else 1e-5), path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("release", ["0.9", "0.11", "0.14", "0.15", "0.16"])
+def test_the_loop(release: str, ranks: int, tmp_path: Path) -> None:
+    program = launch(
+        "", ranks, tmp_path, partial(run_loop, script(release, "run_simple_mcore_train_loop.py"), tmp_path)
+    )
+    assert set(program.exit_codes(100.0)) == {0}, [program.output(rank) for rank in range(ranks)]
+    for rank in range(ranks):
+        assert program.output(rank).count("Losses reduced: [{'lm loss'") == 2
+        assert "Successfully loaded the model" in program.output(rank)
+
+
+def run_loop(path: str, folder: Path) -> None:
+    os.chdir(folder)
+    runpy.run_path(path, run_name="__main__")

@@ -15,6 +15,7 @@ from torch import nn
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.parameters import info_of
+from megatron.core.utils.warn import warn_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Bucket:
         self.expected: int | None = None
         """Number of contributions in the last micro-batch of a step; None until it is known."""
         self.started = False
+        self.is_finished = False
+        """The gradients are summed."""
         self._sums: list[PendingReduction] = []
         self._replica_sums: list[PendingReduction] = []
 
@@ -53,13 +56,14 @@ class Bucket:
         return self.expected is not None and self.num_accumulated >= self.expected
 
     @property
-    def _is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether a rank gets the sum of its shard only."""
         return self.units[0].sharding.shards > 1
 
     def start(self) -> None:
         """Starts the reduction. No gradient may be added after this until `reset`."""
         self.started = True
-        if self._is_sharded:
+        if self.is_sharded:
             self._sums = [
                 self.reduction.data.start_reduce_scatter(unit.grad_buffer, self.wire_dtype) for unit in self.units
             ]
@@ -70,7 +74,7 @@ class Bucket:
         """Waits for the sums over an instance, and starts those over its replicas."""
         sums = [pending.wait() for pending in self._sums]
         self._sums = []
-        if not self._is_sharded:
+        if not self.is_sharded:
             return
         for unit, shard in zip(self.units, sums, strict=True) if sums else ():
             if shard.data_ptr() != unit.gradient_shard.data_ptr():
@@ -86,13 +90,14 @@ class Bucket:
         for pending in self._replica_sums:
             pending.wait()
         self._replica_sums = []
+        self.is_finished = self.started
 
     def reset(self) -> None:
         """Zeroes the gradients for the next step."""
         self.finish()
         self.grad_buffer.zero_()
         self.num_accumulated = 0
-        self.started = False
+        self.started = self.is_finished = False
 
 
 class BucketQueue:
@@ -117,6 +122,11 @@ class BucketQueue:
             offset += unit.plan.numel
 
     def _on_accumulated(self, bucket: Bucket, parameter: nn.Parameter) -> None:
+        if bucket.is_finished and not (self.overlap or bucket.is_sharded):  # as Megatron-LM does
+            warn_on_first_rank(
+                "zero_grad_buffer() was not called between two steps: gradients are added to those of earlier steps"
+            )
+            bucket.started, bucket.is_finished, bucket.num_accumulated = False, False, 0
         if bucket.started:
             raise RuntimeError(
                 f"a gradient of {info_of(parameter).name} came after its reduction had begun: either "

@@ -13,6 +13,7 @@ from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reductions import PendingReduction, Reduction
 from megatron.core.distributed.sharding_strategy import Sharding, ShardingStrategy
 from megatron.core.distributed.units import plan_units
+from megatron.core.utils.warn import _warn_once
 
 EVERYTHING, LAYER = None, 192
 ONE_RANK = {"dense": TwoLevelReduction(Reduction(None))}
@@ -113,12 +114,29 @@ def test_micro_batches_before_the_last_start_nothing() -> None:
 
 def test_a_gradient_after_its_reduction_is_an_error_that_names_it() -> None:
     queue = queue_of(model := SmallModel(), overlap=False, max_elements=None)
-    queue.finish()
+    queue.start()
     with pytest.raises(RuntimeError, match=r"a gradient of layers\.0\.bias came after its reduction had begun"):
         model.layers[0].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
     queue.reset()
     assert not queue.buckets[0].grad_buffer.any()
     model.layers[0].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
+
+
+def test_gradients_of_a_step_that_was_not_zeroed_are_added_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_once.cache_clear()
+    queue = queue_of(model := SmallModel(), overlap=False, max_elements=None)
+    bias = model.layers[0].bias
+    for _ in range(3):
+        bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
+        queue.finish()
+    assert bias.main_grad.eq(3).all()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "zero_grad_buffer() was not called between two steps"
+    ]
+    queue = queue_of(model := SmallModel(), overlap=True, max_elements=None)
+    queue.finish()
+    with pytest.raises(RuntimeError, match="came after its reduction had begun"):
+        model.layers[0].bias.main_grad_accumulator.add(torch.ones(6, dtype=torch.float64))
 
 
 class TwoOfFour:

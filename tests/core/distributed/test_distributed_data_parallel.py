@@ -169,7 +169,7 @@ def test_a_gradient_after_its_reduction_is_an_error_that_names_the_parameter() -
     ddp = wrapped(SmallModel())
     ddp.zero_grad_buffer()
     accumulate(ddp, range(2), 1, per_token=False)
-    ddp.finish_grad_sync()
+    ddp.start_grad_sync()
     with pytest.raises(RuntimeError, match=r"a gradient of .* came after its reduction.*zero_grad_buffer"):
         accumulate(ddp, range(2), 1, per_token=False)
 

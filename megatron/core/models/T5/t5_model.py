@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class T5Model(LanguageModule):
     """An encoder-decoder language model, or the part of one on a pipeline stage.
 
-    `config` describes the decoder, `encoder_config` the encoder; they may differ in `num_layers` only. Both stacks
+    `config` describes the decoder, `encoder_config` (default: `config`) the encoder; they may differ in `num_layers`
+    only. Both stacks
     share one embedding. `position_embedding_type` relative gives the self-attention of each stack a bias that its
     layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's weight, it has a
     bias; with `logit_scale` 1 / sqrt(hidden size) it is that of the published T5. `vocab_size`, `parallel_output` and
@@ -48,11 +49,11 @@ class T5Model(LanguageModule):
     def __init__(
         self,
         config: TransformerConfig,
-        encoder_config: TransformerConfig,
-        transformer_encoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
-        transformer_decoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
-        vocab_size: int,
-        max_sequence_length: int,
+        encoder_config: TransformerConfig | None = None,
+        transformer_encoder_layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None,
+        transformer_decoder_layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
         pre_process: bool = True,
         post_process: bool = True,
         fp16_lm_cross_entropy: bool = False,
@@ -71,6 +72,15 @@ class T5Model(LanguageModule):
         vocab_padding_multiple: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
+        if encoder_config is None:
+            encoder_config = _config_of_encoder(config, transformer_encoder_layer_spec)
+        specs = (transformer_encoder_layer_spec, transformer_decoder_layer_spec)
+        if None in specs or vocab_size is None or max_sequence_length is None:
+            raise UserError(
+                "T5Model needs transformer_encoder_layer_spec, transformer_decoder_layer_spec, vocab_size and "
+                "max_sequence_length"
+            )
+        assert transformer_encoder_layer_spec is not None and transformer_decoder_layer_spec is not None
         _check(config, encoder_config, position_embedding_type)
         groups = self.pg_collection
         part = part_of_stage(config, encoder_config, groups, add_encoder, add_decoder)
@@ -154,7 +164,7 @@ class T5Model(LanguageModule):
         decoder_input_ids: Tensor,
         encoder_attn_mask: Tensor | None = None,
         decoder_attn_mask: Tensor | None = None,
-        encoder_decoder_attn_mask: Tensor | None = None,
+        encoder_decoder_attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         lm_labels: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
         output_encoder_hidden_only: bool = False,
@@ -170,8 +180,9 @@ class T5Model(LanguageModule):
         of both, b, h].
 
         - `encoder_input_ids`, `decoder_input_ids`: int64 [b, s], of different lengths.
-        - The masks (bool, broadcast to [b, heads, queries, keys], or [b, queries, keys]; True hides a key) apply in
-          addition to the decoder's causal mask: of the encoder's self-attention, the decoder's, and cross attention.
+        - The masks (bool, broadcast to [b, heads, queries, keys], or [b, queries, keys], or [b, keys]; True hides a
+          key) apply in addition to the decoder's causal mask: of the encoder's self-attention, the decoder's, and cross
+          attention, which may also be a pair: the padding of queries and that of keys.
         - `encoder_hidden_states` [s, b, h]: the encoder's output, which is then not computed.
         - `output_encoder_hidden_only`: returns the encoder's output [s, b, h].
         - Every stage reads the ids, at least for their shapes, and gets its hidden states by `set_input_tensor`.
@@ -278,8 +289,22 @@ def _with_bias(inputs: LayerInputs, positions: RelativePositionEmbedding | None)
     return inputs if positions is None else dataclasses.replace(inputs, attention_bias=positions(inputs.tokens))
 
 
-def _four_dims(mask: Tensor | None) -> Tensor | None:
-    """Returns a mask [b, queries, keys] as [b, 1, queries, keys]."""
+def _config_of_encoder(
+    config: TransformerConfig, spec: ModuleSpec | TransformerBlockSubmodules | None
+) -> TransformerConfig:
+    """Returns the encoder's config for scripts of releases 0.5 to 0.8, which give one config: it has as many layers as
+    the encoder's spec lists, or as the decoder."""
+    listed = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else None
+    return dataclasses.replace(config, num_layers=len(listed)) if listed else config
+
+
+def _four_dims(mask: Tensor | tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """Returns a mask [b, queries, keys] as [b, 1, queries, keys], and one of padding, [b, keys], as [b, 1, 1, keys]. Of
+    a pair, the padding of queries and of keys, the second counts: masked queries have no loss."""
+    if isinstance(mask, tuple):
+        mask = mask[1]
+    if mask is not None and mask.dim() == 2:
+        return mask[:, None, None]
     return mask[:, None] if mask is not None and mask.dim() == 3 else mask
 
 
