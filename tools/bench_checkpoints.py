@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.chunk import Chunk
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.reading import load
@@ -57,6 +58,15 @@ def measure(folder: Path, nbytes: int, device: str) -> None:
     row(f"load, from the page cache, into {device} memory", total, lambda: load(folder, chunks))
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) / 1024
     print(f"| host memory beyond the tensors | {grown:.0f} MiB |")
+    memory = StagingMemory()
+    begin_save(folder, chunks, memory, step=2, common={}, config={}, layout={}).finish()  # which keeps the memory
+    pending: list[PendingSave] = []
+
+    def begin() -> None:
+        pending.append(begin_save(folder, chunks, memory, step=3, common={}, config={}, layout={}))
+
+    row("pause of an asynchronous save, from the second one on", total, begin)
+    row("the same save, until it is complete", total, pending[0].finish)
 
 
 def make_chunks(nbytes: int, device: str) -> list[Chunk]:

@@ -16,9 +16,9 @@ def test_rows_of_a_table(tmp_path):
     done = run_tool("--folder", tmp_path, "--gigabytes", "0.02")
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()
-    assert rows[:2] == ["| what | measured |", "|---|---|"] and len(rows) == 6
+    assert rows[:2] == ["| what | measured |", "|---|---|"] and len(rows) == 8
     assert all(row.count("|") == 3 for row in rows)
-    assert sum("MB/s" in row for row in rows) == 3
+    assert sum("MB/s" in row for row in rows) == 5
     assert list(tmp_path.iterdir()) == []
 
 
