@@ -54,7 +54,7 @@ _KINDS = {
     "rotary positions, packed gradients": r"_rope|_join",
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|LpNorm|FusedAdam",
-    "fp8 casts and scales": r"_cast_kernel|_largest|_blocks_kernel",
+    "fp8 casts and scales": r"_cast_kernel|_cast_both|_largest|_blocks_kernel",
     "dispatch of experts": r"_rows_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
     "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
 }
