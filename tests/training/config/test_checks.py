@@ -71,7 +71,7 @@ RULES = [
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe blockwise --context-parallel-size 2",
         "--layout-invariant: --fp8-recipe blockwise cuts what is on a rank into blocks, which depend on",
     ),
-    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8: its blocks of 32 need a Blackwell GPU"),
+    ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8: not yet: its blocks of 32 need a Blackwell GPU"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),

@@ -82,8 +82,8 @@ class LowPrecisionConfig:
 
 _NEAREST = "{fp8_recipe:name} blockwise is the nearest that works"
 _UNSUPPORTED = {
-    "mxfp8": f"{{fp8_recipe}}: its blocks of 32 need a Blackwell GPU; Hopper cannot multiply them; {_NEAREST}",
-    "custom": f"{{fp8_recipe}} builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
+    "mxfp8": f"{{fp8_recipe}}: not yet: its blocks of 32 need a Blackwell GPU; Hopper cannot multiply them; {_NEAREST}",
+    "custom": f"{{fp8_recipe}}: not yet: it builds quantizers of Transformer Engine, which is not used; {_NEAREST}",
 }
 
 
@@ -97,7 +97,7 @@ def validate(config: Any) -> Iterator[str]:
     yield from too_small(config, ("fp8_amax_history_len",), 1)
     yield from too_small(config, ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
     if config.num_moe_experts is not None:
-        yield "not yet: {fp8} with {num_moe_experts:name}: grouped products of experts in fp8"
+        yield "{fp8} with {num_moe_experts:name}: not yet: the grouped products of experts are not computed in fp8"
     groups = config.num_query_groups or config.num_attention_heads
     if groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention:
         yield (
