@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.core import backends
-from megatron.core.backends import LOCAL, ByDevice, choose_backend, triton_backend
+from megatron.core.backends import LOCAL, ByDevice, choose_backend, fp8_settings, triton_backend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def test_without_a_gpu_the_backend_is_local() -> None:
@@ -37,3 +38,13 @@ def test_the_log_names_what_is_not_plain_torch() -> None:
     backend = triton_backend()
     assert backend is not None
     assert "rms_norm" in backend.describe("cuda") and "rms_norm" not in backend.describe("cpu")
+
+
+def test_layers_at_both_ends_can_stay_out_of_fp8() -> None:
+    sizes = {"num_layers": 6, "hidden_size": 32, "num_attention_heads": 2}
+    config = TransformerConfig(
+        **sizes, fp8="e4m3", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1
+    )
+    numbers = [number for number in range(1, 7) if fp8_settings(config, number, LOCAL.fp8_kernels) is not None]
+    assert numbers == [3, 4, 5]
+    assert fp8_settings(TransformerConfig(**sizes), 3, LOCAL.fp8_kernels) is None

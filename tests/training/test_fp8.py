@@ -47,3 +47,9 @@ def test_other_recipes_keep_nothing_in_a_checkpoint(recipe: str) -> None:
     outcome = train(f"{FLAGS} --fp8-recipe {recipe} --bf16 --train-iters 2")
     assert not histories(outcome)
     assert outcome.losses != train(f"{FLAGS.replace('--fp8-format hybrid', '')} --bf16 --train-iters 2").losses
+
+
+def test_layers_at_both_ends_stay_in_the_models_type() -> None:
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"
+    found = histories(train(f"{DELAYED} --bf16 --train-iters 1 {ends}"))
+    assert len(found) == 4 and all("layers.0." in name for name in found)

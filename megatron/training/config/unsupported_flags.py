@@ -153,7 +153,7 @@ _REFUSED = {
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
 _NOT_YET = {
-    "products of 8-bit and 4-bit numbers are not supported": "fp8-output-proj te-precision-config-file",
+    "these formats of 8-bit and 4-bit numbers are not supported": "fp8-output-proj te-precision-config-file",
     "expert communication in fewer bits is not supported": "moe-combine-bwd-dtype moe-dispatch-fwd-dtype",
     "CUDA graphs are not supported": "cuda-graph-modules",
     "activations and optimizer state stay on the device": """
@@ -237,7 +237,7 @@ UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COM
 
 
 _FIELDS_TO_COME = (
-    ("*fp8* *fp4* first-last-layers-bf16 num-layers-at-*", "products of 8-bit and 4-bit numbers are not supported"),
+    ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
     ("*cuda-graph*", "CUDA graphs are not supported"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("muon-* optimizer", "the optimizers are adam and sgd"),
