@@ -103,8 +103,9 @@ class LayerInputs:
 def key_padding_mask(mask: Tensor) -> Tensor:
     """Returns the mask of attention that hides padding from every query: bool [b, 1, 1, s], True hides the key, for a
     mask [b, s] that is 0 or False where a row is padded. Queries of padding are computed like others; nothing reads
-    them. A row of padding alone gives zeros or an average of its values, depending on the kernel, and no NaN."""
-    return ~mask.to(torch.bool)[:, None, None, :]
+    them. In a row of padding alone nothing is hidden: a query without keys is NaN in some kernels."""
+    hidden = ~mask.to(torch.bool)[:, None, None, :]
+    return hidden & ~hidden.all(-1, keepdim=True)
 
 
 def sequence_slice(dropout: DropoutTokens | None, group: Group) -> DropoutTokens | None:

@@ -123,12 +123,12 @@ def test_keys_of_padding_are_hidden_from_every_query(compute: Any) -> None:
         assert gradient[3:, 1].abs().max() == 0 and gradient[:3, 1].abs().min() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compute", [attention_sdpa.sdpa_attention, attention], ids=["SDPA", "unfused"])
-def test_a_row_of_padding_alone_is_finite(compute: Any, dtype: torch.dtype) -> None:
-    inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in problem((6, 6))]
+def test_a_row_of_padding_alone_sees_itself(compute: Any) -> None:
+    inputs = problem((6, 6))
     found = compute(*inputs, ENCODER, AttentionCall(mask=key_padding_mask(PADDING * torch.tensor([[1], [0]]))))
-    assert all(tensor.isfinite().all() for tensor in (found, *torch.autograd.grad(found.sum(), inputs)))
+    expected = attention(*inputs, AttentionVariant(0.3, False), AttentionCall())
+    assert (found - expected).abs().max() < 1e-13
 
 
 def test_a_mask_of_padding_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
