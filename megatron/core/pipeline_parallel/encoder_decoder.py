@@ -39,9 +39,7 @@ def encoder_decoder_problems(config: Any) -> Iterator[str]:
         return
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
-        if split is not None and layout != AUTO:
-            yield "{pipeline_model_parallel_split_rank} does not go with {pipeline_model_parallel_layout}; give one"
-        elif layout != AUTO:
+        if layout != AUTO:
             yield from _two_stack_layout_problems(config)
         return
     first = decoder_stage(config)
@@ -79,6 +77,9 @@ def _two_stack_layout_problems(config: Any) -> Iterator[str]:
             "two ranks"
         )
         return
+    split = config.pipeline_model_parallel_split_rank
+    if split not in (None, starts[1]):
+        yield f"{{pipeline_model_parallel_split_rank}}: {complaint} has the decoder begin on stage {starts[1]}"
     if letters.count("L") != 1 or not letters.endswith("L"):
         yield f"{complaint} must end with L, the loss, and have one"
     encoder = "".join(stages[: starts[1]]).count("t")

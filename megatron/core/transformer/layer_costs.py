@@ -114,7 +114,7 @@ def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bi
 def encoder_layer_cost(config: TransformerConfig, seq_length: int) -> int:
     """Returns the multiplications of an encoder's layer for a sample of `seq_length` tokens, which all see each
     other."""
-    return seq_length * (_attention_projections(config) + _score_channels(config) * seq_length + _mlp(config))
+    return seq_length * layer_cost(config, 1, seq_length, bidirectional=True)
 
 
 def decoder_layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, decoder_seq_length: int) -> int:

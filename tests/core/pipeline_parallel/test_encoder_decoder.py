@@ -127,9 +127,9 @@ def test_both_lengths_are_needed_and_divide() -> None:
         (2, {"pipeline_model_parallel_layout": "Etttt|EttttmL"}, "multi-token prediction"),
         (2, {"pipeline_model_parallel_layout": "Etttt?"}, "out of place"),
         (
-            2,
-            {"pipeline_model_parallel_layout": "Etttt|EttttL", "pipeline_model_parallel_split_rank": 1},
-            "give one",
+            3,
+            {"pipeline_model_parallel_layout": "Ett|tt|EttttL", "pipeline_model_parallel_split_rank": 1},
+            "has the decoder begin on stage 2",
         ),
     ],
 )

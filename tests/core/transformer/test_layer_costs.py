@@ -1,5 +1,6 @@
 """Costs of layers, the FLOP count of the log, and the layout that `auto` becomes."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -15,10 +16,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     gpt_layer_spec_of,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.T5 import T5Model
+from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.ops.activation import squared_relu
 from megatron.core.pipeline_parallel.stage_map import stage_map
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.layer_costs import flops_per_token, layer_cost, stages_of_auto_layout, training_flops
+from megatron.core.transformer.layer_costs import (
+    decoder_layer_cost,
+    encoder_layer_cost,
+    flops_per_token,
+    layer_cost,
+    stages_of_auto_layout,
+    training_flops,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
@@ -271,3 +281,52 @@ def test_the_count_of_a_bert_is_what_it_computes() -> None:
         (losses.mean() + in_order.mean()).backward()
     assert training_flops(config, 300, 32, 2, bidirectional=True) == pytest.approx(counter.get_total_flops(), rel=0.01)
     assert layer_cost(config, 1, 32, bidirectional=True) - layer_cost(config, 1, 32) == 2 * 64 * (32 - 16)
+
+
+# An encoder and a decoder --------------------------------------------------------------------------------------------
+
+
+def test_the_count_of_a_t5_is_what_it_computes() -> None:
+    """Within 1% of torch's counter, whose scores of the decoder's own tokens count at half."""
+    read, written, batch = 24, 16, 2
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    made = TransformerConfig(
+        num_layers=3, num_encoder_layers=2, attention_backend=AttnBackend.unfused, **sizes, use_cpu_initialization=True
+    )
+    encoder = copy.copy(made)
+    encoder.num_layers = 2
+    specs = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(3)
+    t5 = T5Model(made, encoder, *specs, 300, read, vocab_padding_multiple=4)
+    ids = torch.randint(300, (batch, read))
+    with FlopCounterMode(display=False) as counter:
+        t5(ids, ids[:, :written], lm_labels=ids[:, :written]).mean().backward()
+    halved = 6 * batch * 3 * 2 * 64 * written * written  # both products of causal scores, forward and backward
+    formula = training_flops(made, 300, read, batch, decoder_seq_length=written)
+    assert formula == pytest.approx(counter.get_total_flops() - halved / 2, rel=0.01)
+
+
+def two_stacks(stages: int, encoder: int = 8, decoder: int = 8, **fields: Any) -> TransformerConfig:
+    return config(decoder, stages, num_encoder_layers=encoder, pipeline_dtype=torch.float32, **fields)
+
+
+def layers_of(made: TransformerConfig, read: int, written: int, vocabulary: int) -> list[tuple[int, int]]:
+    stages = stages_of_auto_layout(made, read, vocabulary, written)
+    found = stage_map(dataclasses.replace(made, pipeline_model_parallel_layout=stages)).stages
+    return [(len(stage.encoder_layers), len(stage.layers)) for stage in found]
+
+
+def test_the_stack_with_the_longer_rows_gets_more_ranks() -> None:
+    assert layers_of(two_stacks(4), 512, 64, 10) == [(2, 0), (3, 0), (3, 0), (0, 8)]
+    assert layers_of(two_stacks(4), 64, 512, 10) == [(8, 0), (0, 3), (0, 3), (0, 2)]
+
+
+def test_a_given_split_is_kept_and_balanced() -> None:
+    made = two_stacks(4, pipeline_model_parallel_split_rank=2)
+    assert [sum(pair) for pair in layers_of(made, 512, 64, 10)] == [4, 4, 4, 4]
+
+
+def test_cross_attention_costs_queries_keys_and_scores() -> None:
+    made = config(4, 1)
+    cross = decoder_layer_cost(made, 1, 10, 6) - 6 * layer_cost(made, 1, 6)
+    assert cross == 2 * 64 * 64 * (10 + 6) + 2 * 64 * 10 * 6
+    assert encoder_layer_cost(made, 10) == 10 * layer_cost(made, 1, 10, bidirectional=True)
