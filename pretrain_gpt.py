@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from megatron.core.context_parallel import sequence_part
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
-from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
@@ -65,8 +63,7 @@ def position_of(context: Context, stage: Stage) -> dict[str, Any]:
 def build_datasets(context: Context, counts: SampleCounts) -> Sequence[Any]:
     """Builds the datasets of the train, valid and test split, as --data-path and --split say."""
     config = gpt_dataset_config(context.config, context.tokenizer)
-    plain = SFTDataset if context.config.training.sft else GPTDataset
-    kind = MockGPTDataset if context.config.data.mock_data else plain
+    kind = gpt_dataset_kind(context.config)
     sizes = [counts.train, counts.valid, counts.test]
     return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 

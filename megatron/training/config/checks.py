@@ -186,6 +186,11 @@ def _conversations(s: Settings) -> Iterator[str]:
         yield "{sft}: conversations need --tokenizer-type SFTTokenizer"
 
 
+def _fill_in_the_middle(s: Settings) -> Iterator[str]:
+    if s.fim_data and s.sft:
+        yield "{fim_data} rearranges plain text and {sft} reads conversations; give one"
+
+
 def _evaluation_batch(s: Settings) -> Iterator[str]:
     if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
         return
@@ -307,6 +312,7 @@ RULES: tuple[Rule, ...] = (
     _global_batch,
     _evaluation_batch,
     _conversations,
+    _fill_in_the_middle,
     _length_of_training,
     _one_unit_of_schedule,
     _warmup,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, too_small
 from megatron.core.datasets.utils import parse_split
 from megatron.core.exceptions import UserError
 
@@ -106,14 +106,39 @@ class DataConfig:
     short_seq_prob: float = flag(0.1, families=["bert", "t5"])
     """BERT and T5: fraction of the samples that are shorter than --seq-length."""
 
-    fim_data: bool = not_yet(False)
-    """Rearrange samples for fill in the middle."""
+    fim_data: bool = flag(False, families=["gpt"])
+    """Rearrange documents for fill in the middle: cut at two random characters into prefix, middle and suffix, the
+    middle comes last."""
 
     fim_rate: float = flag(0.5, only_with="fim_data")
-    """With --fim-data: fraction of the samples that are rearranged."""
+    """With --fim-data: fraction of the documents that are rearranged."""
 
     fim_spm_rate: float = flag(0.5, only_with="fim_data")
-    """With --fim-data: fraction of the rearranged samples that put the suffix first."""
+    """With --fim-data: fraction of the rearranged documents that put the suffix first."""
+
+    fim_split_sample: str | None = flag(None, only_with="fim_data")
+    """With --fim-data: token that divides documents into fragments, which are rearranged one by one."""
+
+    fim_fragment_rate: float | None = flag(None, only_with="fim_split_sample")
+    """With --fim-split-sample: fraction of the fragments that are rearranged; --fim-rate when not given."""
+
+    fim_no_prefix: str | None = flag(None, only_with="fim_data")
+    """With --fim-data: texts that begin with this are not rearranged."""
+
+    fim_prefix_token: str = flag("<fim_prefix>", only_with="fim_data")
+    """With --fim-data: token before the prefix. It must be one token of the tokenizer, and so must the others."""
+
+    fim_middle_token: str = flag("<fim_middle>", only_with="fim_data")
+    """With --fim-data: token before the middle."""
+
+    fim_suffix_token: str = flag("<fim_suffix>", only_with="fim_data")
+    """With --fim-data: token before the suffix."""
+
+    fim_eod_token: str | None = flag(None, only_with="fim_data")
+    """With --fim-data: token that ends a document; that of the tokenizer when not given."""
+
+    fim_pad_token: str = flag("<fim_pad>", no_effect="samples that become shorter are padded without loss")
+    """Token that fills samples that become shorter."""
 
     def sources(self) -> list[str]:
         """The fields that say where the data is. All data paths of single splits count as one source."""
@@ -130,6 +155,9 @@ class DataConfig:
             yield "{mask_prob}: expected a fraction between 0 and 1, such as 0.15"
         if not 0 <= self.short_seq_prob <= 1:
             yield "{short_seq_prob}: expected a fraction from 0 to 1, such as 0.1"
+        for field in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+            if not 0 <= (getattr(self, field) or 0) <= 1:
+                yield f"{{{field}}}: expected a fraction from 0 to 1, such as 0.5"
         sources = self.sources()
         if len(sources) > 1:
             names = " and ".join(f"{{{field}:name}}" for field in sources)

@@ -42,6 +42,7 @@ _TESTS_BY_OTHER_NAMES = {
     "--no-manual-gc-eval": "tests/training/hooks/test_gc.py",
     "--lr-wsd-decay-samples": "tests/core/test_optimizer_param_scheduler.py",
     "--min-loss-scale": "tests/core/optimizer/test_grad_scaler.py",
+    "--check-for-spiky-loss": "tests/training/logging/test_spikes.py",
     "--record-shapes": "tests/training/hooks/test_profiler.py",
     "--pytorch-profiler-collect-shapes": "tests/training/hooks/test_profiler.py",
     "--pytorch-profiler-collect-callstack": "tests/training/hooks/test_profiler.py",

@@ -105,6 +105,8 @@ def _data(s: Settings) -> Iterator[str]:
         yield "{split}: has no effect with {mock_data}, which makes up data for training, validation and test"
     elif s.split is not None and s.eval_iters == 0 and any(parse_split(s.split)[1:]):
         yield "{split}: the validation and test parts are not read with {eval_iters}; {split:name} 1 trains on all data"
+    if s.fim_data and s.mock_data:
+        yield "{fim_data}: has no effect with {mock_data}, whose ids are no text"
     if s.sft and s.mock_data:
         yield "{sft}: has no effect with {mock_data}, which makes up text without turns"
     if s.skip_train and s.train_data_path is not None:

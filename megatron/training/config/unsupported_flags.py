@@ -211,9 +211,6 @@ _NOT_YET = {
     "widths are not scaled": """
         mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult
         use-mup""",
-    "samples are not rearranged to fill in the middle": """
-        fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-split-sample
-        fim-suffix-token""",
     "validation data is one set": "validation-set-names",
 }
 """What is so today, and the flags that would change it."""

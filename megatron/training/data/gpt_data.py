@@ -1,6 +1,10 @@
 """Makes the config of a GPT run's data sets from its flags."""
 
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+import dataclasses
+
+from megatron.core.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.sft_dataset import SFTDataset
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.sources import shared_fields
 from megatron.training.tokenizer.base import Tokenizer
@@ -8,10 +12,24 @@ from megatron.training.tokenizer.base import Tokenizer
 
 def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatasetConfig:
     """Returns the config of the run's data sets. Raises UserError if another tokenizer made the data."""
-    return GPTDatasetConfig(
-        **shared_fields(config, tokenizer),
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        eod_mask_loss=config.data.eod_mask_loss,
-        create_attention_mask=False,
-    )
+    fields = shared_fields(config, tokenizer) | {
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+        "eod_mask_loss": config.data.eod_mask_loss,
+        "create_attention_mask": False,
+    }
+    if not config.data.fim_data:
+        return GPTDatasetConfig(**fields)
+    return GPTFIMDatasetConfig(**fields, **{name: getattr(config.data, name) for name in _FIM_FIELDS})
+
+
+def gpt_dataset_kind(config: PretrainConfig) -> type[GPTDataset] | type[SFTDataset]:
+    """Returns the class of a run's data sets."""
+    if config.data.mock_data:
+        return MockGPTDataset
+    if config.training.sft:
+        return SFTDataset
+    return GPTFIMDataset if config.data.fim_data else GPTDataset
+
+
+_FIM_FIELDS = [field.name for field in dataclasses.fields(GPTFIMDatasetConfig) if field.name.startswith("fim_")]

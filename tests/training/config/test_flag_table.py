@@ -54,6 +54,7 @@ MODEL_OPTIONS = {
 }  # fmt: skip
 """Ours too: what models need beyond the published fields (docs/models.md)."""
 OTHER_DEFAULT = {
+    "--fim-eod-token": None,  # that of the tokenizer
     "--sft-tokenizer-prompt-format": "default",  # the tokenizer's own chat template, not that of one model
     "--ckpt-format": "safetensors",
     "--transformer-impl": "auto",
@@ -171,7 +172,8 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
-    "--eval-global-batch-size", "--eval-micro-batch-size",
+    "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
+    "--fim-suffix-token", "--spec",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
 }  # fmt: skip
 

@@ -1,9 +1,10 @@
 """The config of a GPT run's data sets, from its flags."""
 
 import pytest
-from support.command_lines import configured
+from support.command_lines import configured, problems_of, without
 
-from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.core.datasets.fim_dataset import GPTFIMDatasetConfig
+from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
 from megatron.training.tokenizer.null import NullTokenizer
 
 
@@ -20,3 +21,26 @@ def test_the_shared_fields_are_there_and_masks_are_not_made() -> None:
     made = gpt_dataset_config(configured("--seed 9"), tokenizer)
     assert made.mock and made.random_seed == 9 and made.sequence_length == 128 and made.tokenizer is tokenizer
     assert not made.create_attention_mask
+
+
+def test_kinds_of_data_sets() -> None:
+    def kind(flags: str, base: str = without("--mock-data")) -> str:
+        return gpt_dataset_kind(configured(f"--data-path x {flags}", base=base)).__name__
+
+    assert kind("") == "GPTDataset" and kind("--fim-data") == "GPTFIMDataset"
+    sft = without("--mock-data").replace("NullTokenizer", "SFTTokenizer --tokenizer-model x")
+    assert kind("--sft", sft) == "SFTDataset"
+    for flags in ("", "--sft", "--fim-data"):
+        config = configured(flags)
+        assert gpt_dataset_kind(config).__name__ == "MockGPTDataset"
+        assert bool(flags) == any(note.startswith(f"{flags}: has no effect with --mock-data") for note in config.notes)
+
+
+def test_the_fields_of_fill_in_the_middle() -> None:
+    made = gpt_dataset_config(configured("--fim-data --fim-rate 0.25 --fim-no-prefix x"), NullTokenizer(100))
+    assert isinstance(made, GPTFIMDatasetConfig)
+    assert (made.fim_rate, made.fim_spm_rate, made.fim_no_prefix) == (0.25, 0.5, "x")
+    assert problems_of("--fim-data --fim-rate 2")[0].startswith("--fim-rate 2.0: expected a fraction from 0 to 1")
+    assert problems_of("--fim-data --sft") == [
+        "--fim-data rearranges plain text and --sft reads conversations; give one"
+    ]
