@@ -42,6 +42,7 @@ def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: s
         "ours": {name: ours[name] for name in _OURS},
         "anchor": anchor,
         "zipf": ours["zipf"],
+        "documents": ours.get("documents"),
         "flags": ours["flags"],
         "device": ours["device"],
         "sm_clock_mhz": ours["sm_clock_mhz"],

@@ -12,6 +12,7 @@ import argparse
 import collections
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -69,6 +70,7 @@ class Options:
     warmup: int
     steps: int
     zipf: float
+    documents: float | None
     kernels: bool
     json: Path | None
 
@@ -81,6 +83,15 @@ class RandomDocuments(MockGPTLowLevelDataset):
     """Documents of random tokens; token i is as frequent as (i + 1)^-`exponent`."""
 
     exponent = 1.0
+    mean_length: float | None = None
+    """Mean of log-normal lengths (sigma 1); None: uniform lengths up to 4096."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        if self.mean_length is not None:
+            random = np.random.default_rng(self.seed)
+            lengths = random.lognormal(math.log(self.mean_length) - 0.5, 1.0, self.num_documents)
+            self.sequence_lengths = np.maximum(lengths, 2).astype(np.int32)
 
     def __getitem__(self, idx: int) -> np.ndarray:
         random, vocabulary = np.random.default_rng((self.seed, idx)), self.tokenizer.vocab_size
@@ -167,6 +178,9 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
     parser.add_argument(
         "--zipf", type=float, default=1.0, metavar="S", help="token i is as frequent as i^-S; 0: all alike"
     )
+    parser.add_argument(
+        "--documents", type=float, metavar="N", help="pack documents of log-normal lengths, of N tokens on average"
+    )
     parser.add_argument("--kernels", action="store_true", help="print where one more step goes (on a GPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--flags", action="store_true", help="print the flags of the cell and stop")
@@ -181,14 +195,16 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         raise SystemExit(0)
     if args.kernels and not torch.cuda.is_available():
         parser.error("--kernels needs a GPU")
-    options = Options(cell, args.warmup, args.steps, args.zipf, args.kernels, args.json)
+    if args.documents is not None:
+        flags += ["--reset-position-ids", "--reset-attention-mask"]
+    options = Options(cell, args.warmup, args.steps, args.zipf, args.documents, args.kernels, args.json)
     return options, [*COMMON.split(), *model, *flags, "--train-iters", str(options.iterations)]
 
 
 def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
     """Trains; returns the results on the rank that logs, None elsewhere."""
     watches: list[Stopwatch] = []
-    RandomDocuments.exponent = options.zipf
+    RandomDocuments.exponent, RandomDocuments.mean_length = options.zipf, options.documents
 
     def build_hooks(context: Context) -> list[Hook]:
         watches.append(Stopwatch(context, options))
@@ -246,6 +262,7 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
         "sm_clock_mhz": watch.clock,
         "loss": loss,
         "zipf": options.zipf,
+        "documents": options.documents,
         "flags": " ".join(flags),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": commit(),

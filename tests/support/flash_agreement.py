@@ -74,7 +74,8 @@ def reference_bits(draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, 
     if seen.left is not None:
         kept = kept & (place >= -seen.left)
     kept = torch.nn.functional.pad(kept, (0, -num_keys % 32)).unflatten(2, (-1, 32))
-    words = (kept.long() << torch.arange(32, device=query.device)).sum(3)
+    key = torch.arange(32, device=query.device)
+    words = (kept.long() << (((key >> 1) & 3) * 8 + ((key >> 3) & 3) * 2 + (key & 1))).sum(3)
     words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
     return words.transpose(1, 2).unflatten(0, (query.shape[1], len(heads))).contiguous()
 

@@ -1,7 +1,7 @@
 """Backward of our own flash attention: one kernel walks over the queries that see a tile of keys.
 
 Gradients of keys and values stay in registers. Those of queries are added to float32 numbers in memory, in an order
-that differs from run to run.
+that differs from run to run: from Hopper on by the engine that copies tiles, elsewhere by atomic additions.
 """
 
 import torch
@@ -21,6 +21,12 @@ from megatron.core.ops.attention.flash_forward_triton import (
     switches,
     with_neighbouring_channels,
 )
+from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
 
 _ROWS = 64
 """Queries of a program of `_statistics_kernel`."""
@@ -30,12 +36,12 @@ _ROUNDED = 128
 
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    statistics, gradient, output, lse, queries, rounded, heads, pairs, width,
-    gradient_row, gradient_batch, gradient_head, output_row, output_batch, output_head,
+    statistics, gradient, output, lse, queries, rounded, heads, width,
+    gradient_row, gradient_batch, gradient_head, output_row, output_batch, output_head, keep_share,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse / log 2 and the product of output and its gradient. A query without keys gets lse = inf, so its
-    probabilities are 0."""
+    """Writes lse / log 2 and `keep_share` times the product of output and its gradient. A query without keys gets lse =
+    inf, so its probabilities are 0."""
     pair = tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -45,36 +51,40 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
     output += batch * output_batch + head * output_head
     dy = tl.load(gradient + row[:, None].to(tl.int64) * gradient_row + channel[None, :], mask=inside, other=0.0)
     y = tl.load(output + row[:, None].to(tl.int64) * output_row + channel[None, :], mask=inside, other=0.0)
-    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1) * keep_share
     sums = tl.load(lse + pair * queries + row, mask=row < queries, other=float("inf")) * 1.4426950408889634
     sums = tl.where(sums == float("-inf"), float("inf"), sums)
-    tl.store(statistics + pair * rounded + row, sums, mask=row < rounded)
-    tl.store(statistics + (pairs + pair) * rounded + row, delta, mask=row < rounded)
+    at = statistics + (pair * rounded + row)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(at, tl.join(sums, delta), mask=(row < rounded)[:, None])
 
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    key_gradient, value_gradient, k, v, query_gradient, query, gradient, sums_of, delta_of, bits, first, last,
-    j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
-    width, value_width, left, right, factor, cap, keep_scale,
+    key_gradient, value_gradient, k, v, query_gradient, query_gradient_tiles, first_column, query, gradient, statistics,
+    bits, first, last, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
+    query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients from the tiles of queries from `first` to `last`."""
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    # Offsets within a tile fit into 32 bits, and stay the same from tile to tile.
+    query_offset = tl.arange(0, M)[:, None] * query_row + channel[None, :]
+    gradient_offset = tl.arange(0, M)[:, None] * gradient_row + value_channel[None, :]
+    part_offset = tl.arange(0, M)[:, None] * query_gradient_row + channel[None, :]
     for m in tl.range(first, last, M):
         i = m + tl.arange(0, M)
-        query_at = query + i[:, None].to(tl.int64) * query_row + channel[None, :]
-        gradient_at = gradient + i[:, None].to(tl.int64) * gradient_row + value_channel[None, :]
+        tile = tl.cast(m, tl.int64)
+        query_at = query + tile * query_row + query_offset
+        gradient_at = gradient + tile * gradient_row + gradient_offset
         if FULL:
             q = tl.load(query_at)
             dy = tl.load(gradient_at)
         else:
             q = tl.load(query_at, mask=(i < queries)[:, None] & (channel < width)[None, :], other=0.0)
             dy = tl.load(gradient_at, mask=(i < queries)[:, None] & (value_channel < value_width)[None, :], other=0.0)
-        sums = tl.load(sums_of + i)
-        delta = tl.load(delta_of + i)
+        sums, delta = tl.split(tl.load(statistics + m * 2 + tl.arange(0, M)[:, None] * 2 + tl.arange(0, 2)[None, :]))
         product = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M], like all that follows
         share = product
         if HAS_CAP or HAS_SLOPES:
@@ -94,14 +104,13 @@ def _walk(  # type: ignore[no-untyped-def]
         weight_gradient = tl.dot(v, tl.trans(dy), input_precision="ieee")
         kept_weight = weight
         if DROPS:
-            word = n // 32 + tl.arange(0, N // 32)
-            words = tl.load(
-                bits + word[:, None].to(tl.int64) * queries + i[None, :], mask=(i < queries)[None, :], other=0
-            )
+            at = bits + m + tl.arange(0, N // 32)[:, None] * queries + tl.arange(0, M)[None, :]
+            words = tl.load(at, mask=(i < queries)[None, :], other=0)
             words = tl.reshape(tl.broadcast_to(words[:, None, :], (N // 32, 32, M)), (N, M))
-            kept = (words & (1 << (tl.arange(0, N) % 32))[:, None]) != 0
+            line = tl.arange(0, N)[:, None]
+            kept = (words & (1 << (byte_of_key(line) + bit_of_key(line)))) != 0
             kept_weight = tl.where(kept, weight, keep_scale - keep_scale)  # see flash_forward_triton
-            score_gradient = weight * tl.where(kept, weight_gradient * keep_scale - delta[None, :], -delta[None, :])
+            score_gradient = kept_weight * weight_gradient - weight * delta[None, :]
         else:
             score_gradient = weight * (weight_gradient - delta[None, :])
         if HAS_CAP:
@@ -110,8 +119,10 @@ def _walk(  # type: ignore[no-untyped-def]
         score_gradient = score_gradient.to(q.dtype)
         key_gradient = tl.dot(score_gradient, q, key_gradient, input_precision="ieee")
         part = tl.dot(tl.trans(score_gradient), k, input_precision="ieee")  # [M, WIDTH]
-        part_at = query_gradient + i[:, None].to(tl.int64) * query_gradient_row + channel[None, :]
-        if FULL:
+        part_at = query_gradient + tile * query_gradient_row + part_offset
+        if BULK:
+            query_gradient_tiles.atomic_add([m, first_column], part)
+        elif FULL:
             tl.atomic_add(part_at, part, sem="relaxed")
         else:
             tl.atomic_add(part_at, part, mask=(i < queries)[:, None] & (channel < width)[None, :], sem="relaxed")
@@ -120,15 +131,15 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    query_gradient, key_gradient, value_gradient, gradient, query, key, value, statistics, bits, slopes, edges, hidden,
-    queries, rounded, keys, heads, pairs, shared, words, row_length, query_start, key_start, left, right,
-    width, value_width, query_row, query_batch, query_head, key_row, key_batch, key_head,
+    query_gradient, query_gradient_tiles, key_gradient, value_gradient, gradient, query, key, value, statistics, bits,
+    slopes, edges, hidden, queries, rounded, keys, heads, shared, words, row_length, query_start, key_start, left,
+    right, width, value_width, query_row, query_batch, query_head, key_row, key_batch, key_head,
     value_row, value_batch, value_head, gradient_row, gradient_batch, gradient_head,
     query_gradient_row, query_gradient_batch, query_gradient_head,
     key_gradient_row, key_gradient_batch, key_gradient_head,
     value_gradient_row, value_gradient_batch, value_gradient_head, scale, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     groups = heads // shared
@@ -178,30 +189,31 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         if HAS_SLOPES:
             slope = tl.load(slopes + head)
         if DROPS:
-            bits_at = bits + pair * words * queries
+            bits_at = bits + (pair * words + n // 32) * queries
         query_at = query + batch * query_batch + head * query_head
         gradient_at = gradient + batch * gradient_batch + head * gradient_head
+        first_column = ((batch * heads + head) * WIDTH).to(tl.int32)
         part_at = query_gradient + batch * query_gradient_batch + head * query_gradient_head
-        sums_at = statistics + pair * rounded
-        delta_at = sums_at + pairs.to(tl.int64) * rounded
+        statistics_at = statistics + pair * rounded * 2
         key_total, value_total = _walk(
-            key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, first, whole,
-            j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
-            width, value_width, left, right, factor, cap, keep_scale,
-            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
+            statistics_at, bits_at, first, whole, j, n, start, end, hides, place, slope, queries, keys, query_row,
+            gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         key_total, value_total = _walk(
-            key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, whole, whole_end,
-            j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row, query_gradient_row,
-            width, value_width, left, right, factor, cap, keep_scale,
-            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
+            statistics_at, bits_at, whole, whole_end, j, n, start, end, hides, place, slope, queries, keys, query_row,
+            gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
+            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         if HAS_LEFT or PACKED:
             key_total, value_total = _walk(
-                key_total, value_total, k, v, part_at, query_at, gradient_at, sums_at, delta_at, bits_at, whole_end,
-                last, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
-                query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
-                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+                key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
+                statistics_at, bits_at, whole_end, last, j, n, start, end, hides, place, slope, queries, keys,
+                query_row, gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
+                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK,
+                M, N, WIDTH, VALUE_WIDTH,
             )  # fmt: skip
     key_gradient += batch * key_gradient_batch + group * key_gradient_head
     value_gradient += batch * value_gradient_batch + group * value_gradient_head
@@ -223,9 +235,10 @@ def flash_backward_triton(
     bits: Tensor | None,
     probability: float,
     tile: Tile,
+    query_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of query (float32), key and value, and the products of output and its gradient [b, a, sq].
-    `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`."""
+    """Returns the gradients of query (in `query_type`), key and value, and the products of output and its gradient [b,
+    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`."""
     gradient, query, key, value, output = (
         with_neighbouring_channels(heads) for heads in (gradient, query, key, value, output)
     )
@@ -233,22 +246,29 @@ def flash_backward_triton(
     sk, _, groups, value_width = value.shape
     rounded = triton.cdiv(sq, _ROUNDED) * _ROUNDED
     padded = padded_width(width), padded_width(value_width)
-    statistics = query.new_empty(2, b, a, rounded, dtype=torch.float32)
+    keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
+    statistics = query.new_empty(b, a, rounded, 2, dtype=torch.float32)
     _statistics_kernel[(rounded // _ROWS, b * a)](
-        statistics, gradient, output, lse.contiguous(), sq, rounded, a, b * a, value_width,
-        *gradient.stride()[:3], *output.stride()[:3], ROWS=_ROWS, WIDTH=padded[1],
+        statistics, gradient, output, lse.contiguous(), sq, rounded, a, value_width,
+        *gradient.stride()[:3], *output.stride()[:3], 1.0 / keep_scale, ROWS=_ROWS, WIDTH=padded[1],
     )  # fmt: skip
-    query_gradient = query.new_zeros(sq, b, a, width, dtype=torch.float32)
+    bulk = TensorDescriptor is not None and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    total = query.new_zeros(sq, b, a, padded[0] if bulk else width, dtype=torch.float32)
+    query_gradient = total[..., :width]
+    tiles = TensorDescriptor.from_tensor(total.view(sq, -1), [tile.queries, padded[0]]) if bulk else None
     key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
     _backward_kernel[(triton.cdiv(sk, tile.keys), b * groups)](
-        query_gradient, key_gradient, value_gradient, gradient, query, key, value, statistics, bits, scores.slopes,
-        sight.edges, sight.hidden, sq, rounded, sk, a, b * a, a // groups, 0 if bits is None else bits.shape[2],
+        query_gradient, tiles, key_gradient, value_gradient, gradient, query, key, value, statistics, bits,
+        scores.slopes, sight.edges, sight.hidden, sq, rounded, sk, a, a // groups, 0 if bits is None else bits.shape[2],
         row_length(sight), sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
         *query_gradient.stride()[:3], *key_gradient.stride()[:3], *value_gradient.stride()[:3],
-        scores.scale, *factors(scores), 1.0 if bits is None else 1.0 / (1.0 - probability),
-        **switches(scores, sight, bits), FULL=padded == (width, value_width) and sq % tile.queries == 0,
+        scores.scale * keep_scale, *factors(scores), keep_scale,
+        **switches(scores, sight, bits), FULL=padded == (width, value_width) and sq % tile.queries == 0, BULK=bulk,
         M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return query_gradient.mul_(scores.scale), key_gradient, value_gradient, statistics[1, :, :, :sq]
+    query_gradient = torch.mul(
+        query_gradient, scores.scale * keep_scale, out=torch.empty_like(query_gradient, dtype=query_type)
+    )
+    return query_gradient, key_gradient, value_gradient, statistics[:, :, :sq, 1] * keep_scale

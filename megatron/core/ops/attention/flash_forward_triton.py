@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+
 LOG2_E = 1.4426950408889634
 """Factor from natural logarithms to those of base 2, in which the kernels compute."""
 
@@ -95,10 +97,13 @@ def _walk(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Adds the tiles of keys from `first` to `last` to the running softmax of a tile of queries."""
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    # Offsets within a tile fit into 32 bits, and stay the same from tile to tile.
+    key_offset = tl.arange(0, N)[:, None] * key_row + channel[None, :]
+    value_offset = tl.arange(0, N)[:, None] * value_row + value_channel[None, :]
     for n in tl.range(first, last, N):
         j = n + tl.arange(0, N)
-        key_at = key + j[:, None].to(tl.int64) * key_row + channel[None, :]
-        value_at = value + j[:, None].to(tl.int64) * value_row + value_channel[None, :]
+        key_at = key + tl.cast(n, tl.int64) * key_row + key_offset
+        value_at = value + tl.cast(n, tl.int64) * value_row + value_offset
         if COMPARES or not FULL:
             k = tl.load(key_at, mask=(j < keys)[:, None] & (channel < width)[None, :], other=0.0)
         else:
@@ -130,12 +135,11 @@ def _walk(  # type: ignore[no-untyped-def]
         context = context * rescale[:, None]
         top = higher
         if DROPS:
-            word = n // 32 + tl.arange(0, N // 32)
-            words = tl.load(
-                bits + word[None, :].to(tl.int64) * queries + i[:, None], mask=(i < queries)[:, None], other=0
-            )
+            at = bits + tl.cast(n // 32, tl.int64) * queries + tl.arange(0, N // 32)[None, :] * queries + i[:, None]
+            words = tl.load(at, mask=(i < queries)[:, None], other=0)
             words = tl.reshape(tl.broadcast_to(words[:, :, None], (M, N // 32, 32)), (M, N))
-            kept = (words & (1 << (tl.arange(0, N) % 32))[None, :]) != 0
+            column = tl.arange(0, N)[None, :]
+            kept = ((words >> byte_of_key(column)) & (1 << bit_of_key(column))) != 0
             # With a constant 0, LLVM selects after the rounding, among unpacked halves: twice the instructions.
             weight = tl.where(kept, weight, keep_scale - keep_scale)
         if COMPARES or not FULL:

@@ -19,8 +19,8 @@ from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits
 _LARGEST_BITS = 1 << 29
 """Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
 draws the bits again."""
-_FORWARD_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)}
-_BACKWARD_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 1), 256: Tile(32, 64, 8, 2)}
+_FORWARD_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2)}
+_BACKWARD_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)}
 """The fastest tiles on an H200 for heads of at most so many channels."""
 
 
@@ -79,13 +79,13 @@ class _FlashAttention(torch.autograd.Function):
             bits = _bits_of_rows(query, key, ctx.variant, ctx.call)
         query_gradient, key_gradient, value_gradient, delta = flash_backward_triton(
             gradient, query, key, value, output, lse, ctx.scores, ctx.sight, bits, ctx.variant.dropout,
-            _tile(_BACKWARD_TILES, query, value),
+            _tile(_BACKWARD_TILES, query, value), query.dtype,
         )  # fmt: skip
         sink_gradient = None
         if sink is not None and ctx.needs_input_grad[3]:  # the sink has a probability but no value
             probability = torch.exp(sink.float()[None, :, None] - lse)
             sink_gradient = -(probability * delta).sum((0, 2)).to(sink.dtype)
-        return query_gradient.to(query.dtype), key_gradient, value_gradient, sink_gradient, None, None, None
+        return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None
 
 
 def flash_block_attention_triton(
@@ -114,7 +114,7 @@ def flash_block_attention_backward_triton(
     return flash_backward_triton(
         gradient, query, key, value, output, lse, _scores_of(variant, call.first_head, query),
         _sight_of_block(query, key, offsets, call), _bits_of_block(query, key, offsets, variant, call), variant.dropout,
-        _tile(_BACKWARD_TILES, query, value),
+        _tile(_BACKWARD_TILES, query, value), torch.float32,
     )[:3]  # fmt: skip
 
 

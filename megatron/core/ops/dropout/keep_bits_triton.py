@@ -32,7 +32,20 @@ class SeenKeys:
 
 
 @triton.jit
-def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def byte_of_key(key):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Returns the first bit of the byte of a word that holds a key's bit. The eight keys of a byte are those that one
+    thread of a matrix product has in its registers."""
+    return ((key >> 1) & 3) * 8
+
+
+@triton.jit
+def bit_of_key(key):  # type: ignore[no-untyped-def]
+    """Returns the bit of a byte that belongs to a key."""
+    return ((key >> 3) & 3) * 2 + (key & 1)
+
+
+@triton.jit
+def _philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
     """Computes `counter_rng.philox`. One 64-bit product gives both halves; Triton's own Philox multiplies twice."""
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
@@ -80,6 +93,10 @@ def _keep_bits_kernel(  # type: ignore[no-untyped-def]
         whole, place = packed, number
         if shift > 0:
             whole, place = (before >> shift) | (packed << (32 - shift)), number - 1
+        moved = (whole ^ (whole >> 12)) & 0xF0F0  # exchanges groups of four bits, then of two: see `bit_of_key`
+        whole ^= moved ^ (moved << 12)
+        moved = (whole ^ (whole >> 6)) & 0xCC00CC
+        whole ^= moved ^ (moved << 6)
         if place >= word:
             tl.store(bits + (pair * words + place) * rows + row, whole.to(tl.int32, bitcast=True), mask=row < rows)
 
@@ -87,8 +104,8 @@ def _keep_bits_kernel(  # type: ignore[no-untyped-def]
 def keep_bits_triton(
     draw: Draw, query: Tensor, first_key: Tensor, num_keys: int, heads: range, seen: SeenKeys
 ) -> Tensor:
-    """Returns `dropout.keep_attention` as bits: int32 [b, heads, num_keys / 32 rounded up, sq]. Bit t of word w tells
-    whether the probability of key 32 w + t is kept.
+    """Returns `dropout.keep_attention` as bits: int32 [b, heads, num_keys / 32 rounded up, sq]. Word w tells which of
+    the keys 32 w to 32 w + 31 are kept; `byte_of_key` and `bit_of_key` say where.
 
     `query` is int64 [sq, b], the global token index of each query; `first_key` int64 [b], that of each row's first key,
     which the others follow; `heads` are indices over the whole model.

@@ -20,7 +20,18 @@ def test_queries_without_keys_and_keys_without_queries_get_zeros() -> None:
     lse = torch.zeros(1, 2, 20)
     lse[..., :6] = -torch.inf
     parts = flash_backward_triton(
-        gradient, query, key, value, gradient, lse, Scores(0.3), Sight(0, 0, None, -6), None, 0.0, Tile(16, 16, 4, 1)
+        gradient,
+        query,
+        key,
+        value,
+        gradient,
+        lse,
+        Scores(0.3),
+        Sight(0, 0, None, -6),
+        None,
+        0.0,
+        Tile(16, 16, 4, 1),
+        torch.float32,
     )
     for part, zeros in zip(parts[:3], (slice(0, 6), slice(14, 20), slice(14, 20)), strict=True):
         assert part.isfinite().all() and part[10].any() and not part[zeros].any()
