@@ -171,12 +171,12 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
         offered = {
             "pre_process": stage.pre_process,
             "post_process": stage.post_process,
-            "add_encoder": stage.add_encoder,
-            "add_decoder": stage.add_decoder,
             "vp_stage": stage.virtual,
             "config": context.config.transformer,
             "pg_collection": context.environment.groups,
         }
+        if context.config.transformer.num_encoder_layers:
+            offered |= {"add_encoder": stage.add_encoder, "add_decoder": stage.add_decoder}
         return model_provider(**accepted(model_provider, offered))
 
     return build_model

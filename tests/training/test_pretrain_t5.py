@@ -21,6 +21,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.dry_run.report import stages_text
+from megatron.training.inspection.run_description import architecture_differences, architecture_of, command_line_of
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout
 from megatron.training.tokenizer.null import NullTokenizer
@@ -118,6 +119,29 @@ def test_stages_of_older_releases_are_counted_apart() -> None:
     )
     transformer = config.transformer
     assert (transformer.pipeline_model_parallel_size, transformer.pipeline_model_parallel_split_rank) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--num-layers 4 --decoder-num-layers 2", 1),
+        ("--num-layers 4 --pipeline-model-parallel-size 2 --encoder-pipeline-model-parallel-size 1", 3),
+    ],
+)
+def test_a_description_gives_the_run_again(flags: str, world_size: int) -> None:
+    config = configured(flags, world_size)
+    again = configured("", world_size, base=" ".join(command_line_of(config)))
+    assert architecture_of(again) == architecture_of(config) and again.transformer == config.transformer
+
+
+def test_a_checkpoint_of_another_bias_is_told() -> None:
+    relative = "--num-layers 2 --position-embedding-type relative"
+    described = {"architecture": architecture_of(configured(f"{relative} --encoder-num-layers 3"))}
+    differing = architecture_differences(configured(f"{relative} --relative-attention-max-distance 64"), described)
+    assert [line.split(" is ")[0] for line in differing] == [
+        "--encoder-num-layers",
+        "--relative-attention-max-distance",
+    ]
 
 
 def test_the_layout_auto_weighs_both_stacks() -> None:

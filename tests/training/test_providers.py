@@ -2,12 +2,20 @@
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.providers import SampleCounts, accepted, datasets_of_provider, reporting_tensors
+from megatron.training.providers import (
+    SampleCounts,
+    Stage,
+    accepted,
+    datasets_of_provider,
+    model_builder,
+    reporting_tensors,
+)
 
 COUNTS = SampleCounts(10, 4, 2)
 
@@ -17,6 +25,15 @@ def test_a_function_gets_the_keywords_that_it_takes():
     assert accepted(lambda pre_process: None, offered) == {"pre_process": True}
     assert accepted(lambda **anything: None, offered) == offered
     assert accepted(functools.partial(lambda builder, vp_stage: None, "builder"), offered) == {"vp_stage": 1}
+
+
+@pytest.mark.parametrize(("encoder", "named"), [(None, set()), (2, {"add_encoder", "add_decoder"})])
+def test_only_a_model_with_two_stacks_is_told_about_them(encoder: int | None, named: set[str]) -> None:
+    given: dict[str, Any] = {}
+    context = mock.Mock()
+    context.config.transformer.num_encoder_layers = encoder
+    model_builder(lambda **keywords: given.update(keywords))(context, Stage(add_decoder=False))
+    assert {name for name in given if name.startswith("add_")} == named and given.get("add_decoder") is not True
 
 
 def test_one_chunk_asks_once():

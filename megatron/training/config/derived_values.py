@@ -55,11 +55,18 @@ def _two_stacks(s: Settings) -> None:
     ):
         if getattr(s, field) != layers:
             s.set_derived(field, layers)
+            if field != "num_encoder_layers" and field != "num_layers":
+                s.provenance[field] = "flag"  # --num-layers said it, whose value may change here
     stages = s.encoder_pipeline_model_parallel_size
-    if stages > 0:
-        if s.pipeline_model_parallel_split_rank is None:
-            s.set_derived("pipeline_model_parallel_split_rank", stages)
-        s.set_derived("pipeline_model_parallel_size", stages + s.pipeline_model_parallel_size)
+    if stages > 0:  # from here on as today's flags say it
+        split = s.pipeline_model_parallel_split_rank
+        for field, value in (
+            ("encoder_pipeline_model_parallel_size", 0),
+            ("pipeline_model_parallel_size", stages + s.pipeline_model_parallel_size),
+            ("pipeline_model_parallel_split_rank", stages if split is None else split),
+        ):
+            s.values[field] = value
+            s.provenance[field] = "flag"
 
 
 def _mlp_width(s: Settings) -> None:

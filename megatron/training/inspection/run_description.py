@@ -13,6 +13,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 ARCHITECTURE = (
     "num_layers",
+    "num_encoder_layers",
     "hidden_size",
     "ffn_hidden_size",
     "num_attention_heads",
@@ -29,6 +30,8 @@ ARCHITECTURE = (
     "activation_func_clamp_value",
     "apply_residual_connection_post_layernorm",
     "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
