@@ -1,6 +1,7 @@
-"""Continues prompts with a trained model.
+"""Continues prompts with a trained model, or fills the masks of prompts with a BERT.
 
 python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --max-new-tokens 100 --temperature 0.8
+python tools/generate.py --load runs/bert --prompt "the loss of the [MASK] is printed"
 
 Model and tokenizer are those of the run, as the checkpoint describes them. See docs/quickstart.md.
 """
@@ -10,22 +11,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.inference.generation import generate
+from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.training.config.tool_flags import Section, read_tool_flags
+from megatron.training.providers import Context, Stage
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.trained_model import TrainedModel, load_trained_model
-from pretrain_gpt import build_model
+from pretrain_bert import build_model as build_bert
+from pretrain_gpt import build_model as build_gpt
 
 USAGE = "python tools/generate.py --load DIR --prompt TEXT ... [flags]"
 ABOUT = (
     "Continues prompts with a trained model. Without --top-k, --top-p and --temperature, it always takes the most "
-    "likely token. The continuation of a prompt depends on the model, the flags, and the index of the prompt."
+    "likely token. The continuation of a prompt depends on the model, the flags, and the index of the prompt. A BERT "
+    "fills each [MASK] of a prompt with the most likely token instead."
 )
+MASK = "[MASK]"
+"""Stands for a masked token in a prompt."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -39,7 +48,7 @@ class GenerationConfig:
     """Iteration of the checkpoint. Default: the newest whole checkpoint."""
 
     prompt: list[str] | None = flag(None, gathers=True)
-    """Text to continue. May be given several times."""
+    """Text to continue, or to fill. May be given several times."""
 
     prompts_file: str | None = None
     """File with one text to continue on each line, after those of --prompt."""
@@ -113,6 +122,8 @@ def write(config: GenerationConfig) -> None:
     sampling, texts = config.sampling(), read_prompts(config)
     trained = load_trained_model(build_model, config.load or "", config.ckpt_step, moved_tokenizer(config), log=note)
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
+    if trained.config.model.model_family == "bert":
+        return write_filled(trained, texts, config)
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
     reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
     if reached > trained.max_sequence_length:
@@ -130,6 +141,48 @@ def write(config: GenerationConfig) -> None:
         for text, prompt, ids in zip(texts[batch], prompts[batch], written, strict=True):
             text_after = continuation(trained.tokenizer, prompt if text else [], ids)
             print((text if config.echo else "") + text_after, flush=True)
+
+
+def build_model(context: Context, stage: Stage) -> nn.Module:
+    """Builds the model of the checkpoint's family. Raises UserError for a family that does not write or fill texts."""
+    family = context.config.model.model_family
+    if family == "t5":
+        raise UserError("not yet: prompts of a T5; checkpoints of GPT and BERT work")
+    return build_bert(context, stage) if family == "bert" else build_gpt(context, stage)
+
+
+def write_filled(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
+    """Prints the texts with their masks filled, batch by batch; with --no-echo the words that fill them."""
+    if config.sampling() != GREEDY:
+        note("--top-k, --top-p and --temperature have no effect: BERT fills masks with the most likely tokens")
+    rows = [encode_masked(trained, text) for text in texts]
+    mask = trained.tokenizer.mask
+    for first in range(0, len(rows), config.batch_size):
+        batch = slice(first, first + config.batch_size)
+        filled = fill_masks(trained.model, rows[batch], mask)  # type: ignore[arg-type]
+        for text, row, ids in zip(texts[batch], rows[batch], filled, strict=True):
+            words = [trained.tokenizer.detokenize([new]) for new, old in zip(ids, row, strict=True) if old == mask]
+            parts = text.split(MASK)
+            whole = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
+            print(whole if config.echo else " ".join(words), flush=True)
+
+
+def encode_masked(trained: TrainedModel, text: str) -> list[int]:
+    """Returns the ids of [CLS], the text with its masks, and [SEP]. Raises UserError for a text without masks, for one
+    that is too long, and for a tokenizer without these tokens."""
+    tokenizer, parts = trained.tokenizer, text.split(MASK)
+    if len(parts) == 1:
+        raise UserError(f"prompt {text!r}: a BERT fills masks, and there is no {MASK} in it")
+    cls, mask, sep = tokenizer.cls, tokenizer.mask, tokenizer.sep
+    if cls is None or mask is None or sep is None:
+        raise UserError(f"the tokenizer of {trained.config.tokenizer.family} lacks [CLS], [MASK] or [SEP]")
+    ids = [cls, *tokenizer.tokenize(parts[0])]
+    for part in parts[1:]:
+        ids += [mask, *tokenizer.tokenize(part)]
+    if len(ids) + 1 > trained.max_sequence_length:
+        longest = trained.max_sequence_length
+        raise UserError(f"prompt {text!r}: {len(ids) + 1} tokens, and the model has {longest} positions; shorten it")
+    return [*ids, sep]
 
 
 def read_prompts(config: GenerationConfig) -> list[str]:

@@ -85,7 +85,8 @@ def config_for_one_process(described: Mapping[str, Any], changes: Sequence[str],
     `changes` after its flags. Settings that only training needs may be missing. Raises UserError if they make no
     model."""
     words = _for_one_process(described.get("command_line", []), half=has_cuda)
-    return configure([*words, *changes, "--dry-run"], launch_environment=LaunchEnvironment(1, has_cuda))
+    family = {"model_family": described["model_family"]} if described.get("model_family") else {}
+    return configure([*words, *changes, "--dry-run"], None, family, launch_environment=LaunchEnvironment(1, has_cuda))
 
 
 def _for_one_process(command_line: Sequence[str], *, half: bool) -> list[str]:

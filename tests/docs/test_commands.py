@@ -33,6 +33,7 @@ def checkout(tmp_path: Path) -> Path:
         "tools",
         "examples",
         "tests/data/golden/corpus",
+        "pretrain_bert.py",
         "pretrain_gpt.py",
         "Makefile",
         "pyproject.toml",

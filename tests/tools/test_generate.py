@@ -110,7 +110,7 @@ def test_rows_longer_than_those_of_training_are_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Learned positions end there, which is refused; rotary ones go on."""
-    model = SimpleNamespace(position_embedding_type="rope")
+    model = SimpleNamespace(position_embedding_type="rope", model_family=None)
     trained = SimpleNamespace(
         model=None,
         tokenizer=NullTokenizer(100),

@@ -17,6 +17,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.providers import Providers
 from megatron.training.tokenizer.null import NullTokenizer
+from tools import generate
 
 CORPUS = Path(__file__).parents[1] / "data" / "golden" / "corpus"
 PROVIDERS = Providers(pretrain_bert.build_model, pretrain_bert.build_datasets, pretrain_bert.build_forward_step)
@@ -89,6 +90,16 @@ def test_a_run_in_half_precision_learns(flags: str, tmp_path: Path) -> None:
     outcome = train("--train-iters 12", PROVIDERS, base=base, defaults=pretrain_bert.DEFAULTS)
     assert outcome.losses[-1] < outcome.losses[0] - 0.3
     assert ("sop loss" in outcome.steps[0].losses) == ("--bert-no-binary-head" not in flags)
+
+
+def test_generate_fills_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs([f"--save {tmp_path}/kept --train-iters 2"], str(tmp_path / "cache"))
+    prompts = ["--prompt", "one [MASK] two [MASK]", "--prompt", "a [MASK]", "--no-echo"]
+    assert generate.main(["--load", f"{tmp_path}/kept", *prompts]) == 0
+    assert [len(line.split()) for line in capsys.readouterr().out.splitlines()[-2:]] == [2, 1]
+    for prompt, said in (("no mask", "there is no [MASK] in it"), ("[MASK] " * 40, "the model has 32 positions")):
+        assert generate.main(["--load", f"{tmp_path}/kept", "--prompt", prompt]) == 2
+        assert said in capsys.readouterr().err
 
 
 COMMANDS = [row for row in megatron_lm_commands() if row["entry"] == "pretrain_bert.py"]

@@ -118,9 +118,11 @@ before there was such a model option is one that leaves it alone."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:
-    """Returns a JSON object: the flags that were given, the architecture in effect, versions of torch and Python."""
+    """Returns a JSON object: the flags that were given, the model family (that of the entry script, or None), the
+    architecture in effect, versions of torch and Python."""
     return {
         "command_line": command_line_of(config),
+        "model_family": config.model.model_family,
         "architecture": architecture_of(config),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -1,0 +1,26 @@
+"""Fills masked tokens with a bidirectional model."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.core.models.bert.bert_model import BertModel
+
+
+@torch.no_grad()
+def fill_masks(model: BertModel, rows: Sequence[Sequence[int]], mask: int) -> list[list[int]]:
+    """Returns the rows of token ids with every id `mask` replaced by the token that the model finds most likely there.
+    All masks of a row are filled in one forward pass, and the result of a row does not depend on the other rows. The
+    model is whole and in evaluation mode."""
+    device = next(model.parameters()).device
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.full((len(rows), int(lengths.max())), mask)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = torch.tensor(row)
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    types = torch.zeros_like(ids).to(device) if model.num_tokentypes else None
+    logits, _ = model(ids.to(device), real.to(device), types)
+    logits[..., mask] = -torch.inf  # a mask does not fill a mask
+    likely = logits.argmax(-1).cpu()  # [b, s]
+    filled = torch.where(ids == mask, likely, ids).tolist()
+    return [row[:length] for row, length in zip(filled, lengths.tolist(), strict=True)]
