@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group
-from megatron.core.exceptions import UserError
+from megatron.core.config_fields import literal_text, refuse
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.ops.attention.blocks import merge_block
 from megatron.core.ops.attention.blocks_cuda import round_up
@@ -318,11 +318,10 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     asked, got = config.attention_backend, choices[Situation(device_type, config.params_dtype, True, False)]
     if asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
-        dropout = f"attention_dropout {variant.dropout} to 0, or " if variant.dropout else ""
-        raise UserError(
-            f"attention_backend {asked.name} cannot compute this attention ({'; '.join(got.refusals)}); set {dropout}"
-            "attention_backend to auto or unfused"
-        )
+        dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
+        reasons = literal_text("; ".join(got.refusals))
+        problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"
+        refuse([f"{problem}{{attention_backend:name}} to auto or unfused"], config)
     return KernelPlan(choices)
 
 

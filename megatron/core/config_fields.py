@@ -153,11 +153,28 @@ def unsupported_values(config: Any, fields: Iterable["dataclasses.Field[Any]"] |
     return problems
 
 
+class FieldError(UserError):
+    """A UserError about the values of a config's fields. Its message spells them as attributes; `text` as flags."""
+
+    def __init__(self, problems: Sequence[str], config: Any) -> None:
+        self.problems, self.config = list(problems), config
+        super().__init__(self.text(str))
+
+    def text(self, spelling: Callable[[str], str]) -> str:
+        """Returns the message with each field's name spelled by a function."""
+        return "; ".join(describe_problem(problem, self.config, spelling) for problem in self.problems)
+
+
 def refuse(problems: Iterable[str], config: Any) -> None:
-    """Raises one UserError with all problems, if there are any."""
-    sentences = [describe_problem(problem, config) for problem in problems]
-    if sentences:
-        raise UserError("; ".join(sentences))
+    """Raises one FieldError with all problems, if there are any."""
+    found = list(problems)
+    if found:
+        raise FieldError(found, config)
+
+
+def literal_text(text: str) -> str:
+    """Returns text that stands for itself in a problem, braces included."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def pretrain(
             "get_position_embedding_ranks": get_position_embedding_ranks,
         },
     )
+    if not isinstance(train_valid_test_dataset_provider, Providers):
+        args_defaults = {**(args_defaults or {}), "datasets_of_script": True}
     config = config_of_command_line(extra_args_provider, args_defaults)
     if isinstance(train_valid_test_dataset_provider, Providers):
         providers = train_valid_test_dataset_provider

@@ -41,7 +41,7 @@ def missing_values(s: Settings) -> Iterator[str]:
         yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
     if s.train_iters is None and s.train_samples is None and not s.skip_train:
         yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
-    if not s.build(DataConfig).sources():
+    if not s.datasets_of_script and not s.build(DataConfig).sources():
         yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without any"
 
 

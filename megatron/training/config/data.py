@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, too_small
+from megatron.core.config_fields import flag, not_a_flag, too_small
 from megatron.core.datasets.utils import parse_split
 from megatron.core.exceptions import UserError
 
@@ -48,6 +48,9 @@ class DataConfig:
 
     seq_length: int
     """Tokens in a sample. Required."""
+
+    datasets_of_script: bool | None = not_a_flag(None)
+    """The script builds its own data sets, which may need no files: a run without --data-path is no mistake."""
 
     encoder_seq_length: int | None = None
     """T5: tokens of the encoder's part of a sample. Another spelling of --seq-length."""

@@ -80,7 +80,7 @@ def resolve(
 def _take_script_defaults(settings: Settings, extra: dict[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     notes = []
     for name, value in defaults.items():
-        field = name if name == "model_family" else field_of_name(name)
+        field = name if name in ("model_family", "datasets_of_script") else field_of_name(name)
         if field is None:
             extra.setdefault(name, value)
         elif settings.values[field] is None:

@@ -50,6 +50,7 @@ class Settings:
     def __init__(self, line: CommandLine, launch_environment: LaunchEnvironment) -> None:
         self.values: dict[str, Any] = dict(line.values)
         self.values.setdefault("model_family", None)
+        self.values.setdefault("datasets_of_script", None)
         self.values.setdefault("num_encoder_layers", None)
         self.launch_environment = launch_environment
         self.provenance: dict[str, Source] = dict.fromkeys(self.values, "default")

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.core.config_fields import FieldError
 from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.resolution import ConfigurationError
 
 _HEAD_START_OF_FIRST_RANK = 5.0
@@ -35,7 +37,8 @@ def exit_with_problems(error: UserError) -> NoReturn:
 def exit_with_error_of_rank(error: UserError) -> NoReturn:
     """Print an error that this rank met during the run, with its rank if there are several, and exit with code 2."""
     rank = os.environ.get("RANK")
-    text = f"error: {error}" if rank is None else f"error on rank {rank}: {error}"
+    message = error.text(spelling_of) if isinstance(error, FieldError) else str(error)
+    text = f"error: {message}" if rank is None else f"error on rank {rank}: {message}"
     print(text, file=sys.stderr, flush=True)
     write_launcher_error_file(text)
     raise SystemExit(2) from None

@@ -248,3 +248,9 @@ def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
         [*base, "--step-batch-size-schedule", "0:2 640:4"], launch_environment=LaunchEnvironment(1, False)
     )
     assert config.training.global_batch_size == 4 and config.training.train_iters == 3 + (1000 - 6) // 4
+
+
+def test_a_script_with_data_sets_of_its_own_needs_no_files() -> None:
+    words, defaults = without("--mock-data").split(), {"datasets_of_script": True}
+    config = configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, False))
+    assert config.data.data_path is None and config.data.datasets_of_script

@@ -6,13 +6,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.programs import python
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.core.config_fields import FieldError
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.launch.errors import (
     end_process_at_exit,
     exit_with_error_of_rank,
@@ -34,6 +37,15 @@ def test_the_first_rank_prints_and_the_others_leave_it_the_time(
         with pytest.raises(SystemExit) as end:
             exit_with_problems(UserError("a sentence"))
         assert (end.value.code, slept, capsys.readouterr().err) == (2, seconds, printed)
+
+
+def test_fields_of_a_config_are_spelled_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    config = SimpleNamespace(attention_backend=AttnBackend.flash, num_moe_experts=4)
+    error = FieldError(["{attention_backend} cannot do {num_moe_experts:name} {{x}}"], config)
+    assert str(error) == "attention_backend flash cannot do num_moe_experts {x}"
+    with pytest.raises(SystemExit):
+        exit_with_error_of_rank(error)
+    assert capsys.readouterr().err.endswith("--attention-backend flash cannot do --num-experts {x}\n")
 
 
 def test_torchrun_reads_the_sentence_and_keeps_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
