@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
+
+
+@dataclass(frozen=True)
+class _MappedFile:
+    """A mapped array in a pickle."""
+
+    path: Path
 
 
 class MegatronDataset(ABC, torch.utils.data.Dataset):
@@ -83,10 +91,11 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         """Replaces mapped index arrays by their file names, so that another process maps them again."""
-        return {name: Path(str(v.filename)) if isinstance(v, np.memmap) else v for name, v in vars(self).items()}
+        attributes = vars(self).items()
+        return {name: _MappedFile(Path(str(v.filename))) if isinstance(v, np.memmap) else v for name, v in attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: load_array(v) if isinstance(v, Path) else v for name, v in state.items()})
+        vars(self).update({name: load_array(v.path) if isinstance(v, _MappedFile) else v for name, v in state.items()})
 
     @property
     def unique_description(self) -> str:

@@ -109,7 +109,9 @@ def test_a_copy_in_another_process_maps_the_index_again(build, write_documents, 
     prefix = write_documents(tmp_path / "data", [[[1, 2, 3]] * 40] * 20)
     dataset = build(BERT, prefix, 100)
     assert isinstance(dataset.sample_index, np.memmap)
+    dataset.folder = tmp_path  # an attribute of a subclass; only mapped arrays are opened
     copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.folder == tmp_path
     assert isinstance(copy.sample_index, np.memmap) and len(pickle.dumps(dataset)) < 50_000
     assert all((copy[7][key] == value).all() for key, value in dataset[7].items())
 
