@@ -31,7 +31,7 @@ def build_model(context: Context, stage: Stage) -> BertModel:
     model, groups = context.config.model, context.environment.groups
     return BertModel(
         config=model.transformer,
-        num_tokentypes=2 if model.bert_binary_head else 0,
+        num_tokentypes=model.num_tokentypes,
         transformer_layer_spec=get_bert_encoder_block_spec(model.transformer, stage.virtual, groups.rank("pp")),
         vocab_size=context.vocab_size,
         max_sequence_length=model.max_position_embeddings,
@@ -78,7 +78,7 @@ def loss_func(loss_mask: Tensor, swapped: Tensor, output: tuple[Tensor, Tensor |
 
 def build_forward_step(context: Context, loss_func: LossFunction = loss_func) -> ForwardStep:
     """Returns a forward step whose loss is `loss_func(loss_mask, swapped, output)`."""
-    device, has_types = context.environment.device, context.config.model.bert_binary_head
+    device, has_types = context.environment.device, context.config.model.num_tokentypes > 0
 
     def forward_step(data: StepData, model: nn.Module) -> tuple[Any, LossFunction]:
         batch: BertBatch = next(data).to(device, non_blocking=True)

@@ -30,7 +30,7 @@ from megatron.training.conversion.exporting import export_model  # noqa: E402
 from megatron.training.conversion.families import FAMILIES  # noqa: E402
 from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
 from megatron.training.conversion.verification import Comparison  # noqa: E402
-from pretrain_gpt import build_model  # noqa: E402
+from tools.entry_scripts import build_model  # noqa: E402
 
 PROGRAM = "python tools/checkpoint/convert.py"
 KNOWN = ", ".join(family.architecture for family in FAMILIES)
@@ -145,7 +145,8 @@ def run_import(config: ImportConfig) -> None:
     print(f"{done.saved.folder}: {done.saved.nbytes / 1e6:.1f} MB in {done.saved.seconds:.1f} s")
     print_comparison(done.comparison)
     print(f"flags of the model, in {root / FLAGS}:\n  {shlex.join(done.flags)}")
-    print(f"to train it, give these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout")
+    run = f"these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout"
+    print(f"to train it, give pretrain_{done.model_family}.py {run}")
 
 
 def run_export(config: ExportConfig) -> None:

@@ -120,6 +120,9 @@ class ModelConfig:
     bert_binary_head: bool = flag(True, off="--bert-no-binary-head", families=["bert"])
     """BERT: train a head that predicts whether two segments are swapped."""
 
+    bert_num_tokentypes: int | None = flag(None, families=["bert"])
+    """BERT: number of segments that the embedding tells apart. Default: 2 with the binary head, without it none."""
+
     model_family: str | None = not_a_flag(None)
     """The family that the entry script trains: "gpt", "bert" or "t5"; None: a script that does not say so."""
 
@@ -140,6 +143,13 @@ class ModelConfig:
 
     fp16_lm_cross_entropy: bool = not_yet(False)
     """Compute the cross entropy in half precision."""
+
+    @property
+    def num_tokentypes(self) -> int:
+        """Number of segments that BERT's embedding tells apart."""
+        if self.bert_num_tokentypes is None:
+            return 2 if self.bert_binary_head else 0
+        return self.bert_num_tokentypes
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Does not look at

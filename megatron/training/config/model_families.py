@@ -39,6 +39,10 @@ def bert(s: Settings) -> Iterator[str]:
             "{calculate_per_token_loss}: the order of two segments has a loss per sample, not per token; leave it out, "
             "or give {bert_binary_head:name}"
         )
+    fewest = 2 if s.bert_binary_head else 0
+    if s.bert_num_tokentypes is not None and s.bert_num_tokentypes < fewest:
+        with_head = ", since the binary head has two segments" if fewest else ""
+        yield f"{{bert_num_tokentypes}} must be at least {fewest}{with_head}"
     if s.mtp_num_layers:
         yield "{mtp_num_layers}: BERT predicts no token further ahead; leave it out"
     if s.multi_latent_attention:

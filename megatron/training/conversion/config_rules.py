@@ -84,6 +84,21 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+class Unused:
+    """Keys that do not change what the model computes."""
+
+    reads: tuple[str, ...]
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
 class Implied:
     """Fields that are the same for every model of the family. No key says them."""
 

@@ -21,7 +21,8 @@ from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.families import FAMILIES, Family
+from megatron.training.conversion.families import FAMILIES
+from megatron.training.conversion.family import Family
 from megatron.training.conversion.family_choice import choose_family
 from megatron.training.conversion.model import BuildModel, canonical_shapes, vocab_size_of
 from megatron.training.conversion.model_folder import CONFIG, INDEX, ONE_FILE, TOKENIZER, copy_tokenizer, index_of

@@ -1,12 +1,9 @@
 """The architectures of transformers that can be converted, as data."""
 
-import dataclasses
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from megatron.core.exceptions import UserError
+from megatron.training.conversion.bert import BERT_FAMILIES
 from megatron.training.conversion.config_rules import (
     AttentionHeads,
     Copied,
@@ -19,9 +16,8 @@ from megatron.training.conversion.config_rules import (
     Rule,
     SlidingWindows,
     TiedEmbeddings,
-    Values,
 )
-from megatron.training.conversion.hub_defaults import Json, with_defaults
+from megatron.training.conversion.family import EMBEDDING, HEAD, Family
 from megatron.training.conversion.rope import RotaryPositions
 from megatron.training.conversion.tensor_mapping import (
     GATE,
@@ -30,7 +26,6 @@ from megatron.training.conversion.tensor_mapping import (
     UP,
     VALUES,
     HubTensorPattern,
-    TensorMapping,
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,8 +34,6 @@ from megatron.training.conversion.tensor_mapping import (
 _Mapping = dict[str, tuple[HubTensorPattern, ...]]
 
 _OURS, _HUB = "decoder.layers.{layer}", "model.layers.{layer}"
-
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _AROUND: _Mapping = {
     "embedding.word_embeddings.weight": (HubTensorPattern(EMBEDDING),),
@@ -107,88 +100,6 @@ _DECODER: tuple[Rule, ...] = (
     RotaryPositions(),
 )
 
-_ABOUT_FILES = ("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "vocab_size")
-_ABOUT_USE = ("bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states", "use_cache")
-_ABOUT_PROGRAMS = ("pretraining_tp", "return_dict", "torchscript", "transformers_version")
-_ABOUT_TRAINING = ("output_router_logits", "router_aux_loss_coef")
-_NOT_OF_THE_FUNCTION = frozenset((*_ABOUT_FILES, *_ABOUT_USE, *_ABOUT_PROGRAMS, *_ABOUT_TRAINING))
-"""Keys that do not change what the model computes. How it is trained is a matter of the run's own flags."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """An architecture of transformers: its tensors, and the rules for its config.json."""
-
-    architecture: str
-    """Name of its class, as in the `architectures` of config.json."""
-    model_type: str
-    tensors: TensorMapping
-    rules: tuple[Rule, ...]
-    defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
-    """Values that transformers gives to absent keys, for a `model_type` that `hub_defaults.py` does not have."""
-    constants: tuple[str, ...] = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-    """Patterns of tensors that are constants and not weights. Old releases of transformers stored them."""
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether some layers have experts."""
-        return any("router" in name for name in self.tensors)
-
-    def complete_config(self, config: Json, file: str = "config.json") -> dict[str, Json]:
-        """Returns the keys of config.json with the defaults of transformers for those that are absent.
-
-        Raises UserError, naming `file` and key, for values of a wrong type and for a `model_type` of another family.
-        """
-        model_type = config.get("model_type")
-        problems = []
-        if model_type not in (None, self.model_type):
-            problems.append(
-                f"architectures is {self.architecture}, which has model_type {self.model_type!r}, but model_type is "
-                f"{model_type!r}; correct the wrong one"
-            )
-        try:
-            config = with_defaults(config, self.model_type, self.defaults)
-        except UserError as error:
-            problems += str(error).splitlines()
-        _raise_all(problems, file)
-        return dict(config)
-
-    def fields_of(self, config: Json, ignored: Sequence[str] = (), file: str = "config.json") -> dict[str, Any]:
-        """Returns our fields for what config.json says.
-
-        Raises UserError with all problems, each naming `file` and key: values that are unsupported, and keys that are
-        unknown here and not `ignored`.
-        """
-        config = self.complete_config(config, file)
-        known = {key for rule in self.rules for key in rule.reads} | _NOT_OF_THE_FUNCTION | set(ignored)
-        unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
-        problems = [f"{key} is not known for {self.architecture}" for key in unknown]
-        fields: dict[str, Any] = {}
-        for rule in self.rules:
-            try:
-                fields |= rule.fields(config)
-            except UserError as error:
-                problems.append(str(error))
-        _raise_all(problems, file)
-        return fields
-
-    def config_of(self, values: Values) -> dict[str, Json]:
-        """Returns the keys of config.json for all values of a run, as far as the family can express these."""
-        keys: dict[str, Json] = {"architectures": [self.architecture], "model_type": self.model_type}
-        for rule in self.rules:
-            keys |= rule.keys(values)
-        return keys
-
-    def is_constant(self, name: str) -> bool:
-        """Whether the hub tensor of this name is a constant and not a weight."""
-        return any(re.fullmatch(pattern, name) for pattern in self.constants)
-
-
-def _raise_all(problems: Sequence[str], file: str) -> None:
-    if problems:
-        raise UserError("\n".join(f"{file}: {problem}" for problem in problems))
-
-
 FAMILIES = (
     Family(
         "LlamaForCausalLM",
@@ -246,6 +157,7 @@ FAMILIES = (
             RouterWeights(),
         ),
     ),
+    *BERT_FAMILIES,
 )
 """All families. An export takes the first that expresses the model."""
 

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
+from torch.nn.functional import gelu
+
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.router import listed
 from megatron.training.config.flag_table import flag_table
+from megatron.training.config.model_families import NAMES
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.config_rules import Values
-from megatron.training.conversion.families import FAMILIES, Family, family_of
+from megatron.training.conversion.families import FAMILIES, family_of
+from megatron.training.conversion.family import Family
 from megatron.training.conversion.spellings import in_spelling_of
 from megatron.training.inspection.run_description import architecture_differences, describe_run, words_of
 from megatron.training.trained_model import config_for_one_process
@@ -51,10 +55,21 @@ def choose_family(config: PretrainConfig, architecture: str | None, families: Se
     if inexpressible:
         known = ", ".join(family.architecture for family in families)
         raise UserError(f"no architecture that can be exported has {' or '.join(inexpressible)}: {known}")
+    ours = config.model.model_family or "gpt"
     if architecture is not None:
         candidates = [family_of(architecture, families)]
+        if candidates[0].model_family != ours:
+            theirs = NAMES[candidates[0].model_family]
+            raise UserError(
+                f"{architecture} was asked for, which is a {theirs}, but the checkpoint has a {NAMES[ours]}"
+            )
     else:
-        candidates = [family for family in families if family.has_experts == (values["num_moe_experts"] is not None)]
+        has_experts = values["num_moe_experts"] is not None
+        candidates = [
+            family for family in families if family.model_family == ours and family.has_experts == has_experts
+        ]
+    if not candidates:
+        raise UserError(f"no architecture that can be exported is a {NAMES[ours]} with experts")
     problems = [_differences(family, config, values) for family in candidates]
     for family, sentences in zip(candidates, problems, strict=True):
         if not sentences:
@@ -70,17 +85,27 @@ def _differences(family: Family, config: PretrainConfig, values: Values) -> list
     try:
         read_back = in_spelling_of(values, family.fields_of(family.config_of(values)))
         words = [word for name, value in read_back.items() for word in words_of(flag_table()[name], value)]
-        again = config_for_one_process({"command_line": [*_ANY_RUN, *words]}, [], has_cuda=False)
+        described = {"command_line": [*_any_run(values), *words], "model_family": family.model_family}
+        again = config_for_one_process(described, [], has_cuda=False)
     except UserError as error:
         return str(error).splitlines()
+    if _has_approximate_gelu(config) != _has_approximate_gelu(again):
+        return [f"{family.architecture} has exact GELU, which needs --no-bias-gelu-fusion"]
     return [
         sentence.replace("in this run", f"for {family.architecture}")
         for sentence in architecture_differences(again, describe_run(config))
     ]
 
 
-_ANY_RUN = (
-    *("--micro-batch-size", "1", "--seq-length", "1"),
-    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"),
-)
-"""Flags that every run needs and that do not describe the model."""
+def _has_approximate_gelu(config: PretrainConfig) -> bool:
+    """Whether --bias-gelu-fusion makes the layers compute GELU's tanh approximation. The described architecture lacks
+    it."""
+    transformer = config.transformer
+    is_gelu = transformer.activation_func is gelu and not transformer.gated_linear_unit
+    return is_gelu and transformer.bias_activation_fusion
+
+
+def _any_run(values: Values) -> list[str]:
+    """Returns flags that every run needs and that do not describe the model."""
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1")
+    return ["--micro-batch-size", "1", "--seq-length", str(values["seq_length"]), *tokenizer]

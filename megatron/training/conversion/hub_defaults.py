@@ -49,6 +49,19 @@ _MISTRAL: dict[str, Json] = {
     "max_position_embeddings": 131072,
 }
 
+_BERT: dict[str, Json] = {
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+    "tie_word_embeddings": True,
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+
 HUB_DEFAULTS: dict[str, dict[str, Json]] = {
     "llama": _EVERY_FAMILY
     | _SEVEN_BILLION
@@ -89,6 +102,22 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
+    },
+    "bert": _BERT
+    | {
+        "vocab_size": 30522,
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
+    "megatron-bert": _BERT
+    | {
+        "vocab_size": 29056,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
     },
 }
 """By `model_type`, then by key. `rope_theta` is the config class's `default_theta`."""

@@ -1,5 +1,6 @@
 """Import: a Hugging Face model becomes a checkpoint of this project, one tensor at a time."""
 
+import dataclasses
 import shlex
 import shutil
 from collections.abc import Container, Iterator, Sequence
@@ -18,7 +19,8 @@ from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
-from megatron.training.conversion.families import EMBEDDING, FAMILIES, HEAD, Family, family_of
+from megatron.training.conversion.families import FAMILIES, family_of
+from megatron.training.conversion.family import Family
 from megatron.training.conversion.model import BuildModel, canonical_shapes
 from megatron.training.conversion.model_folder import (
     CONFIG,
@@ -45,6 +47,8 @@ class Imported:
     saved: SaveResult
     flags: list[str]
     """Words of a command line that describe the model and its tokenizer."""
+    model_family: str
+    """Family of the model, which says the entry script that trains it."""
     comparison: Comparison | None = None
     """Comparison of logits with transformers, if it was asked for."""
 
@@ -78,13 +82,16 @@ def import_model(
         import_transformers()
     family = _family_in(source, families)  # first: an unknown architecture is reported before missing weights
     folder = open_folder(source)
+    tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
+    folder = dataclasses.replace(folder, tensors=tensors)
     file = str(source / CONFIG)
     fields, complete = family.fields_of(folder.config, ignored_keys, file), family.complete_config(folder.config, file)
     vocab_size: int = complete["vocab_size"]
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
     flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
     words = ["--micro-batch-size", "1", "--seq-length", str(complete["max_position_embeddings"]), *flags]
-    config = config_for_one_process({"command_line": words}, [], has_cuda=False)
+    described = {"command_line": words, "model_family": family.model_family}
+    config = config_for_one_process(described, [], has_cuda=False)
     wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))
     _check_tensors(folder, family, wanted, log)
     by_box = {(tensor.canonical_name, tensor.box): tensor for tensor in wanted}
@@ -103,7 +110,7 @@ def import_model(
     comparison = _verified(saved, root, source, build_model, dtype) if verify else None
     copy_tokenizer(source, root / "tokenizer")
     write_atomically(root / FLAGS, shlex.join(flags) + "\n")
-    return Imported(saved, flags, comparison)
+    return Imported(saved, flags, family.model_family, comparison)
 
 
 def _family_in(source: Path, families: Sequence[Family]) -> Family:
@@ -140,7 +147,7 @@ def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTens
     """Raises UserError naming the tensors that are missing, left over, quantized or of another shape."""
     names = {tensor.name for tensor in wanted}
     problems = [f"{folder.path}: {tensor.name} is missing" for tensor in wanted if tensor.name not in folder.tensors]
-    extra = sorted(folder.tensors.keys() - names - _copies(folder, names))
+    extra = sorted(folder.tensors.keys() - names - _copies(folder, family, names))
     problems += [
         f"{folder.tensors[name].path}: the model of config.json has no tensor {name}"
         for name in extra
@@ -158,22 +165,27 @@ def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTens
         more = [f"and {len(problems) - 10} more problems"] if len(problems) > 10 else []
         raise UserError("\n".join(problems[:10] + more))
     if extra:
-        log(f"left out {len(extra)} tensors that are not weights: {extra[0]}{', ...' if len(extra) > 1 else ''}")
+        rest = ", ..." if len(extra) > 1 else ""
+        log(f"left out {len(extra)} tensors that are no weights of {family.architecture}: {extra[0]}{rest}")
 
 
-def _copies(folder: ModelFolder, names: Container[str]) -> set[str]:
-    """Returns the name of the output weight if the folder has it although the model ties it to the embedding.
+def _copies(folder: ModelFolder, family: Family, names: Container[str]) -> set[str]:
+    """Returns the names of tensors that the folder has although the model ties them to others, such as the output
+    weight.
 
-    Raises UserError if the two weights differ.
+    Raises UserError if two tied tensors differ.
     """
-    head, embedding = (folder.tensors.get(name) for name in (HEAD, EMBEDDING))
-    if HEAD in names or head is None or embedding is None:
-        return set()
-    if not torch.equal(read_tensor(head), read_tensor(embedding)):
-        raise UserError(
-            f"{folder.path}: {HEAD} and {EMBEDDING} differ, but tie_word_embeddings in config.json says they are one"
-        )
-    return {HEAD}
+    found = set()
+    for copy, original in family.copies.items():
+        places = folder.tensors.get(copy), folder.tensors.get(original)
+        if copy in names or places[0] is None or places[1] is None:
+            continue
+        if not torch.equal(read_tensor(places[0]), read_tensor(places[1])):
+            raise UserError(
+                f"{folder.path}: {copy} and {original} differ, but tie_word_embeddings in config.json says they are one"
+            )
+        found.add(copy)
+    return found
 
 
 def _files(

@@ -44,6 +44,12 @@ def rope_scaling_of(values: Values) -> tuple[str, float] | None:
     return None if divisor is None else ("linear", float(divisor))
 
 
+def num_tokentypes(values: Values) -> int:
+    """Returns the number of segments that BERT's embedding tells apart: 2 with the binary head if no flag says it."""
+    given = values["bert_num_tokentypes"]
+    return (2 if values["bert_binary_head"] else 0) if given is None else int(given)
+
+
 def _key_value_heads(values: Values) -> Any:
     return values["num_query_groups"] if values["group_query_attention"] else values["num_attention_heads"]
 
@@ -82,6 +88,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
         ("use_rope_scaling", "rope_scaling_type", "rope_scaling_factor", "rotary_seq_len_interpolation_factor"),
         _rope_scaling,
     ),
+    (("bert_num_tokentypes",), num_tokentypes),
 )
 """Fields that say one thing together, and the function that computes what they say."""
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.chunk import model_chunks
 from megatron.core.exceptions import UserError
+from megatron.training.config.model import ModelConfig
 from megatron.training.conversion.model import BuildModel, load_on_cpu, vocab_size_of
+from megatron.training.conversion.model_folder import read_config
 from megatron.training.trained_model import config_for_one_process
 
 TOLERANCE = 1e-3
@@ -85,11 +87,27 @@ def compare_logits(
     if exported_as is not None:
         for chunk in model_chunks(model, lambda info: ()):
             chunk.flat.copy_(chunk.flat.to(exported_as[chunk.name]))
-    ours = model(tokens).float()
+    types = _token_types(tokens, config.model)
+    ours = [output.float() for output in _our_logits(model, tokens, types)]
     del model
-    theirs = _logits_of_transformers(transformers, folder, tokens, imported_as)
-    difference = (ours - theirs).abs().max() / theirs.std()
-    return Comparison(tokens.shape[0], tokens.shape[1], float(difference))
+    theirs = _logits_of_transformers(transformers, folder, config.model.model_family, tokens, types, imported_as)
+    differences = [(one - other).abs().max() / other.std() for one, other in zip(ours, theirs, strict=True)]
+    return Comparison(tokens.shape[0], tokens.shape[1], float(torch.stack(differences).max()))
+
+
+def _token_types(tokens: Tensor, model: ModelConfig) -> Tensor | None:
+    """Returns BERT's token types, two segments of equal length if the model tells segments apart; None for others."""
+    if model.model_family != "bert":
+        return None
+    segments = min(model.num_tokentypes, 2)
+    return (torch.arange(tokens.shape[1]) * segments // tokens.shape[1]).expand_as(tokens)
+
+
+def _our_logits(model: nn.Module, tokens: Tensor, types: Tensor | None) -> list[Tensor]:
+    """Returns all outputs of a model; a BERT may have two."""
+    if types is None:
+        return [model(tokens)]
+    return [output for output in model(tokens, None, types) if output is not None]
 
 
 def import_transformers() -> ModuleType:
@@ -108,10 +126,17 @@ def sample_tokens(vocab_size: int, max_length: int, window_size: tuple[int, int]
 
 
 def _logits_of_transformers(
-    transformers: ModuleType, folder: Path, tokens: Tensor, rounded_to: torch.dtype | None
-) -> Tensor:
+    transformers: ModuleType,
+    folder: Path,
+    model_family: str | None,
+    tokens: Tensor,
+    types: Tensor | None,
+    rounded_to: torch.dtype | None,
+) -> list[Tensor]:
+    is_decoder = model_family in (None, "gpt")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = "AutoModelForCausalLM" if is_decoder else read_config(folder)["architectures"][0]
+        model = getattr(transformers, kind).from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32, local_files_only=True
         )
     except Exception as error:  # of any kind: it is another program's
@@ -121,5 +146,9 @@ def _logits_of_transformers(
     if rounded_to is not None:
         for weight in model.parameters():
             weight.copy_(weight.to(rounded_to))
-    logits: Tensor = model.eval()(tokens, use_cache=False).logits
-    return logits
+    model.eval()
+    if types is None:
+        return [model(tokens, use_cache=False).logits]
+    outputs = model(tokens, token_type_ids=types)
+    both = "seq_relationship_logits" in outputs
+    return [outputs.prediction_logits, outputs.seq_relationship_logits] if both else [outputs.logits]

@@ -112,6 +112,8 @@ MODEL_OPTIONS = (
     "moe_router_norm_topk_prob",
     "moe_router_bias",
     "moe_router_group_score_topk",
+    "bert_binary_head",
+    "bert_num_tokentypes",
 )
 """More of these, which few models turn: described where they are not at their defaults, so that a checkpoint from
 before there was such a model option is one that leaves it alone."""
@@ -139,6 +141,9 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
 
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
     flag = flag_table().get(field)
+    families = flag.declaration.families if flag is not None else None
+    if families is not None and values["model_family"] not in families:
+        return False
     parent = parent_of(flag) if flag is not None else None
     other_way = flag.declaration.or_with if flag is not None else None
     if parent is None or (other_way is not None and values[other_way]):

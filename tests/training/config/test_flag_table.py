@@ -28,6 +28,7 @@ PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_fl
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--config",
     "--layout-invariant",
+    "--bert-num-tokentypes",
     "--ckpt-waive-keys",
     "--pipeline-schedule",
     "--beta-fast",
@@ -173,7 +174,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
-    "--fim-suffix-token", "--spec",
+    "--fim-suffix-token", "--spec", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
 }  # fmt: skip
 
