@@ -77,8 +77,6 @@ _LEGACY_MODEL = NotHere(
     "out --use-legacy-models"
 )
 _LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
-_SFT = NotHere("not yet: fine-tuning on conversations; leave out --sft")
-_FIM = NotHere("not yet: fill-in-the-middle data; leave out --fim-data")
 _MAMBA = NotHere("not yet: state-space models; megatron.core.models.gpt.GPTModel is here")
 _YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
 
@@ -122,8 +120,8 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
     "megatron.core.tokenizers.text.utils.build_tokenizer": {
         "build_tokenizer": "megatron.training.tokenizer.build:build_tokenizer_of_args",
     },
-    "megatron.training.datasets.fim_dataset": {"GPTFIMDataset": _FIM, "GPTFIMDatasetConfig": _FIM},
-    "megatron.training.datasets.sft_dataset": {"SFTDataset": _SFT},
+    "megatron.training.datasets.fim_dataset": "megatron.core.datasets.fim_dataset",
+    "megatron.training.datasets.sft_dataset": "megatron.core.datasets.sft_dataset",
     "megatron.training.inprocess_restart": {
         "maybe_wrap_for_inprocess_restart": "megatron.training.launch.start_times",
     },

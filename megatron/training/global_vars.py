@@ -30,16 +30,6 @@ _STATE_NAMES = {
 
 _OLD_ARGUMENTS: dict[str, Any] = {
     "dataloader_inter_document_masking": False,
-    "encoder_pipeline_model_parallel_size": 0,
-    "encoder_tensor_model_parallel_size": 0,
-    "fim_eod_token": "<|endoftext|>",
-    "fim_fragment_rate": None,
-    "fim_middle_token": "<fim_middle>",
-    "fim_no_prefix": None,
-    "fim_pad_token": "<fim_pad>",
-    "fim_prefix_token": "<fim_prefix>",
-    "fim_split_sample": None,
-    "fim_suffix_token": "<fim_suffix>",
     "heterogeneous_layers_config_path": None,
     "memory_snapshot_path": "snapshot.pickle",
     "modelopt_enabled": False,

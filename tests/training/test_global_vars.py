@@ -110,7 +110,7 @@ def test_timers_and_writers(run: Any) -> None:
 def test_flags_of_other_releases_have_their_defaults(run: Any) -> None:
     args = global_vars.get_args()
     assert args.s3_cache_path is None and args.renormalize_blend_weights is False
-    assert args.encoder_pipeline_model_parallel_size == 0 and args.fim_eod_token == "<|endoftext|>"
+    assert args.encoder_pipeline_model_parallel_size == 0 and args.memory_snapshot_path == "snapshot.pickle"
 
 
 def test_a_script_sets_arguments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

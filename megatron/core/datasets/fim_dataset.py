@@ -35,6 +35,17 @@ class GPTFIMDatasetConfig(GPTDatasetConfig):
     fim_no_prefix: str | None = None
     """Fragments that begin with this text are not rearranged."""
 
+    fim_extra_tokens: dict[str, str | None] | None = None
+    """The marks as Megatron-LM's scripts give them: the tokens prefix, middle, suffix and eod by these names, in place
+    of the fields above; pad has no effect."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for role in ("prefix", "middle", "suffix", "eod"):
+            token = (self.fim_extra_tokens or {}).get(role)
+            if token is not None:
+                setattr(self, f"fim_{role}_token", token)
+
 
 class GPTFIMDataset(GPTDataset):
     """GPTDataset whose documents are cut at two random characters into prefix, middle and suffix and rearranged:

@@ -135,3 +135,11 @@ def test_a_mark_must_be_one_token(build, flag):
     with pytest.raises(UserError, match=f"{flag} <mid>: must be one token of the tokenizer, which has 5 for it"):
         build(**{flag[2:].replace("-", "_"): "<mid>"})
     assert len(build(**{flag[2:].replace("-", "_"): "<cut>"}).read_sample(0)) > 0
+
+
+def test_marks_by_their_role():
+    """As Megatron-LM's entry script gives them."""
+    marks = {"prefix": "<p>", "middle": "<m>", "suffix": "<s>", "pad": "<pad>", "eod": None}
+    config = GPTFIMDatasetConfig(1, 8, mock=True, tokenizer=TOKENIZER, fim_extra_tokens=marks)
+    found = (config.fim_prefix_token, config.fim_middle_token, config.fim_suffix_token, config.fim_eod_token)
+    assert found == ("<p>", "<m>", "<s>", None)

@@ -135,7 +135,46 @@ def core_gpt_dataset_config_from_args(args):
         with open(args.per_dataset_sequences_path) as file:
             sequences_per_dataset = json.load(file)
     if args.fim_data:
-        return GPTFIMDatasetConfig(fim_rate=args.fim_rate, fim_spm_rate=args.fim_spm_rate)
+        fim_extra_tokens = {
+            "prefix": args.fim_prefix_token,
+            "middle": args.fim_middle_token,
+            "suffix": args.fim_suffix_token,
+            "pad": args.fim_pad_token,
+            "eod": args.fim_eod_token,
+        }
+        return GPTFIMDatasetConfig(
+            random_seed=args.seed,
+            sequence_length=args.seq_length,
+            blend=blend,
+            blend_per_split=blend_per_split,
+            split=args.split,
+            multiple_validation_sets=args.multiple_validation_sets,
+            full_validation=args.full_validation,
+            num_dataset_builder_threads=args.num_dataset_builder_threads,
+            path_to_cache=args.data_cache_path,
+            mmap_bin_files=args.mmap_bin_files,
+            tokenizer=tokenizer,
+            reset_position_ids=args.reset_position_ids,
+            reset_attention_mask=args.reset_attention_mask,
+            eod_mask_loss=args.eod_mask_loss,
+            create_attention_mask=args.create_attention_mask_in_dataloader,
+            object_storage_cache_path=args.object_storage_cache_path,
+            mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+            allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+            context_parallel_size=args.context_parallel_size,
+            data_parallel_size=args.data_parallel_size,
+            sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+            hybrid_context_parallel=args.hybrid_context_parallel,
+            fast_cache_load=args.dataloader_fast_cache_load,
+            defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+            sequences_per_dataset=sequences_per_dataset,
+            fim_rate=args.fim_rate,
+            fim_spm_rate=args.fim_spm_rate,
+            fim_extra_tokens=fim_extra_tokens,
+            fim_split_sample=args.fim_split_sample,
+            fim_fragment_rate=args.fim_fragment_rate,
+            fim_no_prefix=args.fim_no_prefix,
+        )
     return GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
