@@ -173,7 +173,7 @@ class RerunStateMachine:
             self.checks_results = _any_rank(bool(first))
         if not self.checks_results:
             return found
-        rejected = _any_rank(any(bool(check.rejected) for check in first))
+        rejected = _any_rank(_any_rejected(first))
         asked = rejected if self.mode is RerunMode.VALIDATE_RESULTS else self.mode is not RerunMode.DISABLED
         if not asked or start_again is None or not start_again():
             self._conclude(first, [], rejected)
@@ -263,6 +263,14 @@ def _where() -> str:
 
 def _value_text(value: Tensor) -> str:
     return f"value {value.item():.6g}" if value.numel() == 1 else f"{value.numel()} values"
+
+
+def _any_rejected(checks: Sequence[_Check]) -> bool:
+    """Returns whether any result was rejected. Waits for the device once."""
+    if not checks:
+        return False
+    device = checks[0].rejected.device
+    return bool(torch.stack([check.rejected.to(device) for check in checks]).any())
 
 
 def _any_rank(flag: bool) -> bool:
