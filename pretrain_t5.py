@@ -51,6 +51,7 @@ def build_model(context: Context, stage: Stage) -> T5Model:
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         relative_attention_num_buckets=model.relative_attention_num_buckets,
         relative_attention_max_distance=model.relative_attention_max_distance,
+        head_bias=model.t5_head_bias,
         add_encoder=stage.add_encoder,
         add_decoder=stage.add_decoder,
         vocab_padding_multiple=model.make_vocab_size_divisible_by * decoder.tensor_model_parallel_size,

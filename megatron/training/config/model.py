@@ -7,7 +7,7 @@ from typing import Literal
 from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_ACTIVATIONS = ("swiglu", "squared_relu", "quick_geglu", "geglu", "openai_gelu")
+_ACTIVATIONS = ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "openai_gelu")
 _ONE_KERNEL = "the backend of a layer chooses its kernels when the layer is built"
 
 _ROPE_SCALED = "give --position-embedding-type rope --rope-scaling-type "
@@ -70,6 +70,9 @@ class ModelConfig:
     squared_relu: bool = False
     """Activation: square of ReLU."""
 
+    relu: bool = False
+    """Activation: ReLU."""
+
     quick_geglu: bool = False
     """Activation: gated MLP with GELU's sigmoid approximation."""
 
@@ -122,6 +125,9 @@ class ModelConfig:
 
     bert_num_tokentypes: int | None = flag(None, families=["bert"])
     """BERT: number of segments that the embedding tells apart. Default: 2 with the binary head, without it none."""
+
+    t5_head_bias: bool = flag(True, off="--t5-no-head-bias", families=["t5"])
+    """T5: add a bias to the logits if the output layer uses the embedding's weight. T5 of Hugging Face has none."""
 
     model_family: str | None = not_a_flag(None)
     """The family that the entry script trains: "gpt", "bert" or "t5"; None: a script that does not say so."""

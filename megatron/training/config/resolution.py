@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, value_text
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -190,6 +190,7 @@ APP_SWITCHES: dict[str, Any] = {
     "group_query_attention": False,
     "swiglu": False,
     "squared_relu": False,
+    "relu": False,
     "quick_geglu": False,
     "geglu": False,
     "openai_gelu": False,
@@ -207,4 +208,6 @@ def _activation(app: SimpleNamespace) -> Any:
         return quick_gelu
     if app.squared_relu:
         return squared_relu
+    if app.relu:
+        return relu
     return gelu_tanh if app.openai_gelu or app.geglu else gelu

@@ -19,6 +19,7 @@ from megatron.training.conversion.config_rules import (
 )
 from megatron.training.conversion.family import EMBEDDING, HEAD, Family
 from megatron.training.conversion.rope import RotaryPositions
+from megatron.training.conversion.t5 import T5_FAMILIES
 from megatron.training.conversion.tensor_mapping import (
     GATE,
     KEYS,
@@ -158,6 +159,7 @@ FAMILIES = (
         ),
     ),
     *BERT_FAMILIES,
+    *T5_FAMILIES,
 )
 """All families. An export takes the first that expresses the model."""
 

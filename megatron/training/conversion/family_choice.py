@@ -108,4 +108,6 @@ def _has_approximate_gelu(config: PretrainConfig) -> bool:
 def _any_run(values: Values) -> list[str]:
     """Returns flags that every run needs and that do not describe the model."""
     tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "1")
-    return ["--micro-batch-size", "1", "--seq-length", str(values["seq_length"]), *tokenizer]
+    words = ["--micro-batch-size", "1", "--seq-length", str(values["seq_length"]), *tokenizer]
+    length = values["decoder_seq_length"] if values["model_family"] == "t5" else None
+    return words if length is None else [*words, "--decoder-seq-length", str(length)]

@@ -119,6 +119,23 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
         "num_attention_heads": 16,
         "intermediate_size": 4096,
     },
+    "t5": {
+        "vocab_size": 32128,
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_decoder_layers": None,
+        "num_heads": 8,
+        "relative_attention_num_buckets": 32,
+        "relative_attention_max_distance": 128,
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+        "feed_forward_proj": "relu",
+        "tie_word_embeddings": True,
+        "is_encoder_decoder": True,
+        "is_decoder": False,
+    },
 }
 """By `model_type`, then by key. `rope_theta` is the config class's `default_theta`."""
 
@@ -127,6 +144,7 @@ ALIASES = {"mixtral": {"num_experts": "num_local_experts"}, "qwen3_moe": {"num_l
 
 _TYPES: dict[str, type] = {
     "num_key_value_heads": int,
+    "num_decoder_layers": int,
     "head_dim": int,
     "sliding_window": int,
     "layer_types": list,

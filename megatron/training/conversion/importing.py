@@ -40,6 +40,10 @@ FLAGS = "flags.txt"
 """File beside the checkpoint with the flags that describe its model."""
 
 
+_ANY_LENGTH = 512
+"""Sequence length for models without a largest one."""
+
+
 @dataclass(frozen=True)
 class Imported:
     """Result of an import."""
@@ -89,7 +93,9 @@ def import_model(
     vocab_size: int = complete["vocab_size"]
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
     flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
-    words = ["--micro-batch-size", "1", "--seq-length", str(complete["max_position_embeddings"]), *flags]
+    length = str(complete.get("max_position_embeddings", _ANY_LENGTH))
+    words = ["--micro-batch-size", "1", "--seq-length", length, *flags]
+    words += ["--decoder-seq-length", length] if family.model_family == "t5" else []
     described = {"command_line": words, "model_family": family.model_family}
     config = config_for_one_process(described, [], has_cuda=False)
     wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))

@@ -50,6 +50,11 @@ def num_tokentypes(values: Values) -> int:
     return (2 if values["bert_binary_head"] else 0) if given is None else int(given)
 
 
+def has_t5_head_bias(values: Values) -> bool:
+    """Whether T5's output layer has a bias; one with a weight of its own has none."""
+    return bool(values["t5_head_bias"]) and not values["untie_embeddings_and_output_weights"]
+
+
 def _key_value_heads(values: Values) -> Any:
     return values["num_query_groups"] if values["group_query_attention"] else values["num_attention_heads"]
 
@@ -89,6 +94,7 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
         _rope_scaling,
     ),
     (("bert_num_tokentypes",), num_tokentypes),
+    (("t5_head_bias",), has_t5_head_bias),
 )
 """Fields that say one thing together, and the function that computes what they say."""
 

@@ -32,6 +32,8 @@ class HubTensorPattern:
     """Name in the safetensors file, with `{layer}` and `{expert}` in place of the numbers."""
     part: tuple[slice, ...] = ()
     """Slices of the first axes of the canonical tensor. If the name has `{expert}`, the expert axis is not included."""
+    dims: int | None = None
+    """The pattern is for canonical tensors of this many dimensions; None: of any number. A gated MLP has one more."""
 
 
 TensorMapping = Mapping[str, tuple[HubTensorPattern, ...]]
@@ -74,7 +76,7 @@ def hub_tensors(mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]]) -
 def _tensors_of(mapping: TensorMapping, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
     found = _LAYER.search(name)
     layer = found.group() if found else ""
-    patterns = mapping[_LAYER.sub("{layer}", name)]
+    patterns = [found for found in mapping[_LAYER.sub("{layer}", name)] if found.dims in (None, len(shape))]
     if any("{expert}" in pattern.name for pattern in patterns):
         for expert in range(shape[0]):
             for pattern in patterns:

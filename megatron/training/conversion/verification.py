@@ -88,7 +88,7 @@ def compare_logits(
         for chunk in model_chunks(model, lambda info: ()):
             chunk.flat.copy_(chunk.flat.to(exported_as[chunk.name]))
     types = _token_types(tokens, config.model)
-    ours = [output.float() for output in _our_logits(model, tokens, types)]
+    ours = [output.float() for output in _our_logits(model, config.model.model_family, tokens, types)]
     del model
     theirs = _logits_of_transformers(transformers, folder, config.model.model_family, tokens, types, imported_as)
     differences = [(one - other).abs().max() / other.std() for one, other in zip(ours, theirs, strict=True)]
@@ -103,8 +103,10 @@ def _token_types(tokens: Tensor, model: ModelConfig) -> Tensor | None:
     return (torch.arange(tokens.shape[1]) * segments // tokens.shape[1]).expand_as(tokens)
 
 
-def _our_logits(model: nn.Module, tokens: Tensor, types: Tensor | None) -> list[Tensor]:
-    """Returns all outputs of a model; a BERT may have two."""
+def _our_logits(model: nn.Module, model_family: str | None, tokens: Tensor, types: Tensor | None) -> list[Tensor]:
+    """Returns all outputs of a model; a BERT may have two. The decoder of a T5 reads the tokens in reverse order."""
+    if model_family == "t5":
+        return [model(tokens, tokens.flip(1))]
     if types is None:
         return [model(tokens)]
     return [output for output in model(tokens, None, types) if output is not None]
@@ -147,6 +149,8 @@ def _logits_of_transformers(
         for weight in model.parameters():
             weight.copy_(weight.to(rounded_to))
     model.eval()
+    if model_family == "t5":
+        return [model(tokens, decoder_input_ids=tokens.flip(1), use_cache=False).logits]
     if types is None:
         return [model(tokens, use_cache=False).logits]
     outputs = model(tokens, token_type_ids=types)

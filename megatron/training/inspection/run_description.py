@@ -114,6 +114,9 @@ MODEL_OPTIONS = (
     "moe_router_group_score_topk",
     "bert_binary_head",
     "bert_num_tokentypes",
+    "t5_head_bias",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
 )
 """More of these, which few models turn: described where they are not at their defaults, so that a checkpoint from
 before there was such a model option is one that leaves it alone."""
@@ -222,7 +225,7 @@ def _called(field: str) -> str:
     return _WITHOUT_A_FLAG.get(field, spelling_of(field))
 
 
-_ACTIVATIONS = "(--swiglu, --geglu, --quick-geglu, --squared-relu, --openai-gelu or none)"
+_ACTIVATIONS = "(--swiglu, --geglu, --quick-geglu, --squared-relu, --relu, --openai-gelu or none)"
 _WITHOUT_A_FLAG = {
     "activation_func": f"the activation {_ACTIVATIONS}",
     "gated_linear_unit": f"the MLP's gate {_ACTIVATIONS}",

@@ -29,6 +29,8 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--config",
     "--layout-invariant",
     "--bert-num-tokentypes",
+    "--t5-no-head-bias",
+    "--relu",
     "--ckpt-waive-keys",
     "--pipeline-schedule",
     "--beta-fast",

@@ -9,9 +9,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class T5LMHead(MegatronModule):
-    """hidden W^T + bias. With `share_embeddings_and_output_weights` there is a bias, and W is the embedding's weight:
-    `borrowed`, or on a pipeline stage without the embedding a copy of it. Otherwise the head has a weight of its own
-    and no bias."""
+    """hidden W^T + bias. With `share_embeddings_and_output_weights`, W is the embedding's weight: `borrowed`, or on a
+    pipeline stage without the embedding a copy of it; there is a bias unless our own keyword `has_bias` is False.
+    Otherwise the head has a weight of its own and no bias."""
 
     def __init__(
         self,
@@ -21,6 +21,7 @@ class T5LMHead(MegatronModule):
         share_embeddings_and_output_weights: bool = False,
         borrowed: nn.Parameter | None = None,
         *,
+        has_bias: bool = True,
         tp_group: Group = None,
         vocab_padding_multiple: int | None = None,
     ) -> None:
@@ -33,7 +34,7 @@ class T5LMHead(MegatronModule):
             vocab_size,
             config=config,
             init_method=config.embedding_init_method if is_copied else config.init_method,
-            bias=shares,
+            bias=shares and has_bias,
             gather_output=not parallel_output,
             skip_weight_param_allocation=borrowed is not None,
             tp_group=tp_group,

@@ -34,8 +34,9 @@ class T5Model(LanguageModule):
     only. Both stacks
     share one embedding. `position_embedding_type` relative gives the self-attention of each stack a bias that its
     layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's weight, it has a
-    bias; with `logit_scale` 1 / sqrt(hidden size) it is that of the published T5. `vocab_size`, `parallel_output` and
-    our own keyword `vocab_padding_multiple` are those of GPTModel; `fp16_lm_cross_entropy` has no effect.
+    bias, unless our own keyword `head_bias` is False; with `logit_scale` 1 / sqrt(hidden size) and without the bias it
+    is that of the published T5. `vocab_size`, `parallel_output` and our own keyword `vocab_padding_multiple` are those
+    of GPTModel; `fp16_lm_cross_entropy` has no effect.
 
     With several pipeline stages, `config.num_encoder_layers` is the number of the encoder's layers, and
     `stage_map(config)` says which layers are where: the first stages have the encoder, the others the decoder.
@@ -70,6 +71,7 @@ class T5Model(LanguageModule):
         *,
         rotary_base: float = 10000,
         vocab_padding_multiple: int | None = None,
+        head_bias: bool = True,
     ) -> None:
         super().__init__(config, pg_collection)
         if encoder_config is None:
@@ -151,6 +153,7 @@ class T5Model(LanguageModule):
                 self.vocab_size,
                 shares,
                 self.embedding.word_embeddings.weight if shares and pre_process else None,
+                has_bias=head_bias,
                 tp_group=groups.tp,
                 vocab_padding_multiple=vocab_padding_multiple,
             )
