@@ -130,12 +130,15 @@ class Trainer:
         return bool(due and self.splits.valid is not None)
 
     def evaluate(self, split: str, where: str | None = None) -> None:
-        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model and logs the mean loss over
-        their tokens."""
+        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or the whole validation set
+        with --full-validation, and logs the mean loss over their tokens."""
         data: StepData | None = getattr(self.splits, split)
         iterations = self.config.evaluation.eval_iters
         if data is None or iterations == 0:
             return
+        whole = self.splits.whole_valid if split == "valid" else None
+        if whole is not None:
+            data, iterations = whole.open(), whole.iterations
         training, evaluation = self.config.training, self.config.evaluation
         data.begin(self.state.iteration)
         with self.log.paused(), self.in_phase("evaluation"):
@@ -155,6 +158,8 @@ class Trainer:
                 data_parallel_size=self.environment.groups.size("dp"),
                 should_stop=lambda: self.exit.poll() is not None,
             )
+            if whole is not None:
+                data.close()
             if split == "valid":
                 self.state.consumed_valid_samples += found.samples
             self.hooks.after_evaluate(self.state.iteration)

@@ -160,8 +160,8 @@ class EvaluationConfig:
     start_eval_at_iter: int | None = flag(None, only_with="eval_interval")
     """With --eval-interval: first iteration after which validation may run."""
 
-    full_validation: bool = not_yet(False)
-    """Evaluate on the whole validation data each time."""
+    full_validation: bool = flag(False, families=["gpt"])
+    """Evaluate on the whole validation data each time; --eval-iters counts for the test data only."""
 
     multiple_validation_sets: bool = not_yet(False)
     """Report the loss of each validation data set separately."""

@@ -21,8 +21,19 @@ from megatron.training.data.bert_data import collate_bert
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.step_data import StepData
 from megatron.training.data.t5_data import collate_t5
+from megatron.training.evaluate import full_pass
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class WholeSet:
+    """A validation set that each evaluation reads from its first to its last sample (--full-validation)."""
+
+    open: Callable[[], StepData]
+    """Returns the micro-batches of one pass."""
+    iterations: int
+    """Global batches of a pass. Rows without a sample fill up the last one."""
 
 
 @dataclass
@@ -31,7 +42,9 @@ class Splits:
 
     train: StepData
     valid: StepData | None
+    """With --full-validation it is empty, and `whole_valid` has the data."""
     test: StepData | None
+    whole_valid: WholeSet | None = None
 
     def close(self) -> None:
         """Ends the processes that read ahead."""
@@ -59,7 +72,7 @@ def build_splits(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
         )
 
-    def split(dataset: Any, consumed: int, micro_batch_size: int) -> StepData:
+    def split(dataset: Any, consumed: int, micro_batch_size: int, fill_to: int | None = None) -> StepData:
         if dataset is None:
             return step_data(config, environment, None, micro_batch_size)
         groups, data = environment.groups, config.data
@@ -70,7 +83,8 @@ def build_splits(
             data_parallel_rank=groups.rank("dp"),
             data_parallel_size=groups.size("dp"),
             num_workers=data.num_workers,
-            dataloader_type=data.dataloader_type or "single",
+            dataloader_type="single" if fill_to is not None else data.dataloader_type or "single",
+            fill_to=fill_to,
             seed=config.seed,
             collate=collate_of(dataset),
             pin_memory=environment.device.type == "cuda",
@@ -85,10 +99,17 @@ def build_splits(
     consumed = state.consumed_train_samples
     training = split(train, consumed, sizes[0]) if reads else step_data(config, environment, iter(()), sizes[0])
     training.timers = timers
+    evaluation = split(test, 0, sizes[1]) if available[2] and evaluates else None
+    if config.evaluation.full_validation and available[1] and evaluates:
+        if valid is None:
+            raise UserError("--full-validation: every rank needs the validation set, to know how long it is")
+        batch = config.evaluation.global_batch_size(config.training)
+        whole = WholeSet(lambda: split(valid, 0, sizes[1], batch), full_pass(len(valid), batch).iterations)
+        return Splits(training, step_data(config, environment, iter(()), sizes[1]), evaluation, whole)
     return Splits(
         train=training,
         valid=split(valid, state.consumed_valid_samples, sizes[1]) if available[1] and evaluates else None,
-        test=split(test, 0, sizes[1]) if available[2] and evaluates else None,
+        test=evaluation,
     )
 
 

@@ -59,7 +59,9 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
     if missing:
         yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
-    if len(missing) < 2:
+    if splits.whole_valid is not None:
+        yield f"a validation takes the whole set, {splits.whole_valid.iterations} global batches"
+    elif len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
         yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:

@@ -77,3 +77,22 @@ def test_items_of_other_data_sets_use_torchs_collation() -> None:
 
 def test_items_of_this_package_become_batches(build_dataset: Any) -> None:
     assert collate_of(build_dataset(4)) is collate_gpt
+
+
+def test_the_whole_validation_set_is_read_anew_each_time() -> None:
+    class Padded(Numbers):
+        def __getitem__(self, index: int | None) -> torch.Tensor:
+            return torch.tensor(-1 if index is None else index)
+
+    splits = build(
+        "--full-validation --eval-global-batch-size 4", Numbers(), Padded(10), Numbers(), consumed_valid_samples=8
+    )
+    assert splits.valid is not None and splits.whole_valid.iterations == 3
+    for _ in range(2):
+        data = splits.whole_valid.open()
+        data.begin(0)
+        assert [next(data).tolist() for _ in range(6)] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [-1, -1]]
+        assert next(data, None) is None
+    assert build("", Numbers(), Numbers(), Numbers()).whole_valid is None
+    with pytest.raises(UserError, match="the validation set is empty"):
+        build("--full-validation", Numbers(), Numbers(0), None)
