@@ -130,8 +130,8 @@ class Trainer:
         return bool(due and self.splits.valid is not None)
 
     def evaluate(self, split: str, where: str | None = None) -> None:
-        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or the whole validation set
-        with --full-validation, and logs the mean loss over their tokens."""
+        """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
+        the whole validation set, and logs the mean loss over their tokens."""
         data: StepData | None = getattr(self.splits, split)
         iterations = self.config.evaluation.eval_iters
         if data is None or iterations == 0:

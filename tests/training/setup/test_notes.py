@@ -13,12 +13,12 @@ from megatron.training.data_preparation.config import available_cores
 from megatron.training.setup.notes import run_notes
 
 
-def notes(flags: str, *, valid: Any = "data", test: Any = "data") -> list[str]:
+def notes(flags: str, *, valid: Any = "data", test: Any = "data", whole: Any = None) -> list[str]:
     config = configure(
         f"{TINY} --mock-data --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
     )
     environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
-    splits: Any = SimpleNamespace(valid=valid, test=test)
+    splits: Any = SimpleNamespace(valid=valid, test=test, whole_valid=whole)
     return list(run_notes(config, environment, splits))
 
 
@@ -52,3 +52,8 @@ def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
     assert "there is no validation and no test data: no loss on it will be printed" in notes("", valid=None, test=None)
     with pytest.raises(UserError, match=r"--skip-train: there is no validation and no test data"):
         notes("--skip-train", valid=None, test=None)
+
+
+def test_a_whole_validation_set_is_said() -> None:
+    said = notes("--eval-interval 2", whole=SimpleNamespace(iterations=7))
+    assert said == ["a validation takes the whole set, 7 global batches"]
