@@ -20,7 +20,7 @@ from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
 from megatron.training.data.step_data import StepData
-from megatron.training.evaluate import evaluate
+from megatron.training.evaluate import evaluate, full_pass
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
@@ -137,9 +137,10 @@ class Trainer:
         if data is None or iterations == 0:
             return
         whole = self.splits.whole_valid if split == "valid" else None
-        if whole is not None:
-            data, iterations = whole.open(), whole.iterations
         training, evaluation = self.config.training, self.config.evaluation
+        if whole is not None:
+            data = whole.open()
+            iterations = full_pass(whole.num_samples, evaluation.global_batch_size(training)).iterations
         data.begin(self.state.iteration)
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)

@@ -21,7 +21,6 @@ from megatron.training.data.bert_data import collate_bert
 from megatron.training.data.loaders import build_data_iterator
 from megatron.training.data.step_data import StepData
 from megatron.training.data.t5_data import collate_t5
-from megatron.training.evaluate import full_pass
 from megatron.training.launch.environment import Environment
 from megatron.training.state import TrainState
 
@@ -32,8 +31,8 @@ class WholeSet:
 
     open: Callable[[], StepData]
     """Returns the micro-batches of one pass."""
-    iterations: int
-    """Global batches of a pass. Rows without a sample fill up the last one."""
+    num_samples: int
+    """Samples of a pass. Rows without a sample fill up the last global batch."""
 
 
 @dataclass
@@ -104,7 +103,7 @@ def build_splits(
         if valid is None:
             raise UserError("--full-validation: every rank needs the validation set, to know how long it is")
         batch = config.evaluation.global_batch_size(config.training)
-        whole = WholeSet(lambda: split(valid, 0, sizes[1], batch), full_pass(len(valid), batch).iterations)
+        whole = WholeSet(lambda: split(valid, 0, sizes[1], batch), len(valid))
         return Splits(training, step_data(config, environment, iter(()), sizes[1]), evaluation, whole)
     return Splits(
         train=training,

@@ -11,6 +11,7 @@ from megatron.core.transformer.dot_product_attention import describe_kernels
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits
 from megatron.training.data_preparation.config import available_cores
+from megatron.training.evaluate import full_pass
 from megatron.training.launch.environment import Environment
 
 
@@ -60,7 +61,8 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     if missing:
         yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
     if splits.whole_valid is not None:
-        yield f"a validation takes the whole set, {splits.whole_valid.iterations} global batches"
+        whole = full_pass(splits.whole_valid.num_samples, evaluation.global_batch_size(config.training))
+        yield f"a validation takes the whole set, {whole.iterations} global batches"
     elif len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
         yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"

@@ -55,5 +55,7 @@ def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
 
 
 def test_a_whole_validation_set_is_said() -> None:
-    said = notes("--eval-interval 2", whole=SimpleNamespace(iterations=7))
+    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=SimpleNamespace(num_samples=25))
     assert said == ["a validation takes the whole set, 7 global batches"]
+    with pytest.raises(UserError, match="the validation set is empty"):
+        notes("--eval-interval 2", whole=SimpleNamespace(num_samples=0))
