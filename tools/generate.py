@@ -2,6 +2,7 @@
 
 python tools/generate.py --load runs/quickstart/checkpoints --prompt "def " --max-new-tokens 100 --temperature 0.8
 python tools/generate.py --load runs/bert --prompt "the loss of the [MASK] is printed"
+python tools/generate.py --load runs/t5 --prompt "the <extra_id_0> of the run is printed"
 
 Model and tokenizer are those of the run, as the checkpoint describes them. See docs/quickstart.md.
 """
@@ -11,27 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
+from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
 from megatron.core.inference.generation import generate
 from megatron.core.inference.mask_filling import fill_masks
 from megatron.core.inference.sampling import GREEDY, SamplingParams
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.providers import Context, Stage
 from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.trained_model import TrainedModel, load_trained_model
-from pretrain_bert import build_model as build_bert
-from pretrain_gpt import build_model as build_gpt
+from tools.entry_scripts import build_model
 
 USAGE = "python tools/generate.py --load DIR --prompt TEXT ... [flags]"
 ABOUT = (
     "Continues prompts with a trained model. Without --top-k, --top-p and --temperature, it always takes the most "
     "likely token. The continuation of a prompt depends on the model, the flags, and the index of the prompt. A BERT "
-    "fills each [MASK] of a prompt with the most likely token instead."
+    "fills each [MASK] of a prompt with the most likely token instead. The encoder of a T5 reads the prompt, and its "
+    "decoder writes the text."
 )
 MASK = "[MASK]"
 """Stands for a masked token in a prompt."""
@@ -124,6 +123,8 @@ def write(config: GenerationConfig) -> None:
     note(f"{config.load}: iteration {trained.iteration}, on {trained.device}")
     if trained.config.model.model_family == "bert":
         return write_filled(trained, texts, config)
+    if trained.config.model.model_family == "t5":
+        return write_decoded(trained, texts, config)
     prompts = [encode(trained, text, config.max_new_tokens) for text in texts]
     reached = max((len(prompt) for prompt in prompts), default=0) + config.max_new_tokens
     if reached > trained.max_sequence_length:
@@ -143,12 +144,32 @@ def write(config: GenerationConfig) -> None:
             print((text if config.echo else "") + text_after, flush=True)
 
 
-def build_model(context: Context, stage: Stage) -> nn.Module:
-    """Builds the model of the checkpoint's family. Raises UserError for a family that does not write or fill texts."""
-    family = context.config.model.model_family
-    if family == "t5":
-        raise UserError("not yet: prompts of a T5; checkpoints of GPT and BERT work")
-    return build_bert(context, stage) if family == "bert" else build_gpt(context, stage)
+def write_decoded(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:
+    """Prints what the decoder of a T5 writes for each text that its encoder reads, batch by batch; with --no-echo
+    without the text."""
+    tokenizer, sampling = trained.tokenizer, config.sampling()
+    begin = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
+    if begin is None:
+        raise UserError(f"the tokenizer of {trained.config.tokenizer.family} has no token that begins a decoder's text")
+    end = tokenizer.eod if tokenizer.eos is None else tokenizer.eos
+    longest = trained.max_sequence_length
+    learned = trained.config.model.position_embedding_type == "learned_absolute"
+    if learned and config.max_new_tokens > longest:
+        raise UserError(f"--max-new-tokens {config.max_new_tokens}: the model has {longest} positions")
+    prompts = [encode(trained, text, 0) for text in texts]
+    for first in range(0, len(prompts), config.batch_size):
+        batch = slice(first, first + config.batch_size)
+        written = generate_from_encoder(
+            trained.model,  # type: ignore[arg-type]
+            prompts[batch],
+            begin,
+            config.max_new_tokens,
+            sampling,
+            end=end,
+            first_sequence=first,
+        )
+        for text, ids in zip(texts[batch], written, strict=True):
+            print((f"{text} " if config.echo else "") + tokenizer.detokenize(ids), flush=True)
 
 
 def write_filled(trained: TrainedModel, texts: Sequence[str], config: GenerationConfig) -> None:

@@ -25,6 +25,7 @@ from megatron.training.inspection.run_description import architecture_difference
 from megatron.training.providers import Providers
 from megatron.training.setup.set_up import resolve_auto_layout
 from megatron.training.tokenizer.null import NullTokenizer
+from tools import generate
 
 CORPUS = Path(__file__).parents[1] / "data" / "golden" / "corpus"
 PROVIDERS = Providers(pretrain_t5.build_model, pretrain_t5.build_datasets, pretrain_t5.build_forward_step)
@@ -51,6 +52,15 @@ LAYOUTS = {
     "stages as of older releases": "--encoder-pipeline-model-parallel-size 1 --untie-embeddings-and-output-weights",
     "ZeRO-3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
 }
+
+
+def test_generate_writes_with_the_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs([f"--save {tmp_path}/kept --train-iters 1"], str(tmp_path / "cache"))
+    words = ["--load", f"{tmp_path}/kept", "--prompt", "one <extra_id_0> two", "--max-new-tokens", "5"]
+    assert generate.main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("one <extra_id_0> two ")
+    assert generate.main([*words, "--no-echo", "--prompt", "a", "--top-k", "3"]) == 0
+    assert not any("one" in line for line in capsys.readouterr().out.splitlines()[-2:-1])
 
 
 def test_a_layout_runs_as_one_process_does(tmp_path: Path) -> None:

@@ -174,7 +174,12 @@ LAYOUT = ("number formats, seed and ranks", "data parallel", "pipeline stages", 
 def walked_fields() -> list[str]:
     """The fields of TransformerConfig, and of what else the model is built from."""
     fields = [field.name for config in (MLATransformerConfig, ModelConfig) for field in dataclasses.fields(config)]
-    return [name for name in dict.fromkeys(fields) if name in flag_table()]
+    return [name for name in dict.fromkeys(fields) if name in flag_table() and _is_for_gpt(flag_table()[name])]
+
+
+def _is_for_gpt(flag: Flag) -> bool:
+    """Fields that GPT does not read are those of test_bert.py and test_t5.py."""
+    return flag.declaration.families is None or "gpt" in flag.declaration.families
 
 
 def examples_of(flag: Flag, base: str) -> tuple[str, ...]:
