@@ -28,12 +28,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_model_parallel_groups_left() -> Iterator[None]:
-    """Ends the groups that a test made by Megatron-LM's functions, so that the next test can make its own."""
+def nothing_distributed_is_left() -> Iterator[None]:
+    """Ends the run and the groups that a test made by Megatron-LM's functions, so that the next test can make its own.
+    A process group of torch.distributed that is left over is an error of the test."""
     yield
+    initialize = sys.modules.get("megatron.training.initialize")
+    if initialize is not None:
+        initialize._resources.close()
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("the test left a process group of torch.distributed, which later tests would find")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
