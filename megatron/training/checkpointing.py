@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
-from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.folders import TRACKER, folder_name
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
@@ -190,7 +190,7 @@ class Checkpoints:
     def _mismatch_policy(self, with_optimizer: bool) -> MismatchPolicy:
         goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
         left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
-        return MismatchPolicy(goes_on, goes_on, tuple(self.flags.ckpt_waive_keys or ()), left)
+        return MismatchPolicy(goes_on, goes_on, (*(self.flags.ckpt_waive_keys or ()), SCALING_STATE), left)
 
     def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
         """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
-from megatron.core.dist_checkpointing.chunk import model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import SCALING_STATE, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.exceptions import UserError
@@ -26,7 +26,7 @@ from megatron.training.tokenizer.base import Tokenizer
 from megatron.training.tokenizer.build import build_tokenizer
 
 _FORMATS = ("fp16", "bf16", "fp64")
-_OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory")
+_OF_MANY_PROCESSES = ("number formats, seed and ranks", "data parallel", "pipeline stages", "memory", "fp8 and fp4")
 """Sections of flags that change how a run computes, but not its result."""
 _AND_BESIDE_THEM = ("cp_comm_type",)
 
@@ -73,7 +73,7 @@ def load_trained_model(
     tokenizer = build_tokenizer(config.tokenizer)
     with process_environment(config) as environment:
         model = build_model(Context(config, environment, tokenizer, TrainState()), Stage()).to(environment.device)
-        state_of_training = MismatchPolicy(patterns=(optimizer_state_name("*", "*"),))
+        state_of_training = MismatchPolicy(patterns=(optimizer_state_name("*", "*"), SCALING_STATE))
         chunks = model_chunks(model, lambda info: ())
         loaded = load(Path(root), chunks, step=step, policy=state_of_training, log=lambda sentence: None)
     assert loaded is not None

@@ -1,6 +1,7 @@
 """The unit of a checkpoint: a range of a canonical tensor's elements, and the memory on this rank that holds them."""
 
 import dataclasses
+import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,10 @@ from megatron.core.parameters import Box, ParameterInfo, canonical_names, info_o
 
 MASTER = "param"
 """Kind of the optimizer state that is the full-precision copy of the weight (main weight)."""
+
+SCALING_STATE = "*.scaling.amax_history"
+"""Pattern of names: the largest values that delayed scaling of fp8 has recorded. A run may turn fp8 on or off at any
+checkpoint: a record that is missing is made anew, and one that nobody reads is left."""
 
 _OPTIMIZER_PREFIX = "optimizer."
 
@@ -75,6 +80,11 @@ def optimizer_state_name(kind: str, parameter_name: str) -> str:
 def is_optimizer_state(name: str) -> bool:
     """Whether a canonical name is that of an optimizer state tensor."""
     return name.startswith(_OPTIMIZER_PREFIX)
+
+
+def is_weight(name: str) -> bool:
+    """Whether a canonical name is that of a weight of the model, not of state that only training reads."""
+    return not (is_optimizer_state(name) or fnmatch.fnmatchcase(name, SCALING_STATE))
 
 
 def parameter_chunk(parameter: Tensor, holders: tuple[int, ...] = ()) -> Chunk:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
-from megatron.core.dist_checkpointing.chunk import Chunk, is_optimizer_state
+from megatron.core.dist_checkpointing.chunk import Chunk, is_weight
 from megatron.core.dist_checkpointing.data_file import Entry, LazyTensor, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import Step, sibling_name
@@ -84,7 +84,7 @@ def export_model(
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_flags(checkpoint, config)
     family = choose_family(config, architecture, families)
-    stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if not is_optimizer_state(name)}
+    stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if is_weight(name)}
     vocab_size = vocab_size_of(checkpoint)
     shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)

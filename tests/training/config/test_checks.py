@@ -103,7 +103,7 @@ RULES = [
     ("--dataloader-type external", "--dataloader-type external: not yet; what works so far is single or cyclic"),
     # tokenizer
     ("--tokenizer-type GPT2BPETokenizer", "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
-    ("--tokenizer-type SFTTokenizer", "--tokenizer-type SFTTokenizer: not yet"),
+    ("--tokenizer-type SFTTokenizer", "--tokenizer-model: SFTTokenizer needs a tokenizer.json"),
     # evaluation, checkpoints, logs, faults
     ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
     ("--skip-train --eval-iters 0", "--skip-train with --eval-iters 0 leaves nothing to do"),
