@@ -25,10 +25,11 @@ def test_keys_become_fields_and_fields_become_keys() -> None:
 
 def test_every_problem_is_told_with_the_file_and_the_key() -> None:
     with pytest.raises(UserError) as refusal:
-        FAMILY.fields_of({"width": "8", "act": "relu", "strange": 1, "empty": None}, file="a/config.json")
-    problems = str(refusal.value).splitlines()
-    assert all(problem.startswith("a/config.json: ") for problem in problems) and len(problems) == 3
-    assert [key in problem for key, problem in zip(("strange", "width", "act"), problems, strict=True)] == [True] * 3
+        FAMILY.fields_of({"width": 8, "act": "relu", "strange": 1, "empty": None}, file="a/config.json")
+    assert str(refusal.value).splitlines() == [
+        "a/config.json: strange is not known for MineForCausalLM",
+        "a/config.json: act is 'relu'; only 'silu' is supported",
+    ]
     assert FAMILY.fields_of({"width": 8, "strange": 1}, ignored=["strange"])["hidden_size"] == 8
     with pytest.raises(
         UserError, match="which has model_type 'mine', but model_type is 'other'; correct the wrong one"
