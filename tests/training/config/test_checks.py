@@ -103,6 +103,7 @@ RULES = [
     ("--dataloader-type external", "--dataloader-type external: not yet; what works so far is single or cyclic"),
     # tokenizer
     ("--tokenizer-type GPT2BPETokenizer", "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
+    ("--train-samples 9 --step-batch-size-schedule {}", "--step-batch-size-schedule {}: {}: expected TOKENS:SIZE"),
     ("--tokenizer-type SFTTokenizer", "--tokenizer-model: SFTTokenizer needs a tokenizer.json"),
     # evaluation, checkpoints, logs, faults
     ("--eval-interval 0", "--eval-interval 0 must be at least 1"),
