@@ -119,11 +119,6 @@ def describe_problem(problem: str, config: Any, spelling: Callable[[str], str] =
     return "".join(words)
 
 
-def escaped(text: str) -> str:
-    """Returns a text as a part of a problem that names no field, so that braces in it stand for themselves."""
-    return text.replace("{", "{{").replace("}", "}}")
-
-
 def too_small(config: Any, names: Iterable[str], least: int) -> Iterator[str]:
     """Yields a problem for each of these fields that is not None and not a finite number of at least `least`."""
     for name in names:

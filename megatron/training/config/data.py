@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import escaped, flag, not_a_flag, too_small
+from megatron.core.config_fields import flag, literal_text, not_a_flag, too_small
 from megatron.core.datasets.utils import parse_split
 from megatron.core.exceptions import UserError
 
@@ -175,4 +175,4 @@ class DataConfig:
         try:
             parse_split(self.split)
         except UserError as error:
-            yield escaped(str(error))
+            yield literal_text(str(error))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.core.config_fields import escaped
+from megatron.core.config_fields import literal_text
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
@@ -28,13 +28,13 @@ def files_exist(s: Settings) -> Iterator[str]:
         try:
             blend = get_blend_from_list(getattr(s, field))
         except UserError as error:
-            yield escaped(str(error))
+            yield literal_text(str(error))
             continue
         for prefix in blend[0] if blend is not None else ():
             if not s.sft:
                 yield from _data_set_exists(field, prefix)
             elif not Path(prefix).is_file():
-                yield f"{{{field}:name}} " + escaped(f"{prefix}: no such file; --sft reads .jsonl files")
+                yield f"{{{field}:name}} " + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
 
 
 def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
         folder, name = Path(prefix).parent, Path(prefix).name
         near = sorted(str(path.with_suffix("")) for path in folder.glob("*.idx") if path.name.startswith(name))
         hint = f"; there is {' and '.join(near[:3])}" if near and ".idx" in missing else ""
-        yield f"{{{field}:name}} " + escaped(f"{prefix}{missing[0]}: no such file{hint}")
+        yield f"{{{field}:name}} " + literal_text(f"{prefix}{missing[0]}: no such file{hint}")
 
 
 def paths_are_not_empty(s: Settings) -> Iterator[str]:
@@ -87,7 +87,7 @@ def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:
             yield f"{{{field}}} is a file; give the folder of the checkpoints"
         elif one and (Path(path) / MANIFEST).is_file():
             step = f" and {{ckpt_step:name}} {int(one[1])}" if one[1] and field == "load" else ""
-            parent = escaped(str(Path(path).parent))
+            parent = literal_text(str(Path(path).parent))
             yield f"{{{field}}} is one checkpoint; give the folder that it is in: {parent}{step}"
 
 

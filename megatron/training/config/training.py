@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import escaped, flag, not_yet, too_small
+from megatron.core.config_fields import flag, literal_text, not_yet, too_small
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 
@@ -118,7 +118,7 @@ class TrainingConfig:
         try:
             last = BatchSteps.parse(self.step_batch_size_schedule, 1).steps[-1][1]
         except UserError as error:
-            yield f"{{step_batch_size_schedule}}: {escaped(str(error))}"
+            yield f"{{step_batch_size_schedule}}: {literal_text(str(error))}"
             return
         if self.global_batch_size not in (None, last):
             yield "{global_batch_size} is not the last size of {step_batch_size_schedule}; leave it out"

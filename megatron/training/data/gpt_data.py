@@ -33,4 +33,8 @@ def gpt_dataset_kind(config: PretrainConfig) -> type[GPTDataset] | type[SFTDatas
     return GPTFIMDataset if config.data.fim_data else GPTDataset
 
 
-_FIM_FIELDS = [field.name for field in dataclasses.fields(GPTFIMDatasetConfig) if field.name.startswith("fim_")]
+_FIM_FIELDS = [
+    field.name
+    for field in dataclasses.fields(GPTFIMDatasetConfig)
+    if field.name.startswith("fim_") and field.name != "fim_extra_tokens"  # the marks of scripts that have no flags
+]

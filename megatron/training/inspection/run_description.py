@@ -30,8 +30,6 @@ ARCHITECTURE = (
     "activation_func_clamp_value",
     "apply_residual_connection_post_layernorm",
     "position_embedding_type",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",

@@ -127,7 +127,9 @@ def test_a_query_without_keys_is_finite() -> None:
 
 
 def plan(variant: AttentionVariant, dtype=torch.bfloat16, asked=AttnBackend.auto):
-    return plan_attention(LOCAL, variant, SimpleNamespace(params_dtype=dtype, attention_backend=asked))
+    return plan_attention(
+        LOCAL, variant, SimpleNamespace(params_dtype=dtype, attention_backend=asked, attention_dropout=0.0)
+    )
 
 
 def test_choice_of_kernels() -> None:
