@@ -128,7 +128,7 @@ def test_a_query_without_keys_is_finite() -> None:
 
 def plan(variant: AttentionVariant, dtype=torch.bfloat16, asked=AttnBackend.auto):
     return plan_attention(
-        LOCAL, variant, SimpleNamespace(params_dtype=dtype, attention_backend=asked, attention_dropout=0.0)
+        LOCAL, variant, SimpleNamespace(params_dtype=dtype, attention_backend=asked, attention_dropout=0.1)
     )
 
 
