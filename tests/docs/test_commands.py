@@ -71,7 +71,7 @@ def test_every_page_is_found() -> None:
     ids=lambda page: page.parent.name + "/" + page.name,
 )
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
-    """In processes that have imported the product before."""
+    """In processes that have imported the product before; the quickstart below starts real ones."""
     variables = environment(commands())
     for block in bash_blocks(page):
         if block in NOT_HERE:
@@ -82,12 +82,8 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
         assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("processes", ["forks", pytest.param("real", marks=pytest.mark.slow)])
-def test_quickstart_leaves_what_it_promises(checkout: Path, processes: str) -> None:
-    """Forks import nothing; tests/support/test_programs.py shows that they behave as the interpreter does."""
-    folder = commands() if processes == "forks" else Path(sys.executable).parent
-    variables = environment(folder)
-    variables["MAKEFLAGS"] = f"PYTHON={folder / 'python'}"
+def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
+    variables = environment(Path(sys.executable).parent)
     done = subprocess.run(["make", "quickstart"], cwd=checkout, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = checkout / "runs/quickstart"

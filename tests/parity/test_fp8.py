@@ -46,20 +46,26 @@ LATENT = Model(
 CELLS = [
     (TENSORWISE, ("sp2",)),
     (TENSORWISE, ("tp2", "cp2-p2p")),
-    (TENSORWISE, ("sp2", "pp2-zb-h1")),
     (TENSORWISE, ("dp2-optim_grads_params", "recompute-full")),
     (DELAYED, ("sp2", "dp2-optim")),
-    (DELAYED, ("tp2", "cp2-a2a")),
     (DELAYED, ("pp2-interleaved", "dp2-optim_grads_params")),
-    (LATEST, ("sp2", "pp2")),
     (ROWWISE, ("sp2", "cp2-all_gather")),
-    (ROWWISE, ("tp2", "dp2")),
     (BLOCKWISE, ("pp2-zb-v", "dp2-optim")),
+]
+SLOW_CELLS = [
+    (TENSORWISE, ("sp2", "pp2-zb-h1")),
+    (DELAYED, ("tp2", "cp2-a2a")),
+    (LATEST, ("sp2", "pp2")),
+    (ROWWISE, ("tp2", "dp2")),
     (LATENT, ("sp2", "dp2")),
 ]
 
 
-@pytest.mark.parametrize(("model", "names"), CELLS, ids=lambda value: getattr(value, "name", None) or "+".join(value))
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_CELLS)],
+    ids=lambda value: getattr(value, "name", None) or "+".join(value),
+)
 def test_layout(pool: Pool, model: Model, names: tuple[str, ...]) -> None:
     alone, split = Cell(model, layout()), Cell(model, layout(*names))
     (expected,) = pool.run(train, 1, alone, 3)

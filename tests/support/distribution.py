@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-_ALONE = ("tests/docs/test_commands.py", "tests/parity/test_mutations.py::test_a_planted_bug_is_caught")
+_ALONE = (
+    "tests/docs/test_commands.py",
+    "tests/scripts/test_scripts.py",
+    "tests/parity/test_mutations.py::test_a_planted_bug_is_caught",
+)
 """Each of these tests is a unit of its own."""
 
 _CELL = re.compile(r"(tests/parity/test_layouts\.py).*\[([^/\]]*)/")
@@ -17,6 +21,7 @@ _CELL = re.compile(r"(tests/parity/test_layouts\.py).*\[([^/\]]*)/")
 _FIRST = (
     "tests/docs/test_commands.py::test_quickstart",
     "tests/docs",
+    "tests/scripts",
     "tests/parity",
     "tests/training",
     "tests/examples",

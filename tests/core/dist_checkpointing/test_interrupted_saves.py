@@ -192,8 +192,13 @@ LOSSES = ["killed", "killed in a write", "power cut", "power cut, names lost"]
 @pytest.mark.parametrize(
     ("action", "loss"),
     [
-        *itertools.product([first_and_next, same_again, after_a_killed_save], LOSSES),
+        *itertools.product([first_and_next], LOSSES),
+        *itertools.product([same_again, after_a_killed_save], LOSSES[::3]),
         (in_the_background, "power cut, names lost"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in itertools.product([same_again, after_a_killed_save], LOSSES[1:3])
+        ),
     ],
 )
 def test_every_step(tmp_path, action, loss):
