@@ -67,9 +67,9 @@ class Stage:
     virtual: int | None = None
     """Number of the chunk on its rank; None if a rank holds one chunk."""
     add_encoder: bool = True
-    """Of a model with an encoder and a decoder: the chunk has a part of the encoder."""
+    """The chunk has layers of the encoder, if the model has an encoder and a decoder."""
     add_decoder: bool = True
-    """Of a model with an encoder and a decoder: the chunk has a part of the decoder."""
+    """The chunk has layers of the decoder, if the model has an encoder and a decoder."""
 
 
 def stages_of_rank(config: PretrainConfig, pipeline_rank: int) -> list[Stage]:

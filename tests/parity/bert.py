@@ -24,7 +24,7 @@ class BertText:
     labels: Tensor
     """-1 where nothing is masked."""
     mask: Tensor
-    """Of the loss, in float64."""
+    """Loss mask: 1 for masked tokens, otherwise 0, in float64."""
     real: Tensor
     """0 where a row is padded."""
     swapped: Tensor

@@ -124,7 +124,7 @@ def _step(built: nn.Module, model: Model, number: int, per_token: bool, rows: in
 
 
 def _mean_loss(result: tuple[Any, ...]) -> Tensor:
-    """Of a micro-batch: the mean over its tokens, or what the loss function says."""
+    """Returns the loss of a micro-batch: the mean over its tokens, or the result of the loss function."""
     mean: Tensor = result[0] / result[1].clamp(min=1) if len(result) == 3 else result[0]
     return mean
 

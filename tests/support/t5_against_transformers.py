@@ -118,7 +118,7 @@ def theirs(**settings: Any) -> nn.Module:
 
 
 def ours(model: Any, tied: bool, **settings: Any) -> T5Model:
-    """The same model as ours."""
+    """Returns our model with the weights of a model of transformers."""
     their = model.config
     gated = their.feed_forward_proj.startswith("gated")
     config = TransformerConfig(

@@ -101,7 +101,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         return masked, labels
 
     def _replacement(self, token: int, random: np.random.RandomState) -> int:
-        """Returns what stands in place of a masked token: [MASK], a random token, or the token itself."""
+        """Returns the token that replaces a masked one: [MASK], a random token, or the same token."""
         if random.random_sample() < 0.8:
             return int(self.config.tokenizer.mask)
         if random.random_sample() >= 0.5:

@@ -37,7 +37,7 @@ class StepRecord:
     memory: MemoryReport | None = None
     """Memory of the rank that logs, in the record of an interval's last iteration."""
     seconds_left: float | None = None
-    """Time until the last iteration at the speed of the interval, without evaluations and saves; likewise."""
+    """Time until the last iteration at the interval's speed, without evaluations and saves; given where `memory` is."""
 
 
 @dataclass(frozen=True)

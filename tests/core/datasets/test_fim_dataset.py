@@ -138,7 +138,7 @@ def test_a_mark_must_be_one_token(build, flag):
 
 
 def test_marks_by_their_role():
-    """As Megatron-LM's entry script gives them."""
+    """Megatron-LM's entry script gives the marks as a dictionary."""
     marks = {"prefix": "<p>", "middle": "<m>", "suffix": "<s>", "pad": "<pad>", "eod": None}
     config = GPTFIMDatasetConfig(1, 8, mock=True, tokenizer=TOKENIZER, fim_extra_tokens=marks)
     found = (config.fim_prefix_token, config.fim_middle_token, config.fim_suffix_token, config.fim_eod_token)

@@ -27,7 +27,7 @@ def config(size: int, encoder: int = 4, decoder: int = 4, **fields: Any) -> Tran
 
 
 def parts(made: TransformerConfig) -> list[tuple[list[int], list[int], bool, bool]]:
-    """Of each stage: layers of the encoder, of the decoder, whether it has the embedding, the loss."""
+    """Returns for each stage: layers of the encoder, of the decoder, whether it has the embedding, the loss."""
     return [
         (list(stage.encoder_layers), list(stage.layers), stage.embedding, stage.loss)
         for stage in stage_map(made).stages

@@ -83,7 +83,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def encoder_inputs(states: torch.Tensor, hidden_keys: torch.Tensor | None = None, **more: Any) -> LayerInputs:
-    """Of a decoder of 3 tokens and an encoder of 5, in 2 rows."""
+    """Returns the inputs of a decoder of 3 tokens that reads an encoder of 5, in 2 rows."""
     return LayerInputs(Tokens(3, 2), encoder=EncoderStates(states, Tokens(5, 2), hidden_keys), **more)
 
 

@@ -287,7 +287,7 @@ def test_the_count_of_a_bert_is_what_it_computes() -> None:
 
 
 def test_the_count_of_a_t5_is_what_it_computes() -> None:
-    """Within 1% of torch's counter, whose scores of the decoder's own tokens count at half."""
+    """The costs are within 1% of torch's counter, if scores among the decoder's own tokens count half."""
     read, written, batch = 24, 16, 2
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     made = TransformerConfig(

@@ -6,6 +6,7 @@ from torch import Tensor
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.quantize import Quantized, dequantize
 from megatron.core.utils.torch_private import scaled_mm
+from megatron.core.utils.warn import warn_on_first_rank
 
 _MULTIPLE = 16
 """cuBLAS's fp8 products need dimensions that divide by it."""
@@ -21,9 +22,15 @@ def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise:
     """Does `emulated_product` on the fp8 units of a GPU. Without `precise` they may keep fewer bits of partial sums,
     which is faster; those of blocks keep them always.
 
-    Shapes that cuBLAS has no fp8 product for, a `dtype` of float64, and GPUs without fp8 units are emulated.
+    Shapes that cuBLAS has no fp8 product for, a `dtype` of float64, and GPUs without fp8 units are emulated; a warning
+    says so once.
     """
     if not _is_native(left, right, dtype):
+        if dtype is not torch.float64 and left.values.numel():
+            warn_on_first_rank(
+                "fp8: a product is computed in plain torch, which is slow: fp8 units need tokens and widths that divide "
+                f"by {_MULTIPLE} (recipe blockwise: by {4 * BLOCK}), and a GPU that has such units"
+            )
         return emulated_product(left, right, dtype)
     return scaled_mm(
         left.values,

@@ -251,7 +251,7 @@ def sort_chunks_by_idxs(
     probs: Tensor | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the chunks of rows (`split_sizes`) in the order `sorted_idxs`, and the weights [rows] likewise."""
+    """Returns the chunks of rows (`split_sizes`) and of their weights [rows], both in the order `sorted_idxs`."""
     sizes, order = split_sizes.tolist(), sorted_idxs.tolist()
 
     def reordered(rows: Tensor) -> Tensor:
