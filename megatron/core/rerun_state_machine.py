@@ -9,7 +9,7 @@ compute the step again, before its gradients are used:
 |---|---|---|
 | accepted | a transient fault of the hardware, or of a kernel | the run goes on with the second gradients |
 | rejected, and equal to the first | the data, the model, or a permanent fault | an error if `fatal`, else a warning |
-| rejected, and another value | a fault, or an algorithm that is not deterministic | an error if `fatal`, else a warning |
+| rejected, and another value | a fault, or a step that is not deterministic | an error if `fatal`, else a warning |
 
 The loop calls `step`; it decides whether the micro-batches can be drawn a second time.
 """

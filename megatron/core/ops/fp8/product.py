@@ -28,8 +28,8 @@ def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise:
     if not _is_native(left, right, dtype):
         if dtype is not torch.float64 and left.values.numel():
             warn_on_first_rank(
-                "fp8: a product is computed in plain torch, which is slow: fp8 units need tokens and widths that divide "
-                f"by {_MULTIPLE} (recipe blockwise: by {4 * BLOCK}), and a GPU that has such units"
+                "fp8: a product is computed in plain torch, which is slow: fp8 units need tokens and widths that "
+                f"divide by {_MULTIPLE} (recipe blockwise: by {4 * BLOCK}), and a GPU that has such units"
             )
         return emulated_product(left, right, dtype)
     return scaled_mm(
