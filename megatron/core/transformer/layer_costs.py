@@ -11,7 +11,8 @@ of the square, whatever the window, and no router.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from megatron.core.pipeline_parallel.stages import (
     AUTO,
@@ -20,7 +21,7 @@ from megatron.core.pipeline_parallel.stages import (
     num_encoder_layers,
     pipeline_of,
 )
-from megatron.core.transformer.layer_patterns import has_experts, is_chunked, is_windowed
+from megatron.core.transformer.layer_patterns import LayerParts, is_chunked, is_windowed, layer_parts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,16 +100,33 @@ def _loads(counts: Sequence[int], layers: Sequence[int], first: int, last: int) 
 def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bidirectional: bool = False) -> int:
     """Returns the multiplications of a layer (counted from 1) for one token. Tokens of a `bidirectional` layer see all
     others, whatever its window."""
+    mixer, channels = layer_parts(config, layer_number)
     keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
-    scores = _score_channels(config) * keys
-    attention = _attention_projections(config) + scores
-    if not has_experts(config, layer_number):
-        return attention + _mlp(config)
+    mixing = _TOKEN_MIXERS[mixer](config, keys) if mixer else 0
+    return int(mixing) + _channel_mixer(config, channels)
+
+
+def _attention(config: TransformerConfig, keys: float) -> float:
+    """Returns the multiplications of attention for a token that sees `keys` keys."""
+    return _attention_projections(config) + _score_channels(config) * keys
+
+
+_TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
+    "attention": _attention,
+}
+"""For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
+multiplications for a token."""
+
+
+def _channel_mixer(config: TransformerConfig, kind: str | None) -> int:
+    """Returns the multiplications of an MLP or of a layer of experts and its router; 0 without either."""
+    if kind != "moe":
+        return _mlp(config) if kind else 0
     assert config.num_moe_experts
     latent = config.moe_latent_size
     to_and_from_latent = 2 * config.hidden_size * latent if latent else 0
     router = config.hidden_size * config.num_moe_experts
-    return attention + router + _experts(config, latent or config.hidden_size) + to_and_from_latent
+    return router + _experts(config, latent or config.hidden_size) + to_and_from_latent
 
 
 def encoder_layer_cost(config: TransformerConfig, seq_length: int) -> int:
@@ -165,14 +183,21 @@ def flops_per_token(
     Activations that are recomputed are not counted again.
     """
     h, depths = config.hidden_size, config.mtp_num_layers or 0
-    layers = config.num_layers + depths
     keys = seq_length if bidirectional else seq_length / 2
-    attention = _attention_projections(config) + _latent_norms(config) + _score_channels(config) * keys
-    with_experts = sum(has_experts(config, number) for number in range(1, layers + 1))
-    experts = _experts(config, h) * with_experts if with_experts else 0
+    layers = Counter(layer_parts(config, number) for number in range(1, config.num_layers + depths + 1))
+    of_layers = sum(count * _counted(config, parts, keys) for parts, count in layers.items())
     heads = h * padded_vocab_size * (depths + 1) + _transform(config, bidirectional)
     join = depths * (3 * h + 2 * h * h)  # the norms and the projection before each depth of multi-token prediction
-    return 6 * (layers * attention + (layers - with_experts) * _mlp(config) + experts + join + heads)
+    return 6 * (of_layers + join + heads)
+
+
+def _counted(config: TransformerConfig, parts: LayerParts, keys: float) -> float:
+    """Returns the multiplications of a layer for one token as Megatron-LM counts them."""
+    latent_norms = _latent_norms(config) if parts.token_mixer == "attention" else 0
+    mixer = _TOKEN_MIXERS[parts.token_mixer](config, keys) if parts.token_mixer else 0
+    experts = parts.channel_mixer == "moe"
+    channels = _experts(config, config.hidden_size) if experts else _channel_mixer(config, parts.channel_mixer)
+    return mixer + latent_norms + channels
 
 
 def _transform(config: TransformerConfig, bidirectional: bool) -> int:

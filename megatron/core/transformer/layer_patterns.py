@@ -1,8 +1,42 @@
-"""Settings by layer: a period, or a list with an entry for each layer."""
+"""Settings by layer: what each layer is made of, and patterns given as a period or as a list with an entry for each
+layer."""
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from megatron.core.exceptions import UserError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a layer is made of
+
+
+class LayerParts(NamedTuple):
+    """The two branches of a layer. Each has its norm and is added to the residual stream; None: the layer lacks it.
+
+    The specs of the branches are in `models/gpt/gpt_layer_specs.py`, their costs in `layer_costs.py`, by these names.
+    """
+
+    token_mixer: Literal["attention", "gated_delta_net"] | None
+    """The branch that lets tokens see each other."""
+    channel_mixer: Literal["mlp", "moe"] | None
+    """The branch that transforms each token by itself."""
+
+
+def layer_parts(config: Any, layer_number: int) -> LayerParts:
+    """Returns what a layer (counted from 1) is made of. Layers of multi-token prediction are made as the decoder's
+    last."""
+    return LayerParts(_token_mixer(config, layer_number), "moe" if has_experts(config, layer_number) else "mlp")
+
+
+def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net"]:
+    """Returns the token mixer of a layer that has one: the variant that the config names in the layers with linear
+    attention, by `linear_attention_freq` all but every N-th, or those with a 1 in the list."""
+    if config.experimental_attention_variant == "gated_delta_net":
+        return "gated_delta_net" if _holds(config, layer_number, "linear_attention_freq") else "attention"
+    return "attention"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Patterns
 
 
 def layer_flags(name: str, pattern: list[int], config: Any) -> list[int]:

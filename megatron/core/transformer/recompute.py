@@ -2,7 +2,8 @@
 
 Full: layers keep their input and nothing else. Selective, by module:
 
-- `core_attn` keeps queries, keys and values;
+- `core_attn` keeps queries, keys and values; of another token mixer it recomputes the part that the mixer names in its
+  attribute `recomputed_part`;
 - `mlp` keeps its normed input;
 - `layernorm` keeps no norm's result; a product that needs it for its weight gradient recomputes it from the
   layer's hidden states;
@@ -109,7 +110,9 @@ def _part(layer: Any, module: str, path: str) -> Any:
 
 
 def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
-    _recompute(_part(layer, "core_attn", "self_attention.core_attention"))
+    if getattr(layer, "has_token_mixer", True):
+        core = getattr(_part(layer, "core_attn", "self_attention"), "recomputed_part", "core_attention")
+        _recompute(_part(layer, "core_attn", f"self_attention.{core}"))
     if getattr(layer, "has_cross_attention", False):
         _recompute(_part(layer, "core_attn", "cross_attention.core_attention"))
 
@@ -124,6 +127,8 @@ def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
     """Keeps none of the queries, keys and values that are computed from latents."""
+    if not getattr(layer, "has_token_mixer", True):
+        return
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")
     discarded = DiscardedResults(expand, core_attention.forward)
@@ -131,7 +136,7 @@ def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
 
 
 def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
-    if not _has_experts(layer, "mlp"):
+    if getattr(layer, "has_channel_mixer", True) and not _has_experts(layer, "mlp"):
         _recompute(layer.mlp)
 
 

@@ -45,6 +45,8 @@ class TransformerLayer(MegatronModule):
     residual is added, norm(x + attention(x)), or add norms; or it puts the two side by side, x + attention(norm(x)) +
     mlp(norm(x)). Both outputs are multiplied by `residual_multiplier`. With `apply_residual_connection_post_layernorm`
     they are added to the normed hidden states instead of x.
+
+    `self_attention` may be another token mixer. A spec without it, or without an MLP, makes a layer of one branch.
     """
 
     layer_type = LayerType.decoder
@@ -103,14 +105,25 @@ class TransformerLayer(MegatronModule):
         """The layer's number over the whole model, from 0, as in the names of its parameters."""
         return self.layer_number - 1
 
+    @property
+    def has_token_mixer(self) -> bool:
+        """Whether the layer has attention or another token mixer."""
+        return not isinstance(self.self_attention, IdentityOp)
+
+    @property
+    def has_channel_mixer(self) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return not isinstance(self.mlp, IdentityOp)
+
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns the hidden states [t, h] after this layer."""
         if self.is_parallel:
             return self.add_attention_and_mlp(hidden_states, inputs)
-        attended = self.add_attention(hidden_states, inputs)
+        if self.has_token_mixer:
+            hidden_states = self.add_attention(hidden_states, inputs)
         if self.has_cross_attention:
-            attended = self.add_cross_attention(attended, inputs)
-        return self.add_mlp(attended, inputs)
+            hidden_states = self.add_cross_attention(hidden_states, inputs)
+        return self.add_mlp(hidden_states, inputs) if self.has_channel_mixer else hidden_states
 
     def add_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(attention(norm(x)))."""
@@ -182,10 +195,17 @@ def _check_placement(placement: str, submodules: TransformerLayerSubmodules) -> 
     """Raises UserError if a layer's spec lacks norms that the config asks for, or has others."""
     if submodules.cross_attention is not IdentityOp and placement != "pre":
         raise UserError(f"norm_placement is {placement}: a layer with cross attention has it pre")
-    behind = submodules.post_attention_layernorm, submodules.post_mlp_layernorm
-    before = submodules.input_layernorm, submodules.pre_mlp_layernorm
-    unwanted = {"post": before, "post_residual": before, "parallel": before[1:]}.get(placement, ())
-    wanted = behind if placement in ("post", "post_residual", "sandwich") else ()
+    before, behind = [], []
+    if submodules.self_attention is not IdentityOp:
+        before.append(submodules.input_layernorm)
+        behind.append(submodules.post_attention_layernorm)
+    if submodules.mlp is not IdentityOp:
+        before.append(submodules.pre_mlp_layernorm)
+        behind.append(submodules.post_mlp_layernorm)
+    if placement.startswith("parallel") and len(before) != 2:
+        raise UserError(f"norm_placement is {placement}: a layer has both attention and an MLP, or norm_placement pre")
+    unwanted = {"post": before, "post_residual": before, "parallel": before[1:]}.get(placement, [])
+    wanted = behind if placement in ("post", "post_residual", "sandwich") else []
     if IdentityOp in wanted or any(spec is not IdentityOp for spec in unwanted):
         raise UserError(
             f"norm_placement is {placement}, but the layer spec places norms otherwise; give it "

@@ -6,12 +6,20 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
-from megatron.core.transformer.layer_patterns import has_experts, has_rope, is_chunked, is_windowed, layer_flags
+from megatron.core.transformer.layer_patterns import (
+    LayerParts,
+    has_experts,
+    has_rope,
+    is_chunked,
+    is_windowed,
+    layer_flags,
+    layer_parts,
+)
 
 
 def config(**fields: Any) -> Any:
     names = ("window_size", "window_attn_skip_freq", "attention_chunk_size", "attention_chunk_skip_freq")
-    none = dict.fromkeys((*names, "no_rope_freq", "num_moe_experts"))
+    none = dict.fromkeys((*names, "no_rope_freq", "num_moe_experts", "experimental_attention_variant"))
     return SimpleNamespace(**{**none, "moe_layer_freq": 1, "num_layers": 4, **fields})
 
 
@@ -45,6 +53,19 @@ def test_experts() -> None:
     assert layers(has_experts, num_moe_experts=8) == [1, 2, 3, 4, 5, 6]
     assert layers(has_experts, num_moe_experts=8, moe_layer_freq=3) == [1, 4, 5, 6]
     assert layers(has_experts, num_moe_experts=8, moe_layer_freq=[0, 1, 1, 0]) == [2, 3]
+
+
+def test_parts_of_a_layer() -> None:
+    mixed = config(
+        num_moe_experts=8,
+        moe_layer_freq=[0, 0, 1, 1],
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=2,
+    )
+    kinds = [layer_parts(mixed, number) for number in range(1, 6)]
+    assert kinds[:2] == [LayerParts("gated_delta_net", "mlp"), LayerParts("attention", "mlp")]
+    assert kinds[2:] == [LayerParts("gated_delta_net", "moe"), *[LayerParts("attention", "moe")] * 2]
+    assert layer_parts(config(), 1) == LayerParts("attention", "mlp")
 
 
 def test_a_list_has_an_entry_for_each_layer() -> None:

@@ -164,6 +164,8 @@ def test_a_part_that_a_layer_does_not_have_is_named():
         ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()),
         config=TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
     )
+    recompute_parts(layer, ["core_attn", "mlp", "mla_up_proj"])  # a layer of one branch is left as it is
+    layer.self_attention = nn.Module()
     with pytest.raises(UserError, match="core_attn: a TransformerLayer has no such part"):
         recompute_parts(layer, ["core_attn"])
     for module in ("mla_up_proj", "shared_experts"):
@@ -180,6 +182,7 @@ def test_an_attribute_error_inside_a_part_is_not_taken_for_a_missing_part():
         ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules()),
         config=TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2),
     )
+    layer.mlp = nn.Identity()
     forward = layer.mlp.forward
     broken = mock.patch("megatron.core.transformer.recompute.Recomputed", side_effect=AttributeError("a bug"))
     with broken, pytest.raises(AttributeError, match="a bug"):

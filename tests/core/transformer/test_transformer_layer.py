@@ -10,7 +10,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import EncoderStates, LayerInputs
+from megatron.core.transformer.recompute import recompute_parts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -36,6 +38,20 @@ def test_a_layer_is_its_formula() -> None:
     by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
     by_hand = by_hand + layer.mlp(layer.pre_mlp_layernorm(by_hand))[0]
     assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
+
+
+@pytest.mark.parametrize("left_out", ["self_attention", "mlp"])
+def test_a_layer_of_one_branch(left_out: str) -> None:
+    parts = get_gpt_layer_local_spec().submodules
+    whole = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(), layer_number=1)
+    setattr(parts, left_out, IdentityOp)
+    setattr(parts, "input_layernorm" if left_out == "self_attention" else "pre_mlp_layernorm", IdentityOp)
+    layer = build_module(ModuleSpec(TransformerLayer, submodules=parts), config=config(), layer_number=1)
+    recompute_parts(layer, ["core_attn", "mlp", "layernorm"])
+    layer.load_state_dict(whole.state_dict(), strict=False)
+    hidden, inputs = states().flatten(0, 1), LayerInputs(Tokens(5, 2))
+    expected = whole.add_mlp(hidden, inputs) if left_out == "self_attention" else whole.add_attention(hidden, inputs)
+    assert torch.equal(layer(hidden, inputs), expected)
 
 
 class AddsEncoder(nn.Module):

@@ -1,5 +1,7 @@
 """Specs of GPT layers."""
 
+from collections.abc import Callable
+
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
@@ -10,7 +12,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.layer_patterns import has_experts
+from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -58,29 +60,31 @@ def get_gpt_layer_local_spec(
     for name, value in asked.items():
         if value:
             raise UserError(f"not yet: {name} {value} in a layer spec")
+    if multi_latent_attention:
+        attention = _latent_attention(qk_layernorm, attn_mask_type)
+    else:
+        attention = _attention(_query_key_norm(qk_layernorm, qk_l2_norm, qk_norm_scope), attn_mask_type)
+    return _layer(attention, _mlp(MLP) if num_experts is None else _moe(moe_grouped_gemm), norm_placement)
+
+
+def _layer(token_mixer: ModuleSpec | None, channel_mixer: ModuleSpec | None, norm_placement: str) -> ModuleSpec:
+    """Returns the spec of a layer of these branches, each with its norms; None leaves a branch out."""
     before = IdentityOp if norm_placement in ("post", "post_residual") else WrappedTorchNorm
     behind = WrappedTorchNorm if norm_placement in ("post", "post_residual", "sandwich") else IdentityOp
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=before,
-            self_attention=(
-                _latent_attention(qk_layernorm, attn_mask_type)
-                if multi_latent_attention
-                else _attention(_query_key_norm(qk_layernorm, qk_l2_norm, qk_norm_scope), attn_mask_type)
-            ),
-            post_attention_layernorm=behind,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp if norm_placement == "parallel" else before,
-            mlp=_mlp(MLP) if num_experts is None else _moe(moe_grouped_gemm),
-            post_mlp_layernorm=behind,
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-            },
-        ),
+    submodules = TransformerLayerSubmodules(
+        sharded_state_dict_keys_map={
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
     )
+    if token_mixer is not None:
+        submodules.input_layernorm, submodules.post_attention_layernorm = before, behind
+        submodules.self_attention, submodules.self_attn_bda = token_mixer, get_bias_dropout_add
+    if channel_mixer is not None:
+        submodules.pre_mlp_layernorm = IdentityOp if norm_placement == "parallel" else before
+        submodules.post_mlp_layernorm = behind
+        submodules.mlp, submodules.mlp_bda = channel_mixer, get_bias_dropout_add
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -182,16 +186,32 @@ def gpt_layer_spec_of(
 ) -> ModuleSpec:
     """Returns the spec of one layer (counted from 1 over the whole model) that a config describes. `attn_mask_type`
     padding makes it the layer of an encoder."""
-    return get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if has_experts(config, layer_number) else None,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        multi_latent_attention=config.multi_latent_attention,
-        qk_l2_norm=config.qk_l2_norm,
-        norm_placement=config.norm_placement,
-        qk_norm_scope=config.qk_norm_scope,
-        attn_mask_type=attn_mask_type,
+    mixer, channels = layer_parts(config, layer_number)
+    return _layer(
+        None if mixer is None else _TOKEN_MIXERS[mixer](config, attn_mask_type),
+        None if channels is None else _CHANNEL_MIXERS[channels](config),
+        config.norm_placement,
     )
+
+
+def _attention_of(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpec:
+    if config.multi_latent_attention:
+        return _latent_attention(config.qk_layernorm, attn_mask_type)
+    norm = _query_key_norm(config.qk_layernorm, config.qk_l2_norm, config.qk_norm_scope)
+    return _attention(norm, attn_mask_type)
+
+
+_TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]] = {
+    "attention": _attention_of,
+}
+"""For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
+spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""
+
+_CHANNEL_MIXERS: dict[str, Callable[[TransformerConfig], ModuleSpec]] = {
+    "mlp": lambda config: _mlp(MLP),
+    "moe": lambda config: _moe(config.moe_grouped_gemm),
+}
+"""For each channel mixer of `layer_patterns.LayerParts` a function of the config that returns its spec."""
 
 
 def get_gpt_decoder_block_spec(
