@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.models.bert.bert_layer_specs import get_bert_encoder_block_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.tokens import Tokens
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
 from megatron.training import pretrain
 from megatron.training.data.bert_data import BertBatch, bert_dataset_config
 from megatron.training.data.step_data import StepData
@@ -26,13 +27,21 @@ DEFAULTS = {"model_family": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
 """What the command line means by default in this script."""
 
 
+def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
+    """Returns the specs of a stage's layers, as the flags describe them, or as --spec names them."""
+    model, pipeline_rank = context.config.model, context.environment.groups.rank("pp")
+    if model.spec is not None and model.spec != ["local"]:
+        return block_spec_of_flag(model.spec, model.transformer, stage.virtual, pipeline_rank)
+    return get_bert_encoder_block_spec(model.transformer, stage.virtual, pipeline_rank)
+
+
 def build_model(context: Context, stage: Stage) -> BertModel:
     """Builds the part of the model that a stage holds."""
     model, groups = context.config.model, context.environment.groups
     return BertModel(
         config=model.transformer,
         num_tokentypes=model.num_tokentypes,
-        transformer_layer_spec=get_bert_encoder_block_spec(model.transformer, stage.virtual, groups.rank("pp")),
+        transformer_layer_spec=build_layer_specs(context, stage),
         vocab_size=context.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=stage.pre_process,

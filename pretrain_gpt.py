@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokens import SequencePart, Tokens
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_spec_of_flag
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
@@ -25,8 +25,11 @@ from megatron.training.providers import Context, ForwardStep, LossFunction, Prov
 
 
 def build_layer_specs(context: Context, stage: Stage) -> TransformerBlockSubmodules:
-    """Returns the specs of a stage's layers, as the flags describe them."""
-    return get_gpt_decoder_block_spec(context.config.transformer, **position_of(context, stage))
+    """Returns the specs of a stage's layers, as the flags describe them, or as --spec names them."""
+    words, position = context.config.model.spec, position_of(context, stage)
+    if words is not None and words != ["local"]:
+        return block_spec_of_flag(words, context.config.transformer, position["vp_stage"], position["pp_rank"])
+    return get_gpt_decoder_block_spec(context.config.transformer, **position)
 
 
 def build_model(context: Context, stage: Stage, layers: TransformerBlockSubmodules | None = None) -> GPTModel:

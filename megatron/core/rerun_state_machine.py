@@ -11,13 +11,15 @@ compute the step again, before its gradients are used:
 | rejected, and equal to the first | the data, the model, or a permanent fault | an error if `fatal`, else a warning |
 | rejected, and another value | a fault, or a step that is not deterministic | an error if `fatal`, else a warning |
 
-The loop calls `step`; it decides whether the micro-batches can be drawn a second time.
+The loop calls `step`; it decides whether the micro-batches can be drawn a second time. A `RerunErrorInjector` makes up
+rejected results, to test the reaction to them.
 """
 
 import enum
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +51,40 @@ class RerunDiagnostic(enum.Enum):
     CHANGING_RESULT = "changing result"
 
 
+class RerunErrorInjector:
+    """Chooses at random, once in `error_injection_rate` validations, a result of a training step that is rejected
+    although nothing is wrong with it (0: never). What is rejected, by `error_injection_type`:
+
+    - correct_result: the true value, also when it is computed again;
+    - transient_error: a wrong value; the one that is computed again is true and accepted;
+    - persistent_error: a wrong value, the same one when it is computed again.
+
+    Gradients stay true. Each rank draws by itself. Raises UserError for an unknown type.
+    """
+
+    TYPES = ("correct_result", "transient_error", "persistent_error")
+
+    def __init__(
+        self, error_injection_rate: int = 0, error_injection_type: str = "transient_error", seed: int = 1234
+    ) -> None:
+        if error_injection_type not in self.TYPES:
+            raise UserError(f"error_injection_type {error_injection_type}: choose from {', '.join(self.TYPES)}")
+        self.rate, self.kind = error_injection_rate, error_injection_type
+        self._random = random.Random(f"{seed} {dist.get_rank() if dist.is_initialized() else 0}")
+
+    def is_due(self) -> bool:
+        """Returns whether the result of this validation is to be rejected."""
+        return self.rate > 0 and self._random.random() * self.rate < 1.0
+
+    def inject(self, check: "_Check", again: bool) -> "_Check":
+        """Returns the check with an error in it. `again`: the result is computed for the second time."""
+        if again and self.kind == "transient_error":
+            return check
+        wrong = check.result if self.kind == "correct_result" else check.result + 1
+        message = f"{check.message}, injected as {self.kind}"
+        return replace(check, result=wrong, rejected=torch.ones_like(check.rejected), message=message, injected=True)
+
+
 @dataclass
 class _Check:
     """One call of `validate_result` in a step."""
@@ -59,6 +95,7 @@ class _Check:
     fatal: bool
     tolerance: float
     comparison_func: Callable[[Any, Any], float] | None
+    injected: bool = False
 
     def difference(self, again: "_Check") -> float:
         """Returns how much the second result differs, relative to the first; 0 if both are NaN."""
@@ -94,13 +131,17 @@ class _Step:
     """The checks of the step under way."""
 
     checks: list[_Check] = field(default_factory=list)
+    first: Sequence[_Check] | None = None
+    """The checks of the first computation, in the second one."""
 
 
 class RerunStateMachine:
     """Collects the results of a step and decides what follows from them; see the module's text."""
 
-    def __init__(self, mode: RerunMode = RerunMode.DISABLED) -> None:
+    def __init__(self, mode: RerunMode = RerunMode.DISABLED, injector: RerunErrorInjector | None = None) -> None:
         self.mode = mode
+        self.injector = injector if injector is not None and injector.rate > 0 else None
+        """Makes up rejected results; None: all are real."""
         self.leaves_non_finite = False
         """A rejected result that is not finite is reported, and is an error only if this is False: the loop of this
         package has its own reaction (--nonfinite-action)."""
@@ -131,11 +172,20 @@ class RerunStateMachine:
         value = result.detach().clone() if isinstance(result, Tensor) else torch.tensor(float(result))
         rejected = rejection_func(result)
         rejected = rejected.any() if isinstance(rejected, Tensor) else torch.tensor(bool(rejected))
-        check = _Check(value, rejected, message, fatal, tolerance, comparison_func)
+        check = self._with_errors(_Check(value, rejected, message, fatal, tolerance, comparison_func))
         if self._step is not None:
             self._step.checks.append(check)
-        elif bool(rejected):
-            _react([f"{_where()}: {message} ({_value_text(value)})"], fatal)
+        elif bool(check.rejected):
+            _react([f"{_where()}: {check.message} ({_value_text(check.result)})"], fatal)
+
+    def _with_errors(self, check: _Check) -> _Check:
+        """Returns the check as it is, or with an injected error. Only results of training steps get one."""
+        if self.injector is None or self._step is None:
+            return check
+        first = self._step.first
+        if first is None:
+            return self.injector.inject(check, again=False) if self.injector.is_due() else check
+        return self.injector.inject(check, again=True) if first[len(self._step.checks)].injected else check
 
     def is_unexpectedly_large(
         self, result: Tensor, threshold: float, context: str, num_samples: int = 100, resample: bool = False
@@ -178,14 +228,24 @@ class RerunStateMachine:
         if not asked or start_again is None or not start_again():
             self._conclude(first, [], rejected)
             return found
-        second, found = self._record(compute)
+        second, found = self._record(compute, first)
         if self.mode is RerunMode.REPORT_DETERMINISM_STATS:
             self._count(first, second)
         self._conclude(first, second, rejected)
         return found
 
-    def _record(self, compute: Callable[[], Result]) -> tuple[list[_Check], Result]:
-        self._step = _Step()
+    def validate_losses(self, reports: Sequence[Mapping[str, Tensor]]) -> None:
+        """With an error injector: validates the losses that a step reports if its loss function has validated nothing,
+        so that there is something to inject errors into."""
+        if self.injector is None or self._step is None or self._step.checks:
+            return
+        for name, value in ((name, value) for report in reports for name, value in report.items()):
+            self.validate_result(value, lambda loss: ~loss.isfinite(), f"{name} is rejected")
+
+    def _record(
+        self, compute: Callable[[], Result], first: Sequence[_Check] | None = None
+    ) -> tuple[list[_Check], Result]:
+        self._step = _Step(first=first)
         try:
             found = compute()
             return self._step.checks, found
@@ -292,10 +352,12 @@ class _Process:
     machine: RerunStateMachine | None = None
 
 
-def initialize_rerun_state_machine(mode: RerunMode | str = RerunMode.DISABLED, **unused: Any) -> RerunStateMachine:
+def initialize_rerun_state_machine(
+    mode: RerunMode | str = RerunMode.DISABLED, error_injector: RerunErrorInjector | None = None, **unused: Any
+) -> RerunStateMachine:
     """Makes the machine of this process and returns it. Raises UserError for an unknown mode."""
     try:
-        _Process.machine = RerunStateMachine(RerunMode(mode))
+        _Process.machine = RerunStateMachine(RerunMode(mode), error_injector)
     except ValueError:
         modes = ", ".join(mode.value for mode in RerunMode)
         raise UserError(f"rerun_mode {mode}: unknown; choose from {modes}") from None

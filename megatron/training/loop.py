@@ -131,7 +131,7 @@ def run_step(
     optimizer.zero_grad()
 
     def compute() -> Sequence[Mapping[str, Tensor]]:
-        return forward_backward(
+        found = forward_backward(
             forward_step_func=forward_step,
             data_iterator=data_iterator,
             model=list(model),
@@ -141,6 +141,9 @@ def run_step(
             forward_only=False,
             **of_schedule,
         )
+        if results is not None:
+            results.validate_losses(found)
+        return found
 
     if results is None or results.checks_results is False:
         reports = compute()

@@ -18,9 +18,9 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.data.splits import Splits
+from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData
-from megatron.training.evaluate import evaluate, full_pass
+from megatron.training.evaluate import EvaluationResult, evaluate, full_pass
 from megatron.training.hooks.exit import ExitAgreement, ExitDecision, ExitReason
 from megatron.training.hooks.hook import Hooks
 from megatron.training.launch.environment import Environment
@@ -131,53 +131,70 @@ class Trainer:
 
     def evaluate(self, split: str, where: str | None = None) -> None:
         """Runs --eval-iters global batches of a split (`valid` or `test`) through the model, or with --full-validation
-        the whole validation set, and logs the mean loss over their tokens."""
+        the whole validation set, and logs the mean loss over their tokens. With --multiple-validation-sets it does so
+        for each set; `consumed_valid_samples` counts the samples of one of them, since all advance together."""
         data: StepData | None = getattr(self.splits, split)
-        iterations = self.config.evaluation.eval_iters
-        if data is None or iterations == 0:
+        if data is None or self.config.evaluation.eval_iters == 0:
             return
-        whole = self.splits.whole_valid if split == "valid" else None
-        training, evaluation = self.config.training, self.config.evaluation
-        if whole is not None:
-            data = whole.open()
-            iterations = full_pass(whole.num_samples, evaluation.global_batch_size(training)).iterations
-        data.begin(self.state.iteration)
+        sets = self.splits.valid_sets if split == "valid" else ()
         with self.log.paused(), self.in_phase("evaluation"):
             self.hooks.before_evaluate(self.state.iteration)
-            found = evaluate(
-                self.forward_backward,
-                self.forward_step,
-                data.iterators(len(self.model)),
-                self.model,
-                num_iterations=iterations,
-                num_microbatches=evaluation.num_microbatches(training, self.environment.groups.size("dp")),
-                micro_batch_size=evaluation.micro_batch_size(training),
-                seq_length=self.config.data.seq_length,
-                decoder_seq_length=self.config.decoder_seq_length,
-                device=self.device,
-                group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
-                data_parallel_size=self.environment.groups.size("dp"),
-                should_stop=lambda: self.exit.poll() is not None,
-            )
-            if whole is not None:
-                data.close()
+            found = []
+            for each in sets or [ValidationSet(lambda: data)]:
+                found.append((each.name, self._evaluate_set(each)))
+                if found[-1][1].interrupted:
+                    break
             if split == "valid":
-                self.state.consumed_valid_samples += found.samples
+                self.state.consumed_valid_samples += found[0][1].samples
             self.hooks.after_evaluate(self.state.iteration)
-            if found.interrupted and self.environment.logs:
-                print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
-            if found.losses:
-                record = ValidationRecord(
-                    self.state.iteration,
-                    found.losses,
-                    split={"valid": "validation"}.get(split, split),
-                    where=where,
-                    consumed_samples=self.state.consumed_train_samples,
-                    tokens=found.tokens,
-                    samples=found.samples,
-                    seconds=found.seconds,
-                )
-                self.log.validation(record)
+            for name, result in found:
+                self._log_evaluation(result, {"valid": "validation"}.get(split, split), where, name)
+
+    def _evaluate_set(self, valid_set: ValidationSet) -> EvaluationResult:
+        """Runs one evaluation's part of a data set through the model."""
+        training, evaluation = self.config.training, self.config.evaluation
+        data, iterations = valid_set.open(), evaluation.eval_iters
+        if valid_set.num_samples is not None:
+            iterations = full_pass(valid_set.num_samples, evaluation.global_batch_size(training)).iterations
+        data.begin(self.state.iteration)
+        found = evaluate(
+            self.forward_backward,
+            self.forward_step,
+            data.iterators(len(self.model)),
+            self.model,
+            num_iterations=iterations,
+            num_microbatches=evaluation.num_microbatches(training, self.environment.groups.size("dp")),
+            micro_batch_size=evaluation.micro_batch_size(training),
+            seq_length=self.config.data.seq_length,
+            decoder_seq_length=self.config.decoder_seq_length,
+            device=self.device,
+            group=self.environment.groups.dp_cp if self.environment.groups.size("dp_cp") > 1 else None,
+            data_parallel_size=self.environment.groups.size("dp"),
+            should_stop=lambda: self.exit.poll() is not None,
+        )
+        if valid_set.num_samples is not None:
+            data.close()
+        if found.interrupted and self.environment.logs:
+            print(f"evaluation stopped after {found.iterations} of {iterations} iterations", flush=True)
+        return found
+
+    def _log_evaluation(self, found: EvaluationResult, split: str, where: str | None, name: str | None) -> None:
+        if not found.losses:
+            return
+        if name is not None:
+            split = f"{split}-{name}"
+            where = f"iteration {self.state.iteration} on {split}"
+        record = ValidationRecord(
+            self.state.iteration,
+            found.losses,
+            split=split,
+            where=where,
+            consumed_samples=self.state.consumed_train_samples,
+            tokens=found.tokens,
+            samples=found.samples,
+            seconds=found.seconds,
+        )
+        self.log.validation(record)
 
     # Saving and leaving ----------------------------------------------------------------------------------------------
 

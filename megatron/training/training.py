@@ -200,6 +200,9 @@ def build_train_valid_test_data_iterators(
     build_datasets = datasets_builder(build_train_valid_test_datasets_provider)
     splits = build_splits(run.config, run.environment, run.state, build_datasets(run, sample_counts(run.config)))
     close_with_run(splits.close)
+    if splits.valid_sets:
+        flags = "--multiple-validation-sets" if run.config.evaluation.multiple_validation_sets else "--full-validation"
+        raise UserError(f"{flags}: the loop of a script has one validation iterator; call pretrain(), or leave it out")
     chunks = len(stages_of_rank(run.config, run.environment.groups.rank("pp")))
     train, valid, test = (
         [None] * chunks if split is None else split.iterators(chunks)

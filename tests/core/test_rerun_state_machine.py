@@ -9,6 +9,7 @@ from support.processes import run_on_ranks
 
 from megatron.core.exceptions import UserError
 from megatron.core.rerun_state_machine import (
+    RerunErrorInjector,
     RerunMode,
     RerunStateMachine,
     destroy_rerun_state_machine,
@@ -130,3 +131,44 @@ def test_all_ranks_compute_again_and_end_together() -> None:
     first, second = run_on_ranks(_one_of_two, 2)
     assert first == (2, "another rank rejected a result of this step; its lines say which")
     assert second[0] == 2 and second[1].startswith("rank 1") and "too large (value 7)" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("transient_error", None),
+        ("correct_result", r"injected as correct_result \(value 1\); computed again: the same again"),
+        ("persistent_error", r"injected as persistent_error \(value 2\); computed again: the same again"),
+    ],
+)
+def test_injected_errors(kind: str, sentence: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = RerunStateMachine(RerunMode.VALIDATE_RESULTS, RerunErrorInjector(1, kind))
+    if sentence is None:
+        assert machine.step(step_of(machine, [ONE, ONE]), lambda: True) == 1.0
+        assert "(value 2); computed again: value 1 is accepted: a transient fault" in capsys.readouterr().out
+    else:
+        with pytest.raises(RuntimeError, match=sentence):
+            machine.step(step_of(machine, [ONE, ONE]), lambda: True)
+    machine.validate_result(ONE, torch.isnan, "found NaN")  # in an evaluation: nothing is injected
+
+
+def test_how_often_errors_are_injected() -> None:
+    injector = RerunErrorInjector(4)
+    assert 200 < sum(injector.is_due() for _ in range(1000)) < 300
+    assert RerunStateMachine(injector=RerunErrorInjector(0)).injector is None
+    with pytest.raises(UserError, match="error_injection_type loud: choose from correct_result"):
+        RerunErrorInjector(1, "loud")
+
+
+def test_losses_are_validated_where_the_script_validates_nothing() -> None:
+    machine = RerunStateMachine(RerunMode.VALIDATE_RESULTS, RerunErrorInjector(1, "persistent_error"))
+
+    def compute() -> list[dict[str, torch.Tensor]]:
+        reports = [{"lm loss": torch.tensor([3.0, 1.0])}]
+        machine.validate_losses(reports)
+        return reports
+
+    with pytest.raises(RuntimeError, match="lm loss is rejected, injected"):
+        machine.step(compute, lambda: True)
+    machine.injector = None
+    machine.validate_losses([{"lm loss": NAN}])  # nothing to inject: nothing is validated

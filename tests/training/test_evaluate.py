@@ -1,9 +1,12 @@
 """Evaluation against a plain mean over all tokens, with batches whose token counts differ wildly."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from support.processes import run_on_ranks
+from support.runs import TINY, train, write_documents
 from torch import nn
 
 from megatron.core.exceptions import UserError
@@ -185,3 +188,23 @@ def test_two_ranks_with_different_token_counts():
     loss, tokens, samples = outputs[0]
     assert loss == pytest.approx(total / count, rel=1e-6)
     assert (tokens, samples) == (count, 2 * 2 * NMB * MICRO)
+
+
+def test_each_validation_set_has_its_own_loss(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wiki, code = (write_documents(tmp_path / name, seed=seed) for seed, name in enumerate(("wiki", "code")))
+    flags = f"--train-data-path {wiki} --train-iters 2 --eval-interval 1 --valid-data-path"
+    base = TINY.replace("--split 80,10,10", "")
+
+    def losses(of: str) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {}
+        for record in train(f"{flags} {of}", base=base).validations:
+            found.setdefault(record.split, []).append(record.losses["lm loss"])
+        return found
+
+    both = losses(f"{wiki} {code} --multiple-validation-sets --validation-set-names wiki code")
+    assert " validation loss at iteration 2 on validation-code | lm loss value: " in capfd.readouterr().out
+    alone = {name: losses(path)["validation"] for name, path in (("wiki", wiki), ("code", code))}
+    assert both == {f"validation-{name}": found for name, found in alone.items()}
+    assert alone["wiki"] != alone["code"] and len(alone["wiki"]) == 3  # after each step, and at the end
+    whole = losses(f"{wiki} {code} --multiple-validation-sets --full-validation --train-iters 1")
+    assert whole["validation-0"][0] == whole["validation-0"][1] and whole["validation-1"] != whole["validation-0"]

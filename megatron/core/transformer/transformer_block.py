@@ -1,7 +1,8 @@
 """The stack of layers of one pipeline stage."""
 
 import dataclasses
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs, sequence_slice
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.recompute import recompute_activations
-from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module, import_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -170,6 +171,34 @@ def get_num_layers_to_build(config: TransformerConfig, vp_stage: int | None = No
     """Returns the number of layers on a (virtual) pipeline stage. `pp_rank` defaults to this rank's."""
     rank = default_collection().rank("pp") if pp_rank is None else pp_rank
     return len(stage_map(config).stage_at(rank, vp_stage or 0).layers)
+
+
+def block_spec_of_flag(
+    words: Sequence[str], config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Returns the specs of a stage's layers that `--spec MODULE NAME` names: the spec of a layer or of a block, or a
+    function that returns one. Of a function's parameters those named `config`, `vp_stage`, `pp_rank` and
+    `use_transformer_engine` are given to it.
+
+    Raises UserError if there is no such object, if it is or returns something else, or if it needs other arguments.
+    """
+    found, flag = import_module((words[0], words[1])), f"--spec {' '.join(words)}"
+    if callable(found) and not isinstance(found, type):
+        offered = {"config": config, "vp_stage": vp_stage, "pp_rank": pp_rank, "use_transformer_engine": False}
+        parameters = inspect.signature(found).parameters
+        needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _COLLECTING]
+        if missing := [name for name in needed if name not in offered]:
+            raise UserError(f"{flag}: the function needs {', '.join(missing)}; it is given {', '.join(offered)}")
+        found = found(**{name: value for name, value in offered.items() if name in parameters})
+    if not isinstance(found, ModuleSpec | TransformerBlockSubmodules):
+        raise UserError(
+            f"{flag} gives {type(found).__name__} {found!r:.80}; expected a ModuleSpec or TransformerBlockSubmodules, "
+            "or a function that returns one"
+        )
+    return block_submodules(found, get_num_layers_to_build(config, vp_stage, pp_rank))
+
+
+_COLLECTING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def block_submodules(spec: TransformerBlockSubmodules | ModuleSpec, num_layers: int) -> TransformerBlockSubmodules:

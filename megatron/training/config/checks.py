@@ -294,6 +294,7 @@ def _numbers_are_finite(s: Settings) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     _model_is_described,
     _each_config,
+    file_checks.validation_sets,
     _positions,
     _rotary,
     _multi_token_prediction,
@@ -304,6 +305,7 @@ RULES: tuple[Rule, ...] = (
     model_families.bert,
     model_families.encoder_and_decoder,
     model_families.one_stack,
+    model_families.layers_of_spec,
     parallel_checks.ranks,
     parallel_checks.ranks_of_experts,
     parallel_checks.sequence_length,

@@ -37,6 +37,29 @@ def files_exist(s: Settings) -> Iterator[str]:
                 yield f"{{{field}:name}} " + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
 
 
+def validation_sets(s: Settings) -> Iterator[str]:
+    """The data of --multiple-validation-sets has no weights, and each set has a name."""
+    if not s.multiple_validation_sets:
+        return
+    if s.mock_data:
+        yield "{multiple_validation_sets} needs data sets (--valid-data-path); {mock_data} makes up a single one"
+    if s.per_split_data_args_path is not None or s.data_args_path is not None:
+        return  # the builder of the data sets reads the file
+    field = "data_path" if s.data_path is not None else "valid_data_path"
+    try:
+        blend = get_blend_from_list(getattr(s, field))
+    except UserError:
+        return  # `files_exist` says it
+    if blend is None:
+        return
+    prefixes, weights = blend
+    if weights is not None:
+        yield f"{{multiple_validation_sets}}: {{{field}:name}} must be without weights, as each set has its own loss"
+    elif s.validation_set_names is not None and len(s.validation_set_names) != len(prefixes):
+        names = len(s.validation_set_names)
+        yield f"{{validation_set_names}}: {names} names for the {len(prefixes)} sets of {{{field}}}"
+
+
 def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
     """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names."""
     missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]

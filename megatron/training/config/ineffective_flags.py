@@ -119,3 +119,5 @@ def _data(s: Settings) -> Iterator[str]:
 def _evaluation(s: Settings) -> Iterator[str]:
     if s.eval_iters == 0 and s.eval_interval is not None:
         yield "{eval_interval}: has no effect with {eval_iters}"
+    if s.eval_iters == 0 and s.multiple_validation_sets:
+        yield "{multiple_validation_sets}: has no effect with {eval_iters}"

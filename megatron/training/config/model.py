@@ -92,9 +92,10 @@ class ModelConfig:
     """Draw initial weights from a uniform distribution with bounds from their shapes (Glorot and Bengio 2010), instead
     of a normal distribution."""
 
-    spec: list[str] | None = flag(None, nargs="*", supported=[None, ["local"]], families=["bert", "t5"])
-    """BERT and T5: layers as which module and object say, or, as one word, `local`, which is what is built without the
-    flag too."""
+    spec: list[str] | None = flag(None, nargs="*")
+    """Layers of your own: a Python module, and the name in it of a layer's spec (ModuleSpec), of the specs of a stage's
+    layers (TransformerBlockSubmodules), or of a function that returns one. `local`, as one word, means the layers that
+    are built without the flag; T5 takes no other."""
 
     # Vocabulary ------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,9 @@
 
 from collections.abc import Iterator
 
+from megatron.core.config_fields import literal_text
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.settings import Settings
 
 NAMES = {"gpt": "GPT", "bert": "BERT", "t5": "T5"}
@@ -86,6 +89,21 @@ def _decoder_length(s: Settings) -> Iterator[str]:
     learned = s.position_embedding_type == "learned_absolute"
     if learned and s.max_position_embeddings is not None and length > s.max_position_embeddings:
         yield "{decoder_seq_length} is longer than {max_position_embeddings}; raise the latter to at least the former"
+
+
+def layers_of_spec(s: Settings) -> Iterator[str]:
+    """Yields a problem if --spec does not name an object that can be imported."""
+    if s.spec is None or s.spec == ["local"]:
+        return
+    if s.model_family == "t5" or s.num_encoder_layers:
+        yield "{spec}: T5 has two stacks of layers, which one spec cannot describe; leave it out"
+    elif len(s.spec) != 2:
+        yield "{spec}: expected a module and a name in it, such as my_layers my_layer_spec"
+    else:
+        try:
+            import_module((s.spec[0], s.spec[1]))
+        except UserError as error:
+            yield f"{{spec}}: {literal_text(str(error))}"
 
 
 def one_stack(s: Settings) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, too_small
 
 _ALWAYS = "SIGTERM is always handled: all ranks save after the same step and exit"
 
@@ -41,15 +41,20 @@ class ResilienceConfig:
     """Print a line if a loss is at least 10 times the largest of the first 100 iterations. Scripts of Megatron-LM also
     look at each micro-batch."""
 
-    error_injection_rate: int = not_yet(0)
-    """Inject one error in this many steps, to test the reaction to it."""
+    error_injection_rate: int = 0
+    """Reject one result in this many, at random, although nothing is wrong with it, to test the reaction to it (see
+    --rerun-mode). Results are those that a script's loss function validates; without any, the losses of micro-batches.
+    0: never."""
 
     error_injection_type: Literal["correct_result", "transient_error", "persistent_error"] = flag(
         "transient_error", only_with="error_injection_rate"
     )
-    """With --error-injection-rate: kind of the injected error."""
+    """With --error-injection-rate: what is rejected. correct_result: the true value, each time it is computed;
+    transient_error: a wrong value, and when it is computed again the true one is accepted; persistent_error: the same
+    wrong value each time."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
+        yield from too_small(self, ("error_injection_rate",), 0)
         if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
             yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

@@ -163,8 +163,13 @@ class EvaluationConfig:
     full_validation: bool = flag(False, families=["gpt"])
     """Evaluate on the whole validation data each time; --eval-iters counts for the test data only."""
 
-    multiple_validation_sets: bool = not_yet(False)
-    """Report the loss of each validation data set separately."""
+    multiple_validation_sets: bool = False
+    """Evaluate on each validation data set by itself, --eval-iters global batches of each, and report a loss for each.
+    The sets are those of --valid-data-path, or of --data-path after --split, without weights."""
+
+    validation_set_names: list[str] | None = flag(None, nargs="+", only_with="multiple_validation_sets")
+    """With --multiple-validation-sets: names of the sets in the log, such as validation-wiki; numbers from 0 when not
+    given."""
 
     eval_global_batch_size: int | None = None
     """Global batch size of evaluation; --global-batch-size when not given."""
@@ -191,3 +196,6 @@ class EvaluationConfig:
         yield from too_small(self, ("eval_iters",), 0)
         if self.skip_train and self.eval_iters == 0:
             yield "{skip_train} with {eval_iters} leaves nothing to do"
+        names = self.validation_set_names or []
+        if len(set(names)) < len(names):
+            yield "{validation_set_names}: two sets have the same name"

@@ -211,7 +211,6 @@ _NOT_YET = {
     "widths are not scaled": """
         mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult
         use-mup""",
-    "validation data is one set": "validation-set-names",
 }
 """What is so today, and the flags that would change it."""
 

@@ -27,6 +27,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
         "sequence_length": data.seq_length,
         "blend": blend,
         "blend_per_split": per_split,
+        "multiple_validation_sets": config.evaluation.multiple_validation_sets,
         "split": None if per_split is not None else data.split,
         "num_dataset_builder_threads": data.num_dataset_builder_threads,
         "path_to_cache": data.data_cache_path,

@@ -16,6 +16,7 @@ from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.training import EvaluationConfig
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.bert_data import collate_bert
 from megatron.training.data.loaders import build_data_iterator
@@ -26,13 +27,16 @@ from megatron.training.state import TrainState
 
 
 @dataclass(frozen=True)
-class WholeSet:
-    """A validation set that each evaluation reads from its first to its last sample (--full-validation)."""
+class ValidationSet:
+    """A data set that every evaluation on the validation data reads."""
 
     open: Callable[[], StepData]
-    """Returns the micro-batches of one pass."""
-    num_samples: int
-    """Samples of a pass. Rows without a sample fill up the last global batch."""
+    """Returns the micro-batches of the next evaluation."""
+    num_samples: int | None = None
+    """With --full-validation: samples of one pass, which every evaluation reads. Rows without a sample fill up the last
+    global batch. Otherwise None: an evaluation continues where the last one stopped."""
+    name: str | None = None
+    """With --multiple-validation-sets: its name in the log."""
 
 
 @dataclass
@@ -41,13 +45,14 @@ class Splits:
 
     train: StepData
     valid: StepData | None
-    """With --full-validation it is empty, and `whole_valid` has the data."""
+    """With --full-validation or --multiple-validation-sets it is empty, and `valid_sets` have the data."""
     test: StepData | None
-    whole_valid: WholeSet | None = None
+    valid_sets: Sequence[ValidationSet] = ()
 
     def close(self) -> None:
         """Ends the processes that read ahead."""
-        for split in (self.train, self.valid, self.test):
+        continued = [valid_set.open() for valid_set in self.valid_sets if valid_set.num_samples is None]
+        for split in (self.train, self.valid, self.test, *continued):
             if split is not None:
                 split.close()
 
@@ -63,7 +68,8 @@ def build_splits(
 
     Each rank reads its own data. In a user's script, some tensor and pipeline parallel ranks may have None instead of a
     data set, and then get no iterator. Collective over these ranks. Raises UserError on all ranks if there is no
-    training data, or less than the run consumes. `timers` measure the reads of training data.
+    training data, or less than the run consumes. `timers` measure the reads of training data. With
+    --multiple-validation-sets the validation data is a list of data sets.
     """
     available = _on_any_rank([dataset is not None for dataset in datasets], environment)
     if not available[0] and not config.evaluation.skip_train:
@@ -99,17 +105,43 @@ def build_splits(
     training = split(train, consumed, sizes[0]) if reads else step_data(config, environment, iter(()), sizes[0])
     training.timers = timers
     evaluation = split(test, 0, sizes[1]) if available[2] and evaluates else None
-    if config.evaluation.full_validation and available[1] and evaluates:
-        if valid is None:
-            raise UserError("--full-validation: every rank needs the validation set, to know how long it is")
-        batch = config.evaluation.global_batch_size(config.training)
-        whole = WholeSet(lambda: split(valid, 0, sizes[1], batch), len(valid))
-        return Splits(training, step_data(config, environment, iter(()), sizes[1]), evaluation, whole)
+    several, whole = config.evaluation.multiple_validation_sets, config.evaluation.full_validation
+    if (several or whole) and available[1] and evaluates:
+
+        def open_set(dataset: Any) -> Callable[[], StepData]:
+            if whole:
+                batch = config.evaluation.global_batch_size(config.training)
+                return lambda: split(dataset, 0, sizes[1], batch)
+            continued = split(dataset, state.consumed_valid_samples, sizes[1])
+            return lambda: continued
+
+        sets = tuple(
+            ValidationSet(open_set(dataset), len(dataset) if whole else None, name)
+            for name, dataset in _validation_sets(config.evaluation, valid)
+        )
+        return Splits(training, step_data(config, environment, iter(()), sizes[1]) if sets else None, evaluation, sets)
     return Splits(
         train=training,
         valid=split(valid, state.consumed_valid_samples, sizes[1]) if available[1] and evaluates else None,
         test=evaluation,
     )
+
+
+def _validation_sets(evaluation: EvaluationConfig, valid: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yields the name of each validation set, and its data. Raises UserError if this rank does not have the data."""
+    several = evaluation.multiple_validation_sets
+    flags = "--multiple-validation-sets" if several else "--full-validation"
+    if valid is None:
+        raise UserError(f"{flags}: every rank needs the validation data, to know how many sets it has and their length")
+    if not several:
+        yield None, valid
+        return
+    if not isinstance(valid, list | tuple):
+        raise UserError(f"{flags}: the script builds one validation set; it must return a list of them")
+    names = evaluation.validation_set_names or [str(number) for number in range(len(valid))]
+    if len(names) != len(valid):
+        raise UserError(f"--validation-set-names: {len(names)} names for {len(valid)} validation sets")
+    yield from ((name, dataset) for name, dataset in zip(names, valid, strict=True) if dataset is not None)
 
 
 def step_data(

@@ -60,10 +60,12 @@ def run_notes(config: PretrainConfig, environment: Environment, splits: Splits) 
     missing = [name for name, data in (("validation", splits.valid), ("test", splits.test)) if data is None]
     if missing:
         yield f"there is no {' and no '.join(missing)} data: no loss on it will be printed"
-    if splits.whole_valid is not None:
-        whole = full_pass(splits.whole_valid.num_samples, evaluation.global_batch_size(config.training))
-        yield f"a validation takes the whole set, {whole.iterations} global batches"
-    elif len(missing) < 2:
+    whole = [valid_set for valid_set in splits.valid_sets if valid_set.num_samples is not None]
+    for valid_set in whole:
+        taken = full_pass(valid_set.num_samples or 0, evaluation.global_batch_size(config.training))
+        name = "" if valid_set.name is None else f" {valid_set.name}"
+        yield f"a validation takes the whole set{name}, {taken.iterations} global batches"
+    if not whole and len(missing) < 2:
         samples = evaluation.eval_iters * evaluation.global_batch_size(config.training)
         yield f"an evaluation takes {evaluation.eval_iters} global batches, {samples:,} samples, not a whole data set"
     if splits.valid is not None and evaluation.eval_interval is None and not evaluation.skip_train:

@@ -16,7 +16,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.stages import overlaps_expert_communication
-from megatron.core.rerun_state_machine import RerunStateMachine, initialize_rerun_state_machine
+from megatron.core.rerun_state_machine import (
+    RerunErrorInjector,
+    RerunStateMachine,
+    initialize_rerun_state_machine,
+)
 from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
@@ -203,7 +207,9 @@ def build_probe(config: PretrainConfig, model: Sequence[nn.Module]) -> GradientP
 
 def build_rerun_state_machine(config: PretrainConfig) -> RerunStateMachine:
     """Returns the machine of this process, which checks the results that a script's loss function validates."""
-    machine = initialize_rerun_state_machine(config.resilience.rerun_mode)
+    flags = config.resilience
+    injector = RerunErrorInjector(flags.error_injection_rate, flags.error_injection_type, config.seed)
+    machine = initialize_rerun_state_machine(flags.rerun_mode, injector)
     machine.leaves_non_finite = config.resilience.check_for_nan_in_loss_and_grad
     return machine
 

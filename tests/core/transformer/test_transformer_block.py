@@ -1,5 +1,7 @@
 """A stage's stack of layers: which layers it has, and in which shape it takes what another stage sent."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs, key_padding_mask
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, block_spec_of_flag
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -119,3 +122,37 @@ def test_an_encoder_sees_both_sides_and_no_padding(placement: str) -> None:
     changed = hidden.clone()
     changed[3:, 1, 0] += 1.0
     assert torch.equal(encoder(changed, key_padding_mask(mask))[:3], found[:3])
+
+
+OWN_LAYERS = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+def layer(config):
+    return get_gpt_layer_local_spec(norm_placement="post" if config.num_layers == 8 else "pre")
+
+CONFIG = TransformerConfig(num_layers=8, hidden_size=16, num_attention_heads=2)
+BLOCK = get_gpt_decoder_block_spec(CONFIG, False, pp_rank=0)
+
+def wide(width, *rest):
+    return width
+
+NUMBER = 5
+"""
+
+
+def test_layers_that_a_flag_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_layers.py").write_text(OWN_LAYERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_layers", raising=False)
+    assert len(block_spec_of_flag(["own_layers", "BLOCK"], config(), pp_rank=0).layer_specs or []) == 8
+    halves = config(pipeline_model_parallel_size=2)
+    layers = block_spec_of_flag(["own_layers", "layer"], halves, pp_rank=1).layer_specs or []
+    assert len(layers) == 4 and all(one.submodules.input_layernorm is IdentityOp for one in layers)
+    for name, sentence in {
+        "NUMBER": "--spec own_layers NUMBER gives int 5; expected a ModuleSpec",
+        "wide": "the function needs width; it is given config, vp_stage",
+        "nowhere": "names nothing that can be imported",
+    }.items():
+        with pytest.raises(UserError, match=sentence):
+            block_spec_of_flag(["own_layers", name], config(), pp_rank=0)

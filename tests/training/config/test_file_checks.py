@@ -81,3 +81,23 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         f"--data-path {tmp_path}/corpus.idx: no such file; there is {tmp_path}/corpus_text_document",
         f"--data-path {tmp_path}/half.bin: no such file",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--mock-data", "--multiple-validation-sets needs data sets (--valid-data-path)"),
+        ("--valid-data-path 1 a 2 b", "--valid-data-path must be without weights, as each set has its own loss"),
+        ("--data-path 1 a", "--data-path must be without weights, as each set has its own loss"),
+        (
+            "--valid-data-path a b c --validation-set-names x y",
+            "x y: 2 names for the 3 sets of --valid-data-path a b c",
+        ),
+        ("--valid-data-path a b c --validation-set-names x y x", "two sets have the same name"),
+    ],
+)
+def test_validation_sets_with_a_loss_each(flags: str, problem: str) -> None:
+    base = SMALL.replace("--mock-data", "--multiple-validation-sets")
+    assert len(found := problems_of(f"{base} {flags}", looks=False)) == 1 and problem in found[0]
+    if "--valid-data-path" in flags:
+        assert not problems_of(f"{base} --valid-data-path a b c --validation-set-names x y z", looks=False)

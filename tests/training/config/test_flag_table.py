@@ -40,6 +40,8 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--pipeline-model-parallel-split-rank",
     "--encoder-pipeline-model-parallel-size",
     "--encoder-tensor-model-parallel-size",
+    # newer than the releases
+    "--validation-set-names",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
@@ -176,7 +178,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--megatron-fsdp-grad-comm-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
     "--mtp-standalone", "--tokenizer-sentencepiece-legacy", "--config",
     "--eval-global-batch-size", "--eval-micro-batch-size", "--fim-prefix-token", "--fim-middle-token",
-    "--fim-suffix-token", "--spec", "--bert-num-tokentypes",
+    "--fim-suffix-token", "--bert-num-tokentypes",
     "--decoder-num-layers", "--encoder-pipeline-model-parallel-size", "--encoder-tensor-model-parallel-size",
 }  # fmt: skip
 

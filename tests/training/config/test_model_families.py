@@ -39,7 +39,6 @@ def test_samples_that_cannot_be_made(family: str, flags: str, base: str, problem
         ("--calculate-per-token-loss", "--calculate-per-token-loss: the order of two segments has a loss per sample"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: BERT predicts no token further ahead"),
         ("--multi-latent-attention", "--multi-latent-attention: not yet for BERT"),
-        ("--spec my.module layers", "--spec my.module layers: not yet; what works so far is local"),
     ],
 )
 def test_what_bert_does_not_have(flags: str, problem: str) -> None:
@@ -74,3 +73,23 @@ def test_a_flag_of_another_family_has_no_effect() -> None:
     ]
     assert len(idle("t5")) == 2 and idle(None) == []
     assert configured("bert", flags).model.model_family == "bert" and configured(None, flags).model.model_family is None
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "problem"),
+    [
+        ("gpt", "nowhere layers", "--spec nowhere layers: spec (nowhere, layers) names nothing that can be imported"),
+        ("bert", "math layers", "--spec math layers: spec (math, layers) names nothing that can be imported"),
+        ("gpt", "layers", "--spec layers: expected a module and a name in it"),
+        ("gpt", "local", None),
+        ("gpt", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec", None),
+    ],
+)
+def test_layers_of_a_spec(family: str, words: str, problem: str | None) -> None:
+    base = SMALL if family == "gpt" else DATA
+    try:
+        configured(family, f"--spec {words}", base)
+    except ConfigurationError as error:
+        assert problem is not None and len(error.problems) == 1 and error.problems[0].startswith(problem)
+    else:
+        assert problem is None

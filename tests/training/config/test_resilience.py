@@ -11,6 +11,7 @@ from megatron.training.config.resilience import ResilienceConfig
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
+        ({"error_injection_rate": -1}, "--error-injection-rate -1 must be at least 0"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL cannot be caught by any program"),
     ],
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_lines import configured
+from support.command_lines import SMALL, configured
 
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,8 +30,11 @@ class Numbers:
         return torch.tensor(index)
 
 
-def build(flags: str = "", *datasets: Any, **counts: int) -> Any:
-    config = configured(f"--num-workers 0 {flags}")
+WITH_DATA = SMALL.replace("--mock-data", "--train-data-path t")
+
+
+def build(flags: str = "", *datasets: Any, base: str = SMALL, **counts: int) -> Any:
+    config = configured(f"--num-workers 0 {flags}", base=base)
     return build_splits(config, ENVIRONMENT, TrainState(**counts), datasets)
 
 
@@ -87,10 +90,35 @@ def test_the_whole_validation_set_is_read_anew_each_time() -> None:
     splits = build(
         "--full-validation --eval-global-batch-size 4", Numbers(), Padded(10), Numbers(), consumed_valid_samples=8
     )
-    assert splits.valid is not None and splits.whole_valid.num_samples == 10
+    (whole,) = splits.valid_sets
+    assert splits.valid is not None and (whole.num_samples, whole.name) == (10, None)
     for _ in range(2):
-        data = splits.whole_valid.open()
+        data = whole.open()
         data.begin(0)
         assert [next(data).tolist() for _ in range(6)] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [-1, -1]]
         assert next(data, None) is None
-    assert build("", Numbers(), Numbers(), Numbers()).whole_valid is None
+    assert build("", Numbers(), Numbers(), Numbers()).valid_sets == ()
+
+
+def test_each_validation_set_continues_or_is_read_whole() -> None:
+    flags = "--multiple-validation-sets --valid-data-path a b c"
+    sets = [Numbers(10), None, Numbers(20)]
+    splits = build(flags, Numbers(), sets, Numbers(), base=WITH_DATA, consumed_valid_samples=4)
+    assert [(one.name, one.num_samples) for one in splits.valid_sets] == [("0", None), ("2", None)]
+    assert [next_of(one.open()) for one in splits.valid_sets] == [[4, 5], [4, 5]]
+    assert [next_of(one.open()) for one in splits.valid_sets] == [[6, 7], [6, 7]]
+    splits.close()
+    named = f"{flags} --full-validation --validation-set-names wiki code law"
+    splits = build(named, Numbers(), sets, Numbers(), base=WITH_DATA, consumed_valid_samples=4)
+    assert [(one.name, one.num_samples) for one in splits.valid_sets] == [("wiki", 10), ("law", 20)]
+    assert next_of(splits.valid_sets[1].open()) == [0, 1]
+    assert build(flags, Numbers(), [None, None], Numbers(), base=WITH_DATA).valid is None
+
+
+def test_validation_sets_of_a_script_are_a_list() -> None:
+    flags = "--multiple-validation-sets --valid-data-path a b"
+    with pytest.raises(UserError, match="must return a list"):
+        build(flags, Numbers(), Numbers(), Numbers(), base=WITH_DATA)
+    with pytest.raises(UserError, match="3 names for 2 validation sets"):
+        names = " --validation-set-names a b c --valid-data-path a b c"
+        build(flags + names, Numbers(), [Numbers(), Numbers()], Numbers(), base=WITH_DATA)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import TINY
+from support.runs import TINY, train
 from torch import nn
 
 from megatron.training.arguments import configure
@@ -77,3 +77,12 @@ def test_an_automatic_layout_is_resolved_into_a_new_config() -> None:
     stages = resolved.transformer.pipeline_model_parallel_layout
     assert note == f"--pipeline-model-parallel-layout auto: stages {stages}" and stages != "auto"
     assert config.transformer.pipeline_model_parallel_layout == "auto"
+
+
+def test_an_injected_error_is_found_and_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    flags = "--mock-data --train-iters 2 --eval-iters 0"
+    plain = train(flags).losses
+    assert train(f"{flags} --error-injection-rate 3").losses == plain
+    assert "lm loss is rejected, injected as transient_error" in capfd.readouterr().out
+    with pytest.raises(RuntimeError, match=r"injected as persistent_error .* computed again: the same again"):
+        train(f"{flags} --error-injection-rate 1 --error-injection-type persistent_error")
