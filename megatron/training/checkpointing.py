@@ -182,6 +182,7 @@ class Checkpoints:
             log=self._say,
         )
         if loaded is not None:
+            optimizer.after_load()
             iteration = loaded.manifest.iteration
             what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
             self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")

@@ -21,7 +21,10 @@ from megatron.core.ops.split_heads import split_heads
 from megatron.core.ops.split_heads_triton import split_heads_triton
 from megatron.core.ops.sum_rows_triton import sum_rows_triton
 from megatron.core.optimizer.adam_triton import adam_triton
-from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, split_float32
+from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
+from megatron.core.optimizer.update_rules import Adam, Segments, StepInputs, StoredSegments, update_stored
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT = {torch.float32: 2e-6, torch.float64: 1e-14, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -209,3 +212,46 @@ def updates() -> None:
             assert not copy.any()
         else:
             agree(copy, exact[0], 1.0, "the model's weights")
+
+
+def stored_updates() -> None:
+    """Checks AdamW over state in 8 and 16 bits against the update in plain torch, with a remainder, with blocks that
+    are not full, and with a skipped step."""
+    f32, f16, bf16, fp8 = torch.float32, torch.float16, torch.bfloat16, torch.uint8
+    wide = partial(torch.tensor, dtype=torch.float64, device=DEVICE)
+    rule = Adam(0.9, 0.95, 1e-8, decoupled=True)
+    for weights, first, second, skip in (
+        ("remainder", bf16, f32, False),
+        ("remainder", fp8, fp8, False),
+        ("remainder", fp8, f16, True),
+        ("float32", f16, f16, False),
+        ("float16", f32, fp8, False),
+    ):
+        config = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+        step = StepInputs(torch.tensor(3.0, device=DEVICE), wide(1.7), torch.tensor(skip, device=DEVICE))
+        gradient, held = values(2100, seed=1), []
+        for _ in range(2):
+            model, remainder = split_float32(values(2100))
+            stored: StateTensor = WithRemainder(model, remainder)
+            if weights == "float32":
+                stored = Plain(values(2100), f32)
+            if weights == "float16":
+                half = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype=f16)
+                stored = new_moment("exp_avg", 2100, half, f32, DEVICE)
+                stored.encode(values(2100))
+            moments = [new_moment(name, 2100, config, f32, DEVICE) for name in rule.moments]
+            for number, moment in enumerate(moments):
+                moment.encode(values(2100, seed=2 + number).abs() * 1e-6)
+            held.append((stored, *moments, model))
+        (weight, m, v, model), (other_weight, other_m, other_v, other_model) = held
+        numbers = {"betas": (0.9, 0.95), "eps": 1e-8, "decoupled": True}
+        stored_adam_triton(weight, gradient, m, v, model, step, wide(0.03), 0.1, **numbers)
+        named = {"exp_avg": [other_m], "exp_avg_sq": [other_v]}
+        update_stored(rule, StoredSegments([other_weight], [gradient], named, [other_model]), step, wide(0.03), 0.1)
+        main = f16 if weights == "float16" else f32
+        for ours, theirs, dtype in ((weight, other_weight, main), (m, other_m, first), (v, other_v, second)):
+            got, expected = ours.decode(), theirs.decode()
+            step_size = {f32: 2e-6, f16: 2e-3, bf16: 1e-2, fp8: 0.27}[dtype]  # of a square for the second moment
+            worst = ((got - expected).abs() / expected.abs().clamp(min=expected.abs().max() * 1e-3)).max()
+            assert worst <= step_size, (weights, first, second, float(worst))
+        assert (model != other_model).sum() <= 2

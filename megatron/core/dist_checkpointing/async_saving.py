@@ -49,7 +49,7 @@ class StagingMemory:
         copies, offset = [], 0
         for chunk, size in zip(chunks, sizes, strict=True):
             memory = self._bytes[offset : offset + chunk.tensor.nbytes].view(chunk.tensor.dtype)
-            copies.append(replace(chunk, tensor=_filled(memory, chunk.flat)))
+            copies.append(replace(chunk, tensor=_filled(memory, chunk.values()), encoded=None))
             offset += size
         for device in devices:
             torch.cuda.synchronize(device)

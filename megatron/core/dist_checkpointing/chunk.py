@@ -4,7 +4,9 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.parameters import Box, ParameterInfo, canonical_names, info_of
@@ -17,6 +19,33 @@ SCALING_STATE = "*.scaling.amax_history"
 checkpoint: a record that is missing is made anew, and one that nobody reads is left."""
 
 _OPTIMIZER_PREFIX = "optimizer."
+
+
+class EncodedTensor(Protocol):
+    """Memory that holds numbers in another form than a tensor of their type, such as float16 with scales."""
+
+    def decode(self) -> Tensor:
+        """Returns the numbers, one-dimensional."""
+
+    def encode(self, values: Tensor) -> None:
+        """Stores the numbers."""
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """A range of the numbers of an `EncodedTensor`, for reading."""
+
+    whole: EncodedTensor
+    begin: int
+    end: int
+
+    def decode(self) -> Tensor:
+        """Returns the numbers of the range."""
+        return self.whole.decode()[self.begin : self.end]
+
+    def encode(self, values: Tensor) -> None:
+        """Is not possible: only whole tensors are loaded."""
+        raise AssertionError("a part of an encoded tensor is loaded")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +70,7 @@ class Chunk:
     flat_range: tuple[int, int] | None
     tensor: Tensor
     holders: tuple[int, ...] = ()
+    encoded: EncodedTensor | None = None
 
     def __post_init__(self) -> None:
         shape, box = self.global_shape, self.box
@@ -68,7 +98,26 @@ class Chunk:
     def part(self, begin: int, end: int) -> "Chunk":
         """Returns the chunk of the elements [begin, end), counted from this chunk's first element."""
         first = self.range[0]
-        return dataclasses.replace(self, flat_range=(first + begin, first + end), tensor=self.flat[begin:end])
+        encoded = None if self.encoded is None else EncodedPart(self.encoded, begin, end)
+        cut = self.flat[begin:end]
+        return dataclasses.replace(self, flat_range=(first + begin, first + end), tensor=cut, encoded=encoded)
+
+    def values(self) -> Tensor:
+        """Returns the chunk's elements, one-dimensional: a view of the memory in use, or decoded."""
+        return self.flat if self.encoded is None else self.encoded.decode().to(self.tensor.dtype)
+
+    def load(self, values: Tensor) -> None:
+        """Replaces the chunk's elements by these (any shape)."""
+        if self.encoded is None:
+            self.tensor.copy_(values.view_as(self.tensor))
+        else:
+            self.encoded.encode(values.reshape(-1))
+
+    def readable(self) -> "Chunk":
+        """Returns the chunk itself, or one with a new tensor in host memory that `load` takes the elements of."""
+        if self.encoded is None:
+            return self
+        return dataclasses.replace(self, tensor=torch.empty_like(self.tensor, device="cpu"), encoded=None)
 
 
 def optimizer_state_name(kind: str, parameter_name: str) -> str:
@@ -99,11 +148,12 @@ def optimizer_state_chunk(
     tensor: Tensor,
     flat_range: tuple[int, int] | None = None,
     holders: tuple[int, ...] = (),
+    encoded: EncodedTensor | None = None,
 ) -> Chunk:
     """Returns the chunk of one kind of optimizer state of a parameter's box, or of a flat range of it. `tensor` has no
     padding."""
     name = optimizer_state_name(kind, parameter_info.name)
-    return Chunk(name, parameter_info.global_shape, parameter_info.box, flat_range, tensor, holders)
+    return Chunk(name, parameter_info.global_shape, parameter_info.box, flat_range, tensor, holders, encoded)
 
 
 def model_chunks(module: nn.Module, holders_of: Callable[[ParameterInfo], tuple[int, ...]]) -> Iterator[Chunk]:

@@ -102,11 +102,12 @@ class ShardedTensor:
 
     @classmethod
     def from_chunk(cls, chunk: Chunk) -> "ShardedTensor":
-        """Returns the part that a chunk describes, with the same memory."""
+        """Returns the part that a chunk describes, with the same memory, or with a copy of encoded memory."""
         flat, box = chunk.flat_range, chunk.box
+        values = chunk.values()
         return cls(
             chunk.name,
-            chunk.tensor.view(box.shape) if flat is None else chunk.flat,
+            values.view(box.shape) if flat is None else values,
             chunk.tensor.dtype,
             box.shape,
             chunk.global_shape,

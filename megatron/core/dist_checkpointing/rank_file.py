@@ -46,11 +46,10 @@ def write_rank(
 
 
 def _elements(chunk: Chunk, values_of: Callable[[Chunk], Tensor] | None) -> Tensor | LazyTensor:
-    return (
-        chunk.flat
-        if values_of is None
-        else LazyTensor(chunk.tensor.dtype, chunk.tensor.numel(), partial(values_of, chunk))
-    )
+    if values_of is None and chunk.encoded is None:
+        return chunk.flat
+    make = chunk.values if values_of is None else partial(values_of, chunk)
+    return LazyTensor(chunk.tensor.dtype, chunk.tensor.numel(), make)
 
 
 def _key(chunk: Chunk) -> str:

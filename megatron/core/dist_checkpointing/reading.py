@@ -183,13 +183,17 @@ def fill_tensors(checkpoint: Checkpoint, matching: Matching) -> None:
     """Reads and verifies the blocks that contain wanted elements, and copies these into the chunks' tensors. Raises
     BrokenCheckpoint."""
     on_device = any(chunk.tensor.is_cuda for chunk, _ in matching.sources)
-    plan = plan_reads(matching.sources, checkpoint.catalogue)
+    sources = [(chunk.readable(), source) for chunk, source in matching.sources]
+    plan = plan_reads(sources, checkpoint.catalogue)
     threads = min(_READING_THREADS, os.cpu_count() or 1, len(plan) // _BLOCKS_PER_THREAD + 1)
     with ThreadPoolExecutor(threads) as pool:
         # Threads take every n-th block, so that together they read each file from its beginning to its end.
         done = [pool.submit(_copy_blocks, checkpoint.folder, plan[i::threads], on_device) for i in range(threads)]
     for part in done:
         part.result()
+    for (chunk, _), (read, _) in zip(matching.sources, sources, strict=True):
+        if read is not chunk:
+            chunk.load(read.flat)
 
 
 @torch.no_grad()

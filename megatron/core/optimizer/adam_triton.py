@@ -17,30 +17,44 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _adam_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def adam_update(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    w, g, m, v, count, lr, divisor, decay,
+    beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
+    DECOUPLED: tl.constexpr, DECAY_ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    """Returns new weights and moments of a block, all float32."""
+    t, rate = tl.load(count).to(tl.float64), tl.load(lr)
+    pull = tl.load(decay) if DECAY_ON_DEVICE else tl.zeros_like(rate) + decay
+    step_size = (rate / (1.0 - tl.exp(t * log_beta1))).to(tl.float32)
+    root = tl.sqrt(1.0 - tl.exp(t * log_beta2)).to(tl.float32)
+    g = tl.div_rn(g, tl.load(divisor).to(tl.float32) + tl.zeros_like(g))
+    if DECOUPLED:
+        w -= (rate * pull).to(tl.float32) * w
+    else:
+        g += pull.to(tl.float32) * w
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * g * g
+    w -= step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps)
+    return w, m, v
+
+
+@triton.jit
+def _adam_kernel(  # type: ignore[no-untyped-def]
     weights, gradients, exp_avgs, exp_avg_sqs, rounded, count, lr, divisor, skip, decay, size,
     beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps,
     DECOUPLED: tl.constexpr, DECAY_ON_DEVICE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip) == 0:
-        t, rate = tl.load(count).to(tl.float64), tl.load(lr)
-        pull = tl.load(decay) if DECAY_ON_DEVICE else tl.zeros_like(rate) + decay
-        step_size = (rate / (1.0 - tl.exp(t * log_beta1))).to(tl.float32)
-        root = tl.sqrt(1.0 - tl.exp(t * log_beta2)).to(tl.float32)
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = at < size
         w = tl.load(weights + at, mask=there)
         g = tl.load(gradients + at, mask=there)
         m = tl.load(exp_avgs + at, mask=there)
         v = tl.load(exp_avg_sqs + at, mask=there)
-        g = tl.div_rn(g, tl.load(divisor).to(tl.float32) + tl.zeros_like(g))
-        if DECOUPLED:
-            w -= (rate * pull).to(tl.float32) * w
-        else:
-            g += pull.to(tl.float32) * w
-        m = beta1 * m + one_minus_beta1 * g
-        v = beta2 * v + one_minus_beta2 * g * g
-        w -= step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root + tl.zeros_like(v)) + eps)
+        w, m, v = adam_update(
+            w, g, m, v, count, lr, divisor, decay,
+            beta1, beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, DECOUPLED, DECAY_ON_DEVICE,
+        )  # fmt: skip
         tl.store(weights + at, w, mask=there)
         tl.store(exp_avgs + at, m, mask=there)
         tl.store(exp_avg_sqs + at, v, mask=there)
@@ -72,6 +86,11 @@ def adam_triton(
     on_device = isinstance(weight_decay, Tensor)
     _adam_kernel[(triton.cdiv(size, _BLOCK),)](
         *given[:4], model_weights, step.count, lr, step.divisor, step.skip.view(torch.uint8), weight_decay, size,
-        *betas, *(1.0 - beta for beta in betas), *(math.log(beta) if beta else -math.inf for beta in betas), eps,
+        *constants(betas, eps),
         DECOUPLED=decoupled, DECAY_ON_DEVICE=on_device, ROUNDS=model_weights is not None, BLOCK=_BLOCK,
     )  # fmt: skip
+
+
+def constants(betas: tuple[float, float], eps: float) -> tuple[float, ...]:
+    """Returns the numbers of `adam_update` that do not change: betas, 1 - betas, logarithms of betas, eps."""
+    return (*betas, *(1.0 - beta for beta in betas), *(math.log(beta) if beta else -math.inf for beta in betas), eps)

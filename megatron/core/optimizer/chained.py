@@ -51,6 +51,10 @@ class ChainedOptimizer(MegatronOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.reload_model_params(state_dict)
 
+    def after_load(self) -> None:
+        for optimizer in self.chained_optimizers:
+            optimizer.after_load()
+
     def state_chunks(self) -> Iterator[Chunk]:
         for optimizer in self.chained_optimizers:
             yield from optimizer.state_chunks()

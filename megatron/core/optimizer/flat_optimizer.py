@@ -23,30 +23,40 @@ from megatron.core.optimizer.param_groups import (
     ParamKey,
     parameter_ranges,
 )
-from megatron.core.optimizer.update_rules import Segments, StepInputs, UpdateRule, build_update_rule
+from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, new_weights
+from megatron.core.optimizer.update_rules import (
+    Adam,
+    Segments,
+    StepInputs,
+    StoredSegments,
+    UpdateRule,
+    build_update_rule,
+    update_stored,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 @dataclass
 class UnitState:
-    """The optimizer's state of one unit's shard: flat tensors in the main type."""
+    """The optimizer's state of one unit's shard: flat tensors, stored as the config says."""
 
     unit: Unit
-    weights: Tensor
-    """The main weights: the unit's shard itself, or a copy in the main type if the model's type is narrower."""
-    moments: dict[str, Tensor] = field(default_factory=dict)
+    weights: StateTensor
+    """The main weights: the unit's shard itself, or further memory if the model's type is narrower than the main
+    type."""
+    moments: dict[str, StateTensor] = field(default_factory=dict)
 
     @classmethod
-    def begin(cls, unit: Unit, rule: UpdateRule) -> "UnitState":
+    def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig) -> "UnitState":
         """Returns the initial state of a unit: its weights, and moments of zero."""
-        main = unit.plan.main_dtype
-        weights = unit.weight_shard.to(main) if unit.plan.needs_main_weights else unit.weight_shard
-        return cls(unit, weights, {name: torch.zeros_like(weights) for name in rule.moments})
+        weights, main = new_weights(unit.plan, unit.weight_shard, config), unit.plan.main_dtype
+        numel, device = unit.weight_shard.numel(), unit.device
+        return cls(unit, weights, {name: new_moment(name, numel, config, main, device) for name in rule.moments})
 
     def reload(self) -> None:
         """Copies the model's weights to the main weights."""
         if self.unit.plan.needs_main_weights:
-            self.weights.copy_(self.unit.weight_shard)
+            self.weights.encode(self.unit.weight_shard.to(self.weights.main))
 
 
 class FlatOptimizer(MegatronOptimizer):
@@ -73,7 +83,7 @@ class FlatOptimizer(MegatronOptimizer):
         self.units = [unit for chunk in chunks for unit in chunk.units]
         if not self.units and groups.size("pp") == 1:
             raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
-        self.states = [UnitState.begin(unit, self.rule) for unit in self.units]
+        self.states = [UnitState.begin(unit, self.rule, config) for unit in self.units]
         self.device = self.chunks[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
@@ -96,7 +106,7 @@ class FlatOptimizer(MegatronOptimizer):
             "weight_decay": self.config.weight_decay * settings.wd_mult,
         }
 
-    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[Segments]:
+    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[Segments | StoredSegments]:
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
         by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
         for members in ranges:
@@ -104,19 +114,23 @@ class FlatOptimizer(MegatronOptimizer):
             first, end = state.unit.shard_range
             part = slice(max(members.start, first) - first, min(members.stop, end) - first)
             if part.start < part.stop:
-                by_type.setdefault(state.weights.dtype, []).append((state, part))
-        return [
-            Segments(
-                [state.weights[part] for state, part in alike],
-                [state.unit.gradient_shard[part] for state, part in alike],
-                {name: [state.moments[name][part] for state, part in alike] for name in self.rule.moments},
-                [
-                    state.unit.weight_shard[part] if state.unit.plan.needs_main_weights else None
-                    for state, part in alike
-                ],
-            )
-            for alike in by_type.values()
+                by_type.setdefault(state.weights.main, []).append((state, part))
+        return [self._segments_of_type(alike) for alike in by_type.values()]
+
+    def _segments_of_type(self, alike: Sequence[tuple[UnitState, slice]]) -> Segments | StoredSegments:
+        gradients = [state.unit.gradient_shard[part] for state, part in alike]
+        model_weights = [
+            state.unit.weight_shard[part] if state.unit.plan.needs_main_weights else None for state, part in alike
         ]
+        weights = [state.weights.part(part.start, part.stop) for state, part in alike]
+        moments = {
+            name: [state.moments[name].part(part.start, part.stop) for state, part in alike]
+            for name in self.rule.moments
+        }
+        if self.config.use_precision_aware_optimizer:
+            return StoredSegments(weights, gradients, moments, model_weights)
+        wide = {name: [moment.decode() for moment in parts] for name, parts in moments.items()}
+        return Segments([weight.decode() for weight in weights], gradients, wide, model_weights)
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +171,11 @@ class FlatOptimizer(MegatronOptimizer):
             if not isinstance(rate, Tensor):  # a script has set a number
                 rate = torch.full((), rate, dtype=torch.float64, device=self.device)
             for alike in segments:
-                self.rule.update(alike, step, rate, group["weight_decay"])
+                if isinstance(alike, StoredSegments):
+                    assert isinstance(self.rule, Adam)
+                    update_stored(self.rule, alike, step, rate, group["weight_decay"])
+                else:
+                    self.rule.update(alike, step, rate, group["weight_decay"])
         for state in self.states:
             state.unit.mark_updated()
         for chunk in self.chunks:
@@ -199,13 +217,14 @@ class FlatOptimizer(MegatronOptimizer):
     @property
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """The moments of each parameter: shaped as the parameter if units are replicated, else the one-dimensional
-        slice in this rank's shard."""
+        slice in this rank's shard. Moments that are stored in narrow types are copies in the main type."""
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for state in self.states:
             whole = state.unit.sharding.shards == 1
+            moments = {name: moment.decode() for name, moment in state.moments.items()}
             for parameter_slice in state.unit.parameter_slices:
                 take = parameter_slice.slot.view_in if whole else parameter_slice.view_in
-                found[parameter_slice.slot.parameter] = {name: take(moment) for name, moment in state.moments.items()}
+                found[parameter_slice.slot.parameter] = {name: take(moment) for name, moment in moments.items()}
         return found
 
     # State -----------------------------------------------------------------------------------------------------------
@@ -215,6 +234,15 @@ class FlatOptimizer(MegatronOptimizer):
         for state in self.states:
             state.reload()
 
+    @torch.no_grad()
+    def after_load(self) -> None:
+        # The load of main weights with remainders writes the model's weights in this rank's shard alone.
+        written = [state.unit for state in self.states if isinstance(state.weights, WithRemainder)]
+        for unit in written:
+            unit.mark_updated()
+        for chunk in self.chunks if written else ():
+            chunk.start_param_sync(force_sync=True)
+
     def state_chunks(self) -> Iterator[Chunk]:
         for state in self.states:
             kinds = dict(state.moments)
@@ -222,9 +250,14 @@ class FlatOptimizer(MegatronOptimizer):
                 kinds[MASTER] = state.weights
             for parameter_slice in state.unit.parameter_slices:
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
-                for kind, tensor in kinds.items():
+                for kind, whole in kinds.items():
+                    stored = whole.part(parameter_slice.start, parameter_slice.stop)
+                    # Numbers in one tensor are saved as they are, others in the main type.
+                    encoded = None if isinstance(stored, Plain) else stored
+                    meta = torch.empty(parameter_slice.stop - parameter_slice.start, dtype=stored.main, device="meta")
+                    tensor = stored.tensor if isinstance(stored, Plain) else meta
                     yield optimizer_state_chunk(
-                        kind, parameter_slice.info, parameter_slice.view_in(tensor), parameter_slice.flat_range, holders
+                        kind, parameter_slice.info, tensor, parameter_slice.flat_range, holders, encoded
                     )
 
     def common_state(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class MegatronOptimizer(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of the whole state of this rank."""
-        tensors = {name: chunk.tensor.clone() for name, chunk in self._named_chunks().items()}
+        tensors = {name: chunk.values().clone().view_as(chunk.tensor) for name, chunk in self._named_chunks().items()}
         return {"common": self.common_state(), "state": tensors}
 
     @torch.no_grad()
@@ -103,8 +103,12 @@ class MegatronOptimizer(abc.ABC):
         if odd:
             raise UserError(f"optimizer state does not fit this model: {odd[0]} and {len(odd) - 1} more differ")
         for name, chunk in chunks.items():
-            chunk.tensor.copy_(state_dict["state"][name].view_as(chunk.tensor))
+            chunk.load(state_dict["state"][name])
         self.load_common_state(state_dict["common"])
+        self.after_load()
+
+    def after_load(self) -> None:  # noqa: B027  (most optimizers need nothing)
+        """Is called by all ranks together after weights and state were loaded into `state_chunks`."""
 
     def sharded_state_dict(
         self,
@@ -112,8 +116,8 @@ class MegatronOptimizer(abc.ABC):
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Returns the state dict for `dist_checkpointing.save` and `load`: its tensors share the optimizer's memory,
-        and each has its position in the whole tensor.
+        """Returns the state dict for `dist_checkpointing.save` and `load`: its tensors share the optimizer's memory
+        (those that are stored in narrow types are copies), and each has its position in the whole tensor.
 
         The result of a load fits `load_state_dict` under any layout. The arguments have no effect.
         """

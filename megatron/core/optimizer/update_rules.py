@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.state_storage import StateTensor, WithRemainder, split_float32, store
 from megatron.core.utils.torch_private import foreach_mul_, fused_adam_, fused_adamw_, fused_sgd_
 
 
@@ -31,6 +32,16 @@ class Segments:
     def dtype(self) -> torch.dtype:
         """Type of the weights."""
         return self.weights[0].dtype
+
+
+@dataclass(frozen=True)
+class StoredSegments:
+    """Segments of one parameter group whose state is stored in narrow types, in the order of `Segments`."""
+
+    weights: list[StateTensor]
+    gradients: list[Tensor]
+    moments: dict[str, list[StateTensor]]
+    model_weights: list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -159,6 +170,31 @@ class Sgd:
         publish(segments)
 
 
+def update_stored(
+    rule: Adam, segments: StoredSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor
+) -> None:
+    """Updates segments whose state is stored in narrow types: every number is read in the main type, updated by the
+    rule, and rounded when it is stored. bfloat16 model weights are rounded as in `WithRemainder`."""
+    states = zip(*(segments.moments[name] for name in rule.moments), strict=True)
+    kernel = _stored_adam_kernel() if step.skip.is_cuda else None
+    numbers = {"betas": (rule.beta1, rule.beta2), "eps": rule.eps, "decoupled": rule.decoupled}
+    for weight, gradient, moments, model_weight in zip(
+        segments.weights, segments.gradients, states, segments.model_weights, strict=True
+    ):
+        main = moments[0].main
+        if kernel is not None and main is torch.float32:
+            kernel(weight, gradient, *moments, model_weight, step, lr, weight_decay, **numbers)
+            continue
+        wide, read = weight.decode(), [moment.decode() for moment in moments]
+        named = {name: [moment] for name, moment in zip(rule.moments, read, strict=True)}
+        rule.update(Segments([wide], [gradient.to(main)], named, [None]), step, lr, weight_decay)
+        for state, new in zip((weight, *moments), (wide, *read), strict=True):
+            state.encode(new, step.skip)
+        if model_weight is not None and not isinstance(weight, WithRemainder):
+            is_bf16 = model_weight.dtype is torch.bfloat16
+            store(model_weight, split_float32(wide)[0] if is_bf16 else wide.to(model_weight.dtype), step.skip)
+
+
 def apply_decay(segments: Segments, step: StepInputs, lr: Tensor, weight_decay: Tensor, decoupled: bool) -> None:
     """A weight decay that lives on the device, ahead of an update without one."""
     if decoupled:
@@ -193,6 +229,16 @@ def _adam_kernel() -> Callable[..., None] | None:
     except ImportError:
         return None
     return adam_triton
+
+
+@functools.cache
+def _stored_adam_kernel() -> Callable[..., None] | None:
+    """Our own kernel for state in narrow types; None where Triton cannot be imported."""
+    try:
+        from megatron.core.optimizer.stored_adam_triton import stored_adam_triton
+    except ImportError:
+        return None
+    return stored_adam_triton
 
 
 def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:

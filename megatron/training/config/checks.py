@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
 from megatron.core.optimizer import optimizer_config
@@ -278,6 +280,13 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
         )
+    scaled = {torch.float16: "fp16", torch.uint8: "fp8"} if s.use_precision_aware_optimizer else {}
+    for field in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if getattr(s, field) in scaled and s.tensor_model_parallel_size != 1:
+            yield (
+                f"{{layout_invariant}}: {{{field}:name}} {scaled[getattr(s, field)]} has scales for blocks of a rank's "
+                "part of a tensor, which depend on {tensor_model_parallel_size}; fp32 and bf16 have none"
+            )
     if s.decrease_batch_size_if_needed:
         yield (
             "{layout_invariant}: {decrease_batch_size_if_needed} makes the batch depend on the number of data parallel "

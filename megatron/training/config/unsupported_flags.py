@@ -237,7 +237,7 @@ _FIELDS_TO_COME = (
     ("*cuda-graph*", "CUDA graphs are not supported"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("muon-* optimizer", "the optimizers are adam and sgd"),
-    ("main-*-dtype exp-avg* *precision-aware*", "the state of the optimizer is in float32"),
+    ("main-grads-dtype", "gradients are accumulated in float32"),
     ("dsa-* linear-* *mamba* is-hybrid-model experimental-attention-variant", "attention is the only token mixer"),
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),

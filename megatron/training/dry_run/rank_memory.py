@@ -14,6 +14,7 @@ import torch
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
 from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer.state_storage import state_bytes
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.parameters import Box, ParameterInfo
 from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
@@ -80,7 +81,6 @@ def rank_memory(
 ) -> list[RankMemory]:
     """Returns the memory of every rank, in the order of ranks. Raises UserError if a part of the model cannot be
     built."""
-    moments = len(build_update_rule(config.optimizer).moments)
     built: dict[tuple[tuple[str, int], ...], tuple[ModelShard, MemoryBytes]] = {}
     found = []
     for rank in range(config.world_size):
@@ -88,7 +88,7 @@ def rank_memory(
         key = tuple(item for item in place.items() if item[0] not in _DATA_AXES)
         if key not in built:
             shard = build_shard(config, providers, tokenizer, padded_vocab, rank)
-            built[key] = shard, memory_of_shard(shard, moments, config)
+            built[key] = shard, memory_of_shard(shard, config)
         found.append(RankMemory(rank, place, *built[key]))
     check_complete(entry.shard for entry in found)
     return found
@@ -122,16 +122,16 @@ def build_shard(
 # Bytes
 
 
-def memory_of_shard(shard: ModelShard, moments: int, config: PretrainConfig) -> MemoryBytes:
-    """Returns the bytes of the flat buffers of a shard's units, for an optimizer with `moments` moments per
-    parameter."""
+def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
+    """Returns the bytes of the flat buffers of a shard's units."""
     weights = gradients = optimizer = 0
+    moments = build_update_rule(config.optimizer).moments
     for plan in (plan for plans in shard.plans for plan in plans):
         sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
         gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
-        optimizer += plan.main_dtype.itemsize * owned * (moments + plan.needs_main_weights)
+        optimizer += state_bytes(plan, owned, moments, config.optimizer)
     return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config))
 
 

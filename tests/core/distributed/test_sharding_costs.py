@@ -81,7 +81,10 @@ def held(ddp: DistributedDataParallel, states: Any = ()) -> Held:
         "weights": nbytes(t for u in units for t in (u.param_buffer, u.weight_shard)),
         "gradients": nbytes(t for u in units for t in (u.grad_buffer, u.gradient_shard)),
         "state": nbytes(
-            t for s in states for t in (*s.moments.values(), *([s.weights] if s.unit.plan.needs_main_weights else []))
+            t
+            for s in states
+            for held in (*s.moments.values(), *([s.weights] if s.unit.plan.needs_main_weights else []))
+            for t in held.memory
         ),
         "whole weights": sum(u.has_whole_weights for u in units),
         "whole gradients": sum(u.grad_buffer.untyped_storage().nbytes() > 0 for u in units),

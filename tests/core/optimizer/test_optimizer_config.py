@@ -24,7 +24,15 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
         ({"hysteresis": 0}, "hysteresis 0 must be larger than 0"),
         ({"optimizer": "muon"}, "optimizer muon"),
-        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer"),
+        (
+            {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
+            "use_precision_aware_optimizer needs optimizer adam",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
+            "main_params_dtype float16: a model in float32 has no main weights",
+        ),
+        ({"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}, "main_grads_dtype bfloat16: not"),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
     ],
 )

@@ -68,6 +68,11 @@ RULES = [
         "--num-experts 8 with --tensor-model-parallel-size 2: training needs --sequence-parallel",
     ),
     (
+        "--layout-invariant --global-batch-size 4 --bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype fp8 "
+        "--tensor-model-parallel-size 2",
+        "--layout-invariant: --exp-avg-sq-dtype fp8 has scales for blocks of a rank's part of a tensor",
+    ),
+    (
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe blockwise --context-parallel-size 2",
         "--layout-invariant: --fp8-recipe blockwise cuts what is on a rank into blocks, which depend on",
     ),
