@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from megatron.core.utils.activity import Call, Channel, activity
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Groups
 
@@ -98,7 +100,17 @@ def recorded() -> Iterator[list[Traffic]]:
         _records[:] = [other for other in _records if other is not log]
 
 
-def _record(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]) -> None:
+def _record(operation: str, tensor: Tensor, live: ProcessGroup, pair: tuple[int, int] | None = None) -> Call:
+    """Counts a call, and records its traffic. `pair` is the (sender, receiver) of a message."""
+
+    def ranks() -> tuple[int, ...]:
+        return pair or group_ranks(live)
+
+    _record_traffic(operation, tensor, ranks)
+    return activity.begin(operation, pair or live.group_name, ranks)
+
+
+def _record_traffic(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]) -> None:
     if _records:
         entry = Traffic(operation, tensor.dtype, tensor.numel() * tensor.element_size(), ranks())
         for log in _records:
@@ -112,10 +124,11 @@ def _record(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]
 class Pending:
     """A running communication and its result."""
 
-    def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor) -> None:
+    def __init__(self, tensor: Tensor, work: Work | None, *kept: Tensor, call: Call | None = None) -> None:
         self.tensor = tensor
         """Has the result after `wait`."""
         self._work = work
+        self._call = call
         self._kept = kept
         """Other tensors of the communication, which must live until its end."""
 
@@ -127,9 +140,17 @@ class Pending:
         """Returns the result; on CUDA, ready for later kernels of the current stream. Raises RuntimeError if the
         communication has failed, for example because another rank has ended."""
         if self._work is not None:
-            self._work.wait()
+            if self._call is None:
+                self._work.wait()
+            else:
+                with activity.waiting(self._call):
+                    self._work.wait()
             self._work, self._kept = None, ()
         return self.tensor
+
+
+_OWN_DEVICE = Call(Channel("device", ()), 0, "the device")
+"""What a thread waits for that waits for its own device."""
 
 
 class HostCopy:
@@ -148,7 +169,8 @@ class HostCopy:
     def wait(self) -> Tensor:
         """Returns the tensor on the host, after the device has done all work that came before the copy."""
         if self._event is not None:
-            self._event.synchronize()
+            with activity.waiting(_OWN_DEVICE):
+                self._event.synchronize()
             self._event = None
         return self._copy
 
@@ -175,16 +197,16 @@ def start_all_reduce(tensor: Tensor, group: Group, op: ReduceOp.RedOpType = Redu
     live = _live(group)
     if live is None:
         return Pending(tensor, None)
-    _record("all_reduce", tensor, lambda: group_ranks(live))
-    return Pending(tensor, dist.all_reduce(tensor, op=op, group=live, async_op=True))
+    call = _record("all_reduce", tensor, live)
+    return Pending(tensor, dist.all_reduce(tensor, op=op, group=live, async_op=True), call=call)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0) -> Tensor:
     """Copies the tensor of the group's rank `source` to all ranks of the group, in place; returns the tensor."""
     live = _live(group)
     if live is not None:
-        _record("broadcast", tensor, lambda: group_ranks(live))
-        dist.broadcast(tensor, src=dist.get_global_rank(live, source), group=live)
+        with activity.waiting(_record("broadcast", tensor, live)):
+            dist.broadcast(tensor, src=dist.get_global_rank(live, source), group=live)
     return tensor
 
 
@@ -210,8 +232,8 @@ def start_gather_rows(tensor: Tensor, group: Group, out: Tensor | None = None) -
     tensor = tensor.contiguous()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] * dist.get_world_size(live), *tensor.shape[1:])
-    _record("all_gather", out, lambda: group_ranks(live))
-    return Pending(out, _all_gather_single(out, tensor, group=live, async_op=True), tensor)
+    call = _record("all_gather", out, live)
+    return Pending(out, _all_gather_single(out, tensor, group=live, async_op=True), tensor, call=call)
 
 
 def reduce_scatter_rows(tensor: Tensor, group: Group) -> Tensor:
@@ -229,8 +251,8 @@ def start_reduce_scatter_rows(
     tensor = tensor.contiguous()
     if out is None:
         out = tensor.new_empty(tensor.shape[0] // dist.get_world_size(live), *tensor.shape[1:])
-    _record("reduce_scatter", tensor, lambda: group_ranks(live))
-    return Pending(out, _reduce_scatter_single(out, tensor, op=op, group=live, async_op=True), tensor)
+    call = _record("reduce_scatter", tensor, live)
+    return Pending(out, _reduce_scatter_single(out, tensor, op=op, group=live, async_op=True), tensor, call=call)
 
 
 def all_to_all_rows(
@@ -253,10 +275,11 @@ def start_all_to_all_rows(
     tensor = tensor.contiguous()
     rows = tensor.shape[0] if output_sizes is None else sum(output_sizes)
     out = tensor.new_empty(rows, *tensor.shape[1:])
-    _record("all_to_all", tensor, lambda: group_ranks(live))
+    call = _record("all_to_all", tensor, live)
     received = None if output_sizes is None else list(output_sizes)
     sent = None if input_sizes is None else list(input_sizes)
-    return Pending(out, dist.all_to_all_single(out, tensor, received, sent, group=live, async_op=True), tensor)
+    work = dist.all_to_all_single(out, tensor, received, sent, group=live, async_op=True)
+    return Pending(out, work, tensor, call=call)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -267,8 +290,8 @@ def start_send(tensor: Tensor, peer: int, group: Group) -> Pending:
     """Starts to send a contiguous tensor to the global rank `peer`, a member of the group."""
     live = _live(group)
     assert live is not None and tensor.is_contiguous()
-    _record("send", tensor, lambda: (dist.get_rank(), peer))
-    return Pending(tensor, dist.isend(tensor, dst=peer, group=live), tensor)
+    call = _record("send", tensor, live, (dist.get_rank(), peer))
+    return Pending(tensor, dist.isend(tensor, dst=peer, group=live), tensor, call=call)
 
 
 def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
@@ -276,8 +299,8 @@ def start_receive(tensor: Tensor, peer: int, group: Group) -> Pending:
     order of sending."""
     live = _live(group)
     assert live is not None and tensor.is_contiguous()
-    _record("receive", tensor, lambda: (peer, dist.get_rank()))
-    return Pending(tensor, dist.irecv(tensor, src=peer, group=live))
+    call = _record("receive", tensor, live, (peer, dist.get_rank()))
+    return Pending(tensor, dist.irecv(tensor, src=peer, group=live), call=call)
 
 
 def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Group) -> Pending:
@@ -288,15 +311,16 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     assert live is not None and tensor.is_contiguous() and out.is_contiguous()
     ranks = group_ranks(live)
     if tensor.numel():
-        _record("send", tensor, lambda: (dist.get_rank(), ranks[to]))
+        _record_traffic("send", tensor, lambda: (dist.get_rank(), ranks[to]))
     if out.numel():
-        _record("receive", out, lambda: (ranks[source], dist.get_rank()))
+        _record_traffic("receive", out, lambda: (ranks[source], dist.get_rank()))
+    call = activity.begin("exchange", live.group_name, lambda: ranks)
     sent = [tensor.numel() if rank == to else 0 for rank in range(len(ranks))]
     received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]
     # An all-to-all with otherwise empty parts: one launch, whereas a send and a receive could wait for each other.
     incoming, outgoing = out.view(-1), tensor.view(-1)
     work = dist.all_to_all_single(incoming, outgoing, received, sent, group=live, async_op=True)
-    return Pending(out, work, incoming, outgoing)
+    return Pending(out, work, incoming, outgoing, call=call)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -321,10 +345,13 @@ def numbers_of_ranks(numbers: Sequence[float]) -> list[list[float]]:
 def barrier(group: ProcessGroup | None = None) -> None:
     """Waits for all ranks of a group; None means the world."""
     if dist.is_available() and dist.is_initialized():
-        if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
-            dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
-        else:
-            dist.barrier(group=group)
+        everyone = dist.group.WORLD if group is None else group
+        assert everyone is not None
+        with activity.waiting(activity.begin("barrier", everyone.group_name, lambda: group_ranks(everyone))):
+            if torch.cuda.is_available() and "nccl" in dist.get_backend_config(group):
+                dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+            else:
+                dist.barrier(group=group)
 
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:

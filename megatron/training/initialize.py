@@ -31,9 +31,14 @@ _resources = contextlib.ExitStack()
 def _close_at_exit() -> None:
     """Closes the run. After an uncaught exception among several ranks the process ends at once, as `pretrain` does."""
     atexit.unregister(_close_at_exit)
-    failed = getattr(sys, "last_value", None) is not None  # set by the interpreter
+    error: BaseException | None = getattr(sys, "last_value", None)  # set by the interpreter
+    failed = error is not None
     several = dist.is_initialized() and dist.get_world_size() > 1
-    _resources.close()
+    if error is None:
+        _resources.close()
+    else:
+        with contextlib.suppress(BaseException):  # the interpreter has printed it already
+            _resources.__exit__(type(error), error, error.__traceback__)
     if failed and several:
         end_process(1)
 

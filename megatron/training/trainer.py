@@ -55,8 +55,19 @@ class Trainer:
     """Tells which micro-batch made the gradients non-finite."""
     results: RerunStateMachine | None = None
     """Checks the results that the loss function hands to it."""
-    phase: str = "training"
-    """What the run is at, for the message when it fails."""
+
+    def __post_init__(self) -> None:
+        self.phase = "training"
+
+    @property
+    def phase(self) -> str:
+        """What the run is at, for the message when it fails."""
+        return self.environment.progress.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.environment.progress.iteration = self.state.iteration
+        self.environment.progress.enter(phase)
 
     @property
     def device(self) -> torch.device:
@@ -76,6 +87,7 @@ class Trainer:
     def begin_step(self) -> int:
         """Prepares for the next global batch: sets the batch size and the place in the data. Returns the number of
         micro-batches on this rank."""
+        self.environment.progress.iteration = self.state.iteration
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
         return self.batches.num_microbatches
@@ -276,14 +288,17 @@ class Trainer:
     def close_training(self) -> None:
         """Ends the last save, hooks, exit agreement and log; the data stays open. Every rank calls it."""
         self.finish_save()
+        self.phase = "exit"
         self.hooks.on_exit(self.state.iteration)
         self.exit.close()
         self.log.close()
 
     def close_after_failure(self, error: BaseException) -> None:
         """Ends the run after an exception, without other ranks, which may be gone. Prints which rank failed, and in
-        which phase."""
-        if isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
+        which phase, unless heartbeats find that out."""
+        if self.environment.heartbeat is not None:
+            self.environment.heartbeat.report(error)
+        elif isinstance(error, Exception) and not isinstance(error, UserError):  # which is printed with its rank later
             rank, ranks = self.environment.rank, self.environment.world_size
             where = f"in {self.phase}, after iteration {self.state.iteration}"
             text = f"rank {rank} of {ranks} failed {where}: {error}"

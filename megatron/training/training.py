@@ -130,7 +130,9 @@ def run_pretraining(config: PretrainConfig, providers: Providers, started: float
     ):
         try:
             return set_up_and_train(config, providers, environment, signals, started)
-        except UserError:
+        except UserError as error:
+            if environment.heartbeat is not None:
+                environment.heartbeat.report(error)
             delay_errors_on_other_ranks()
             raise
 
@@ -141,6 +143,8 @@ def set_up_and_train(
     """The part of `run_pretraining` inside the process groups."""
     decision = None
     trainer = set_up(config, providers, environment, signals, started)
+    if environment.heartbeat is not None:
+        environment.heartbeat.before_end.append(trainer.checkpoints.leave_save)
     line = startup_line()
     if line is not None and environment.is_first:
         print(line, flush=True)
@@ -150,7 +154,7 @@ def set_up_and_train(
                 decision = loop.train(trainer)
             if decision is None:
                 trainer.finish()
-        trainer.close()
+            trainer.close()
     except BaseException as error:
         trainer.close_after_failure(error)
         raise

@@ -9,6 +9,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.training.data.step_data import StepData
 from megatron.training.hooks.exit import ExitDecision, ExitReason
+from megatron.training.launch.heartbeat import Progress
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
 
@@ -50,7 +51,9 @@ def trainer(
     )
     return Trainer(
         config=config,  # type: ignore[arg-type]
-        environment=SimpleNamespace(logs=True, rank=1, world_size=2, device="cpu"),  # type: ignore[arg-type]
+        environment=SimpleNamespace(  # type: ignore[arg-type]
+            logs=True, rank=1, world_size=2, device="cpu", progress=Progress(), heartbeat=None
+        ),
         state=SimpleNamespace(iteration=iteration),  # type: ignore[arg-type]
         splits=SimpleNamespace(valid=valid, close=lambda: noted.append("data.close")),  # type: ignore[arg-type]
         log=log,  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Starts torch.distributed from the environment variables of torchrun."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -32,12 +33,18 @@ def local_device() -> torch.device:
 
 
 def start_torch_distributed(
-    device: torch.device | None = None, timeout: timedelta | None = None, backend: str = "nccl", alone: bool = False
+    device: torch.device | None = None,
+    timeout: timedelta | None = None,
+    backend: str = "nccl",
+    alone: bool = False,
+    on_store: Callable[[dist.Store, int, int], object] | None = None,
 ) -> bool:
     """Joins the world that torchrun describes, unless this was done before. Returns whether there is a world.
 
     `backend` (nccl or gloo) communicates GPU tensors. Host tensors always use gloo. Without torchrun there is no world;
-    with `alone` there is one of this process, for scripts that call torch.distributed themselves.
+    with `alone` there is one of this process, for scripts that call torch.distributed themselves. `on_store` is called
+    with a store that all ranks reach, the rank and the number of ranks, before the ranks connect to each other; not for
+    a world of one.
     """
     if dist.is_available() and dist.is_initialized():
         return True
@@ -47,7 +54,15 @@ def start_torch_distributed(
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    here: dict[str, Any] = {} if started_by_torchrun() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    here: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if started_by_torchrun():
+        waits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        store, rank, size = next(dist.rendezvous("env://", **waits))
+        if timeout is not None:
+            store.set_timeout(timeout)
+        if on_store is not None and size > 1:
+            on_store(dist.PrefixStore("before groups", store), rank, size)
+        here = {"store": dist.PrefixStore("world", store), "rank": rank, "world_size": size}
     dist.init_process_group(
         f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
         timeout=timeout,

@@ -27,6 +27,10 @@ class ResilienceConfig:
     exit_signal: signal.Signals = signal.SIGTERM
     """Signal after which all ranks save at the same step and exit."""
 
+    hang_timeout_seconds: int | None = None
+    """Seconds without progress of any rank, while some wait, after which a run of several processes ends and names the
+    rank that the others wait for. Default: nine tenths of --distributed-timeout-minutes."""
+
     check_weight_hash_across_dp_replicas_interval: int | None = flag(
         None, no_effect="not yet: replicas are not compared during training"
     )
@@ -56,5 +60,6 @@ class ResilienceConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("error_injection_rate",), 0)
+        yield from too_small(self, ("hang_timeout_seconds",), 1)
         if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
             yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -160,8 +161,9 @@ class ExitAgreement:
         return None
 
 
-def agreement_group() -> dist.ProcessGroup | None:
-    """Returns a gloo group of all ranks for `ExitAgreement`, None in a single process. Collective."""
+def agreement_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Returns a gloo group of all ranks for `ExitAgreement`, None in a single process. Collective. Without a `timeout`
+    torch's default holds, which is half an hour."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=timeout)

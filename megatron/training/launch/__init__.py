@@ -1,1 +1,1 @@
-"""How the processes of a run start and end: groups and device, signals, errors."""
+"""How the processes of a run start and end: groups and device, signals, errors, heartbeats."""

@@ -5,8 +5,10 @@ sizes.
 """
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -24,7 +26,12 @@ from megatron.core.process_groups_config import (
 from megatron.core.utils.rendezvous import local_device, start_torch_distributed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.errors import delay_errors_on_other_ranks, end_process_at_exit
+from megatron.training.launch.heartbeat import Heartbeat, Progress
 from megatron.training.launch.same_flags import check_same_flags
+from megatron.training.launch.watch import Limits
+
+_BEFORE_COLLECTIVES_TIME_OUT = 0.9
+"""Part of the timeout of collectives after which a run without progress ends by default."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,10 @@ class Environment:
     groups: ProcessGroupCollection
     loss_stage: int | None = None
     """Place in its pipeline of the rank that computes the loss; None: the last."""
+    progress: Progress = field(default_factory=Progress, compare=False)
+    """What the run is at."""
+    heartbeat: Heartbeat | None = field(default=None, compare=False)
+    """Finds ranks that fail; None in a run of one process, and in a process group that existed before the run."""
 
     @property
     def is_first(self) -> bool:
@@ -75,18 +86,27 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
     device = local_device()
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     backend = config.parallel.distributed_backend or "nccl"
-    mine = not dist.is_initialized() and start_torch_distributed(device, timeout, backend, alone)
+    watched, progress = _Watched(config), Progress()
+    mine = False
     try:
-        _check_same_flags_first(config)
+        mine = not dist.is_initialized() and start_torch_distributed(
+            device, timeout, backend, alone, lambda store, rank, size: watched.start(store, rank, size, progress)
+        )
+        heartbeat = watched.heartbeat
+        _check_same_flags_first(config, heartbeat)
         planned, started = config.grid.world_size, dist.get_world_size() if dist.is_initialized() else 1
         if started != planned:
             raise UserError(f"the run is laid out for {planned} processes and {started} were started")
         rank = dist.get_rank() if dist.is_initialized() else 0
         groups, pipeline = groups_of_rank(config, rank, timeout), pipeline_of(config.transformer)
         with default_groups(groups, pipeline):
-            yield Environment(rank, started, device, groups, pipeline.loss_rank)
+            yield Environment(rank, started, device, groups, pipeline.loss_rank, progress, heartbeat)
+        if heartbeat is not None:
+            heartbeat.finish()
     except BaseException as error:
-        if mine and dist.is_initialized() and dist.get_world_size() > 1:
+        if watched.heartbeat is not None:
+            _end_with_the_others(error, watched.heartbeat)
+        elif mine and dist.is_initialized() and dist.get_world_size() > 1:
             end_process_at_exit(error)
         raise
     finally:
@@ -94,11 +114,46 @@ def process_environment(config: PretrainConfig, alone: bool = False) -> Iterator
             dist.destroy_process_group()
 
 
-def _check_same_flags_first(config: PretrainConfig) -> None:
+class _Watched:
+    """Starts the heartbeat of this process once its rank is known."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        minutes = config.parallel.distributed_timeout_minutes
+        self.hang = config.resilience.hang_timeout_seconds or _BEFORE_COLLECTIVES_TIME_OUT * 60 * minutes
+        self.heartbeat: Heartbeat | None = None
+
+    def start(self, store: dist.Store, rank: int, size: int, progress: Progress) -> None:
+        host = os.environ["MASTER_ADDR"]
+        try:
+            self.heartbeat = Heartbeat(store, rank, size, host, progress, Limits(hang=self.hang))
+        except OSError as error:
+            print(
+                f"rank {rank}: no connection to the heartbeat of rank 0 on {host}: {error}; a failed rank is noticed "
+                "only by --distributed-timeout-minutes",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _end_with_the_others(error: BaseException, heartbeat: Heartbeat) -> None:
+    """Reports the error that ends this process, and waits until the message about the end of the run is out. Raises
+    SystemExit if the error follows from the failure of another rank, or if the script left the run with code 0."""
+    heartbeat.report(error)
+    heartbeat.wait_for_cause()
+    consequence = heartbeat.is_consequence()
+    if consequence or (isinstance(error, SystemExit) and not error.code):
+        end_process_at_exit(SystemExit(1))
+        raise SystemExit(1) from None
+    end_process_at_exit(error)
+
+
+def _check_same_flags_first(config: PretrainConfig, heartbeat: Heartbeat | None) -> None:
     """Checks before groups are made: ranks that have other sizes would make other groups, and wait for ever."""
     try:
         check_same_flags(config)
-    except UserError:
+    except UserError as error:
+        if heartbeat is not None:
+            heartbeat.report(error)
         delay_errors_on_other_ranks()
         raise
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ def set_up(
         checkpoints = Checkpoints(config, environment.groups)
         checkpoints.load(context.state, model, optimizer, scheduler)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
+        environment.progress.enter("building datasets")
         datasets = providers.build_datasets(context, sample_counts(config))
     forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
@@ -130,7 +132,7 @@ def build_trainer(
     use_schedule(batches)
     log = build_log(config, environment, state, padded_vocab_size, model, context.timers)
     exit_agreement = ExitAgreement(
-        agreement_group(),
+        agreement_group(timedelta(minutes=config.parallel.distributed_timeout_minutes)),
         rank=environment.rank,
         signals=signals,
         exit_interval=config.training.exit_interval,

@@ -1,0 +1,45 @@
+"""What the operating system says about processes of this machine: stopped, ended, or running."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+
+def machine_name() -> str:
+    """Returns a text that two processes share if they can see each other's process ids."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return f"{socket.gethostname()} {os.getpid()}"
+
+
+def process_state(pid: int) -> str | None:
+    """Returns "stopped" (by SIGSTOP or a debugger), "ended" or "running"; None if the system does not tell."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return "ended" if Path("/proc/self/stat").exists() else None
+    except OSError:
+        return None
+    letter = text.rpartition(")")[2].split()[0]
+    return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+def kill_if_stopped(pid: int) -> None:
+    """Ends a process of this user that is stopped, which no other signal reaches."""
+    if process_state(pid) == "stopped":
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def place_of_main_thread() -> str:
+    """Returns where the main thread of this process is: the innermost calls, outermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "unknown"
+    calls = traceback.extract_stack(frame)[-4:]
+    return " > ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)

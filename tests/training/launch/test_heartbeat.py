@@ -1,0 +1,179 @@
+"""A rank that fails ends the run: all processes end soon, with an error, and one message says which rank, and why."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import launch
+from support.runs import GPT
+
+from megatron.core.collectives import PlannedGroup, all_reduce
+from megatron.core.exceptions import UserError
+from megatron.training import pretrain
+from megatron.training.checkpointing import Checkpoints
+from megatron.training.hooks.hook import Hook
+from megatron.training.launch import environment, heartbeat
+from megatron.training.launch.heartbeat import kind_of
+from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Limits
+from megatron.training.providers import Context, ForwardStep, Providers
+
+RANKS = 4
+
+
+def fault(kind: str) -> None:
+    """What goes wrong on one rank."""
+    if kind == "raise":
+        raise ValueError("a fault")
+    if kind in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if kind == "exit":
+        sys.exit(0)
+    if kind == "leave":
+        os._exit(0)
+    time.sleep(600)
+
+
+class FaultAtExit(Hook):
+    """Fails when training has ended."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        self.fail = fail
+
+    def on_exit(self, iteration: int) -> None:
+        """Fails."""
+        self.fail()
+
+
+def pretrain_with_fault(kind: str, phase: str, rank: int) -> None:
+    """Trains; one rank has a fault in one phase."""
+
+    def fails_in(here: str) -> None:
+        if here == phase and int(os.environ["RANK"]) == rank:
+            fault(kind)
+
+    def build_model(*args: Any) -> Any:
+        fails_in("start")
+        return GPT.build_model(*args)
+
+    def build_datasets(*args: Any) -> Any:
+        fails_in("building datasets")
+        return GPT.build_datasets(*args)
+
+    def build_forward_step(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            if not model.training:
+                fails_in("evaluation")
+            elif data.iteration == 1:
+                fails_in("training")
+            return forward_step(data, model)
+
+        return step
+
+    contents = Checkpoints._contents
+
+    def contents_of(self: Checkpoints, *args: Any) -> Any:
+        fails_in("saving")
+        return contents(self, *args)
+
+    quick = partial(Limits, silence=1.0, left=1.0, communication=5.0, report=1.0)
+    hooks = [FaultAtExit(lambda: fails_in("exit"))]
+    with (
+        mock.patch.object(environment, "Limits", quick),
+        mock.patch.object(heartbeat, "_HEAD_START", 0.1),
+        mock.patch.object(Checkpoints, "_contents", contents_of),
+    ):
+        pretrain(Providers(build_model, build_datasets, build_forward_step, build_hooks=lambda context: hooks))
+
+
+LAYOUTS = {
+    "dp": "",
+    "tp": "--tensor-model-parallel-size 2",
+    "pp": "--pipeline-model-parallel-size 2",
+}
+PHASES = ("start", "building datasets", "training", "evaluation", "saving", "exit")
+TOLD = {
+    "raise": "failed in {}: ValueError: a fault",
+    "kill": "ended in {}, without a word",
+    "leave": "ended in {}, without a word",
+    "stop": "was stopped by a signal (SIGSTOP or SIGTSTP) in {}",
+    "exit": "failed in {}: the script called exit",
+    "sleep": "has made no progress for {seconds} s in {}",
+}
+
+
+def check(folder: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
+    flags = f"--data-path {corpus} --train-iters 2 --eval-interval 2 --save {folder / 'c'} --save-interval 2"
+    flags += f" {LAYOUTS[layout]} --hang-timeout-seconds 3"
+    program = launch(flags, RANKS, folder, partial(pretrain_with_fault, kind, phase, rank))
+    codes = program.exit_codes(seconds=60.0)
+    outputs = [program.output(number) for number in range(RANKS)]
+    everything = "\n".join(outputs)
+    expected = {"kill": -signal.SIGKILL, "stop": -signal.SIGKILL, "leave": 0}.get(kind, 1)
+    assert codes == [expected if number == rank else 1 for number in range(RANKS)], everything
+    (message,) = [line for line in everything.splitlines() if line.startswith("the run ends:")]
+    assert f"rank {rank} of {RANKS} " in message, everything
+    assert TOLD[kind].split("{")[0] in message and f" in {phase}" in message, everything
+    others = [number for number in range(RANKS) if number != rank]
+    assert not any(f"rank {number} of {RANKS} failed" in everything for number in others)
+    assert "Traceback" not in "".join(outputs[number] for number in others), everything
+    if phase in ("training", "saving", "evaluation") and kind != "raise":
+        assert f"missed by rank {rank}" in everything or "missed by ranks" in everything, everything
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "rank", "layout"),
+    [
+        ("raise", "start", 2, "tp"),
+        ("stop", "building datasets", 1, "dp"),
+        ("kill", "training", 3, "pp"),
+        ("sleep", "evaluation", 1, "tp"),
+        ("stop", "saving", 0, "dp"),
+        ("leave", "exit", 2, "dp"),
+    ],
+)
+def test_one_fault_of_each_phase(tmp_path: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
+    check(tmp_path, corpus, kind, phase, rank, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*LAYOUTS])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", [*TOLD])
+def test_every_fault(tmp_path: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
+    check(tmp_path, corpus, kind, phase, rank, layout)
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    with pytest.raises(BaseException) as caught:
+        function()
+    return caught.value
+
+
+def chained() -> None:
+    try:
+        all_reduce(torch.ones(1), PlannedGroup((0, 1), 0))
+    except AssertionError as error:
+        raise RuntimeError("another rank is gone") from error
+
+
+def test_kinds_of_failures() -> None:
+    assert kind_of(UserError("--load")) == USER_ERROR
+    assert kind_of(SystemExit(143)) == SIGNAL
+    assert [kind_of(SystemExit(code)) for code in (0, 1, None)] == [ERROR] * 3
+    assert kind_of(raised(lambda: fault("raise"))) == ERROR
+    assert kind_of(raised(lambda: dist.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=1)))) == COMMUNICATION
+    assert kind_of(raised(chained)) == COMMUNICATION  # also an error that follows from one
+    assert kind_of(raised(lambda: torch.ones(2) @ torch.ones(3))) == ERROR
