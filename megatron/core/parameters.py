@@ -160,11 +160,18 @@ class ParameterInfo:
     """For a tied parameter: the group of the ranks of a pipeline with a copy."""
     embedding_or_output: bool = False
     """Whether --decoupled-lr sets its learning rate."""
+    is_table: bool = False
+    """Whether its rows are looked up and not multiplied: positions, token types, biases of relative positions."""
 
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: it does to matrices, not to biases and one-dimensional parameters."""
         return len(self.global_shape) > 1 and not self.name.endswith(".bias")
+
+    @property
+    def grows_with_width(self) -> bool:
+        """Whether it is a matrix of a layer, the number of whose inputs grows with the width of the model (muP)."""
+        return self.decays and not (self.embedding_or_output or self.is_table)
 
 
 def declare(

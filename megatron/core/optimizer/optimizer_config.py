@@ -41,6 +41,10 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Weight decay of matrices. Biases and norm weights have none."""
 
+    mup_width_mult: float = not_a_flag(1.0)
+    """With muP: how many times wider than the base the model is, as in TransformerConfig. Adam divides the rate of the
+    matrices of layers by it; SGD multiplies all other rates by it."""
+
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the norms of queries and keys (--qk-layernorm) too."""
 

@@ -54,6 +54,10 @@ def settings_of(
     }
     if config.decoupled_lr is not None and info.embedding_or_output:
         chosen |= {"max_lr": config.decoupled_lr, "min_lr": config.decoupled_min_lr, "is_decoupled_lr": True}
+    if config.mup_width_mult != 1.0:
+        sgd = config.optimizer == "sgd"
+        if sgd != info.grows_with_width:
+            chosen["lr_mult"] = config.mup_width_mult if sgd else 1.0 / config.mup_width_mult
     for key, override in (overrides or {}).items():
         if key.matches(info.name):
             chosen |= override

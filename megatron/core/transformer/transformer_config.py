@@ -62,7 +62,8 @@ class TransformerConfig(
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
     `add_qkv_bias` (True with `add_bias_linear`), `params_dtype`, the three init methods; the number of virtual pipeline
     stages and `mtp_standalone`, if a layout or a schedule determines them. Output projections are initialized with a
-    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model.
+    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model. With
+    `use_mup` also `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`, whatever they are.
 
     Raises UserError if a value is impossible or its feature is not implemented yet.
     """
@@ -86,6 +87,8 @@ class TransformerConfig(
         chunks = pipeline_of(self).chunks  # a layout or a schedule may say how many
         self.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
         self.mtp_standalone = has_prediction_stage(self)
+        if self.use_mup:
+            initialization.scale_with_width(self)
         self._derive_init_methods()
 
     def _derive_init_methods(self) -> None:
@@ -93,12 +96,13 @@ class TransformerConfig(
             if self.embedding_init_method_std is None and self.init_method is not None:
                 self.embedding_init_method = self.init_method
             else:
-                std = self.embedding_init_method_std
-                self.embedding_init_method = Normal(self.init_method_std if std is None else std)
+                own = self.embedding_init_method_std
+                self.embedding_init_method = Normal(self.init_method_std if own is None else own)
+        std = self.init_method_std / math.sqrt(self.mup_width_mult) if self.use_mup else self.init_method_std
         if self.init_method is None:
-            self.init_method = Normal(self.init_method_std)
+            self.init_method = Normal(std)
         if self.output_layer_init_method is None:
-            self.output_layer_init_method = Normal(self.init_method_std / math.sqrt(2.0 * self.num_layers))
+            self.output_layer_init_method = Normal(std / math.sqrt(2.0 * self.num_layers))
 
 
 def transformer_problems(config: Any) -> Iterator[str]:

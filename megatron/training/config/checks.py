@@ -148,6 +148,16 @@ def _gated_mlp(s: Settings) -> Iterator[str]:
                 yield f"{{{field}}} is for an MLP with a gate; add {gates}"
 
 
+def _widths(s: Settings) -> Iterator[str]:
+    if not s.use_mup:
+        return
+    for field in ("softmax_scale", "logit_scale", "embedding_multiplier"):
+        if s.is_given(field):
+            yield f"{{use_mup}} sets {{{field}:name}} itself (--help use_mup); leave it out"
+    if s.optimizer not in ("adam", "sgd"):
+        yield "{use_mup}: how rates depend on the width is not known for {optimizer}; adam and sgd work"
+
+
 def _gradient_types(s: Settings) -> Iterator[str]:
     if s.grad_reduce_in_bf16 and s.is_given("grad_reduce_in_fp32"):
         yield "{grad_reduce_in_bf16} and {grad_reduce_in_fp32} contradict each other; give one"
@@ -308,6 +318,7 @@ RULES: tuple[Rule, ...] = (
     _rotary,
     _multi_token_prediction,
     _gated_mlp,
+    _widths,
     _gradient_types,
     _library,
     model_families.masked_words,

@@ -135,7 +135,12 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
     config = PretrainConfig(
         model=settings.build(ModelConfig, transformer=transformer),
         parallel=settings.build(ParallelConfig),
-        optimizer=settings.build(OptimizerConfig, params_dtype=transformer.params_dtype, decoupled_weight_decay=True),
+        optimizer=settings.build(
+            OptimizerConfig,
+            params_dtype=transformer.params_dtype,
+            decoupled_weight_decay=True,
+            mup_width_mult=transformer.mup_width_mult,
+        ),
         ddp=settings.build(
             DistributedDataParallelConfig, check_for_nan_in_grad=settings.check_for_nan_in_loss_and_grad
         ),

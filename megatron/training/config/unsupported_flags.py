@@ -208,9 +208,6 @@ _NOT_YET = {
     "the parameter groups are those of weight decay and learning rate flags": """
         dump-param-to-param-group-map freeze-all-layers no-weight-decay-cond-type""",
     "a run has one phase": "phase-transition-iterations",
-    "widths are not scaled": """
-        mup-attn-scale-power mup-base-head-dim mup-base-hidden-size mup-embedding-mult mup-output-mult mup-width-mult
-        use-mup""",
 }
 """What is so today, and the flags that would change it."""
 

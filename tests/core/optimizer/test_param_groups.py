@@ -43,6 +43,19 @@ def test_embedding_and_output_have_their_own_rate_only_if_it_is_given() -> None:
     assert settings_of(info("a", 2, 2), own) == GroupSettings()
 
 
+def test_rates_by_width() -> None:
+    kinds = {
+        "matrix": info("a.weight", 2, 2),
+        "bias": info("a.bias", 2),
+        "table": info("positions", 2, 2, is_table=True),
+        "head": info("head", 2, 2, embedding_or_output=True),
+    }
+    for rule, expected in (("adam", {"matrix": 0.25}), ("sgd", {"bias": 4.0, "table": 4.0, "head": 4.0})):
+        wide = OptimizerConfig(lr=0.1, optimizer=rule, mup_width_mult=4.0)  # type: ignore[arg-type]
+        found = {name: settings_of(one, wide).lr_mult for name, one in kinds.items()}
+        assert found == dict.fromkeys(kinds, 1.0) | expected
+
+
 def test_later_overrides_win_field_by_field() -> None:
     overrides = {ParamKey("a.*"): {"max_lr": 1.0, "wd_mult": 3.0}, ParamKey("*.b"): {"max_lr": 2.0}}
     assert settings_of(info("a.b", 2, 2), CONFIG, overrides) == GroupSettings(max_lr=2.0, wd_mult=3.0)

@@ -118,7 +118,7 @@ RULES = [
     ("--log-interval 0", "--log-interval 0 must be at least 1"),
     ("--profile --profile-step-end 5", "--profile-step-end 5 must be larger than --profile-step-start 10"),
     ("--exit-signal SIGKILL", "--exit-signal SIGKILL cannot be caught by any program; SIGTERM or SIGUSR1 can"),
-    ("--error-injection-rate 5", "--error-injection-rate 5: not yet"),
+    ("--check-for-large-grads", "--check-for-large-grads: not yet"),
     ("--layout-invariant", "--layout-invariant needs --global-batch-size: without it, the batch grows"),
     ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and less than 1"),
     ("--split 90,20,x", "--split 90,20,x: 'x' is not a number; expected shares such as 969,30,1"),
@@ -260,3 +260,12 @@ def test_a_script_with_data_sets_of_its_own_needs_no_files() -> None:
     words, defaults = without("--mock-data").split(), {"datasets_of_script": True}
     config = configure(words, args_defaults=defaults, launch_environment=LaunchEnvironment(1, False))
     assert config.data.data_path is None and config.data.datasets_of_script
+
+
+def test_scales_that_follow_from_the_width() -> None:
+    assert problems_of("--use-mup --mup-base-hidden-size 16") == []
+    (problem,) = problems_of("--use-mup --logit-scale 0.5")
+    assert problem == "--use-mup sets --logit-scale itself (--help use_mup); leave it out"
+    (problem,) = problems_of("--multi-latent-attention --use-mup")
+    assert problem.startswith("--use-mup: not yet with --multi-latent-attention")
+    assert configured("--use-mup --mup-base-hidden-size 16").optimizer.mup_width_mult == 4.0

@@ -42,6 +42,13 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--encoder-tensor-model-parallel-size",
     # newer than the releases
     "--validation-set-names",
+    "--use-mup",
+    "--mup-base-hidden-size",
+    "--mup-width-mult",
+    "--mup-embedding-mult",
+    "--mup-output-mult",
+    "--mup-base-head-dim",
+    "--mup-attn-scale-power",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",
@@ -171,6 +178,8 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--group-query-attention", "--swiglu", "--squared-relu", "--quick-geglu", "--geglu", "--openai-gelu",
     "--no-bias-gelu-fusion",
     "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
+    "--mup-base-hidden-size", "--mup-base-head-dim", "--mup-output-mult", "--mup-embedding-mult",
+    "--mup-attn-scale-power",
     "--embedding-init-method-std", "--tokenizer-type", "--recompute-activations",
     "--layout-invariant", "--use-checkpoint-args", "--ckpt-format", "--grad-reduce-in-bf16",
     "--use-tp-pp-dp-mapping", "--use-torch-fsdp2",

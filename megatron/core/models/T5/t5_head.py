@@ -33,7 +33,7 @@ class T5LMHead(MegatronModule):
             config.hidden_size,
             vocab_size,
             config=config,
-            init_method=config.embedding_init_method if is_copied else config.init_method,
+            init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
             bias=shares and has_bias,
             gather_output=not parallel_output,
             skip_weight_param_allocation=borrowed is not None,

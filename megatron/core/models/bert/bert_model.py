@@ -109,7 +109,7 @@ class BertModel(LanguageModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.embedding_init_method if is_copied else config.init_method,
+                init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
                 bias=True,
                 gather_output=not parallel_output,
                 skip_weight_param_allocation=shares and pre_process,

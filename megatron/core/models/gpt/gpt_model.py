@@ -139,7 +139,7 @@ class GPTModel(LanguageModule):
                 config.hidden_size,
                 self.vocab_size,
                 config=config,
-                init_method=config.embedding_init_method if is_copied else config.init_method,
+                init_method=config.embedding_init_method if is_copied or config.use_mup else config.init_method,
                 bias=False,
                 gather_output=not parallel_output,
                 skip_weight_param_allocation=is_borrowed,

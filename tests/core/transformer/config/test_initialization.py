@@ -1,10 +1,16 @@
-"""Impossible values of initial weights are named, with what would work."""
+"""Impossible values of initial weights are named, with what would work; what follows from the width under muP."""
 
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import settings_of
+from megatron.core.parameters import Normal, info_of
 from megatron.core.transformer.config.initialization import validate
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -16,6 +22,9 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
     [
         ({"init_method_std": float("nan")}, "init_method_std nan must be at least 0"),
         ({"embedding_init_method_std": -0.1}, "embedding_init_method_std -0.1 must be at least 0"),
+        ({"mup_base_hidden_size": 0}, "mup_base_hidden_size 0 must be at least 1"),
+        ({"mup_output_mult": 0.0}, "mup_output_mult 0.0 must be a number other than 0"),
+        ({"mup_base_head_dim": -1.0}, "mup_base_head_dim -1.0 must be larger than 0"),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:
@@ -26,3 +35,55 @@ def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> No
 
 def test_defaults_have_no_problem() -> None:
     assert not list(validate(TransformerConfig(**SMALL)))
+
+
+def test_what_follows_from_the_width() -> None:
+    wide = TransformerConfig(**SMALL, use_mup=True, mup_base_hidden_size=16, mup_embedding_mult=3.0)
+    assert wide.mup_width_mult == 4.0
+    assert (wide.init_method, wide.embedding_init_method) == (Normal(0.01), Normal(0.02))
+    assert wide.output_layer_init_method == Normal(0.005)  # 0.02 / sqrt(4) / sqrt(2 * 2 layers)
+    assert (wide.embedding_multiplier, wide.logit_scale, wide.softmax_scale) == (3.0, 0.25, 1 / 16)
+    heads = {"mup_base_head_dim": 9.0, "mup_attn_scale_power": 0.5, "mup_output_mult": 0.7}
+    own = TransformerConfig(**SMALL, use_mup=True, mup_base_hidden_size=16, **heads)
+    assert (own.logit_scale, own.softmax_scale) == (0.7, 3 / 4)
+    base = TransformerConfig(**SMALL, use_mup=True, mup_base_head_dim=16.0)
+    assert (base.mup_width_mult, base.softmax_scale, base.init_method) == (1.0, 1 / 4, Normal(0.02))
+
+
+def drift(width: int, mup: bool) -> float:
+    """Trains for three steps of Adam and returns how much the logits change, as a root mean square."""
+    fields: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 32, "mup_base_head_dim": 16.0} if mup else {}
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=width,
+        num_attention_heads=width // 16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=0.1,
+        **fields,
+    )
+    layers = get_gpt_layer_local_spec()
+    model = GPTModel(config, layers, 32, 8)
+    rates = OptimizerConfig(lr=0.01, mup_width_mult=config.mup_width_mult)
+    groups = [
+        {"params": [parameter], "lr": 0.01 * settings_of(info_of(parameter), rates).lr_mult}
+        for parameter in model.parameters()
+    ]
+    optimizer = torch.optim.Adam(groups)
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    with torch.no_grad():
+        before = model(inputs)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(inputs, labels=labels).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        return (model(inputs) - before).square().mean().sqrt().item()
+
+
+def test_updates_of_a_wide_model_are_as_large_as_those_of_a_narrow_one() -> None:
+    """The coordinate check of muP: without it, the same rate changes the logits of a wider model more."""
+    narrow, wide = drift(32, mup=True), drift(256, mup=True)
+    assert 0.5 < wide / narrow < 1.6, (narrow, wide)
+    assert drift(256, mup=False) > 2.5 * drift(32, mup=False)

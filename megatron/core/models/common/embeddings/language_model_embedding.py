@@ -28,7 +28,7 @@ class VectorTable(MegatronModule):
         self.backend = choose_backend(config)
         assert config.embedding_init_method is not None
         shape = (count, config.hidden_size)
-        self.weight = new_parameter(config, shape, config.embedding_init_method, **facts)
+        self.weight = new_parameter(config, shape, config.embedding_init_method, is_table=True, **facts)
 
     def forward(self, index: Tensor) -> Tensor:
         """Returns the vectors [..., h] of numbers int64 [...]."""

@@ -25,10 +25,8 @@ class HeadBiases(MegatronModule):
         assert config.init_method is not None
         shape = (num_buckets, config.num_attention_heads)
         box = split_box(shape, 1, tp_group)
-        sharded = frozenset({"tp"})
-        self.weight = new_parameter(
-            config, box.shape, config.init_method, global_shape=shape, box=box, sharded_axes=sharded, **facts
-        )
+        facts |= {"sharded_axes": frozenset({"tp"}), "is_table": True}
+        self.weight = new_parameter(config, box.shape, config.init_method, global_shape=shape, box=box, **facts)
 
 
 class RelativePositionEmbedding(MegatronModule):
