@@ -27,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"  # triton reads this at import: its kernels run on a CPU
 
 
+def pytest_sessionstart() -> None:
+    """Makes mock data small; imports the product only now, after its environment is set."""
+    from support import mock_data
+
+    mock_data.make_small()
+
+
 @pytest.fixture(autouse=True)
 def nothing_distributed_is_left() -> Iterator[None]:
     """Ends the run and the groups that a test made by Megatron-LM's functions, so that the next test can make its own.

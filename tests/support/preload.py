@@ -27,8 +27,10 @@ def _preload() -> None:
     for name in MODULES:
         importlib.import_module(name)
     import torch
+    from support import mock_data
 
     torch.set_num_threads(1)
+    mock_data.make_small()
     _load_kernels()
     # Forked processes then do not copy the pages of these objects at their first collection.
     gc.collect()

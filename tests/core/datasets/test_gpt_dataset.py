@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support import mock_data
 
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split, split_bounds
@@ -97,7 +98,8 @@ def test_golden_fields(golden, build, number, split):
 
 
 @pytest.mark.parametrize("number", range(2))
-def test_golden_mock(golden, number):
+def test_golden_mock(golden, number, monkeypatch):
+    monkeypatch.setattr(MockGPTLowLevelDataset, "num_documents", mock_data.PUBLISHED)
     case = json.loads((golden / "gpt_dataset" / "mock.json").read_text())[number]
     tokenizer = SimpleNamespace(vocab_size=case["vocab_size"], eod=case["eod"])
     config = GPTDatasetConfig(case["seed"], case["seq"], tokenizer=tokenizer)

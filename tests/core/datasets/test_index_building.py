@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import index_building
-from megatron.core.datasets.index_building import build_document_index, build_indices, build_sample_index, plan_samples
+from megatron.core.datasets.index_building import (
+    build_document_index,
+    build_indices,
+    build_sample_index,
+    plan_samples,
+    shuffle,
+)
 
 
 def walk(lengths, document_index, sequence_length, extra, num_samples):
@@ -99,3 +105,16 @@ def test_long_sequences_get_wide_cuts():
 def test_partial_samples_are_counted_in_integers():
     tokens = 2**24 * 3 + 2  # float32 has no such odd numbers
     assert plan_samples(tokens, None, 1, 1, drop_last_partial=False).num_samples == tokens - 1
+
+
+@pytest.mark.parametrize("length", [*range(10), 15, 16, 17, 255, 256, 257, 5000])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+def test_a_shuffle_is_that_of_numpy_and_leaves_the_same_state(length, dtype, monkeypatch):
+    monkeypatch.setattr(index_building, "_WORDS_AT_ONCE", 64)
+    values, expected = np.arange(length, dtype=dtype), np.arange(length, dtype=dtype)
+    random, other = np.random.RandomState(length), np.random.RandomState(length)
+    random.randint(3), other.randint(3)
+    shuffle(values, random)
+    other.shuffle(expected)
+    assert np.array_equal(values, expected) and values.dtype == dtype
+    assert np.array_equal(random.randint(0, 1 << 32, 700, np.uint32), other.randint(0, 1 << 32, 700, np.uint32))
