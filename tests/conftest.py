@@ -1,5 +1,6 @@
 """Settings, options and fixtures of all tests."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if not distribution.is_quick(item)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Takes the objects of modules and collected tests, millions, out of all later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

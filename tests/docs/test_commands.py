@@ -57,7 +57,7 @@ def environment(commands: Path) -> dict[str, str]:
     """
     path = f"{commands}{os.pathsep}{os.environ['PATH']}"
     # The quickstart's full size is a test of its own; here it is run small, in the environment of this test.
-    make = {"MAKEFLAGS": f"PYTHON={sys.executable}", "QUICKSTART_TOKENS": "40000"}
+    make = {"MAKEFLAGS": f"PYTHON={sys.executable}", "QUICKSTART_TOKENS": "24000"}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**inherited, **make, "PATH": path, "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
 

@@ -14,7 +14,7 @@ from parity.bfloat16 import BFLOAT16, NEWER_CELLS, STEPS, TOLERANCE, largest_dif
 from parity.cells import Cell, quick_cells
 from parity.compare import judge
 from parity.evidence import Evidence
-from parity.layouts import Layout, layout
+from parity.layouts import layout
 from parity.model_list import MODELS
 from parity.mutated import mean_losses
 from parity.program import Precision, train
@@ -59,7 +59,7 @@ def on_this_gpu(cell: Cell, steps: int, precision: Precision, lean: bool) -> Evi
 def test_float32(gpus: Pool, cell: Cell) -> None:
     ranks = trained(gpus, cell, 3, FLOAT32)
     # Types differ from the reference's, so initial values are not equal to the bit; replicas are.
-    assert not judge(reference(cell.model, cell.per_token, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
+    assert not judge(reference(cell.model, cell.per_token, rows=cell.rows, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
 
 
 IN_BFLOAT16 = [
@@ -81,13 +81,13 @@ IN_BFLOAT16 = [
 BFLOAT16_CELLS = [Cell(MODELS[n], layout(*choices)) for n in (0, 1, 4) for choices in IN_BFLOAT16]
 BFLOAT16_CELLS += NEWER_CELLS
 
-_LOSSES: dict[str, list[float]] = {}
-"""Of one GPU, by model."""
+_LOSSES: dict[tuple[str, int], list[float]] = {}
+"""Losses of one GPU, by model and rows of a micro-batch."""
 
 
 @pytest.mark.parametrize("cell", BFLOAT16_CELLS, ids=lambda cell: cell.name)
 def test_losses_of_twenty_steps_in_bfloat16(gpus: Pool, cell: Cell) -> None:
-    model = cell.model
-    alone = _LOSSES.get(model.name) or mean_losses(trained(gpus, Cell(model, Layout()), STEPS, BFLOAT16, lean=True))
-    _LOSSES[model.name] = alone
+    key = (cell.model.name, cell.rows)
+    alone = _LOSSES.get(key) or mean_losses(trained(gpus, cell.alone, STEPS, BFLOAT16, lean=True))
+    _LOSSES[key] = alone
     assert largest_difference(alone, mean_losses(trained(gpus, cell, STEPS, BFLOAT16, lean=True)), cell) < TOLERANCE

@@ -97,8 +97,8 @@ def _count(batch: BertText) -> Tensor:
     return batch.mask.sum()
 
 
-def _shapes(model: Model) -> dict[str, int]:
-    return {"seq_length": LENGTH, "micro_batch_size": model.rows}
+def _shapes(model: Model, rows: int) -> dict[str, int]:
+    return {"seq_length": LENGTH, "micro_batch_size": rows}
 
 
 BERT = Kind(_build, _micro_batch, _forward, _loss, _count, _shapes)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from parity.families import FAMILIES, Family
@@ -19,6 +19,7 @@ from parity.layouts import DIMENSIONS, PIPELINE_BEFORE_DATA, Choice, Layout, dim
 from parity.model_list import MODELS
 from parity.models import Model
 from parity.mutations import MUTATIONS
+from parity.text import GLOBAL_BATCH
 
 WORLD = 8
 SMALL_WORLD = 4
@@ -37,6 +38,20 @@ class Cell:
     model: Model
     layout: Layout
     loss: str = "per-token"
+    rows: int = 0
+    """Samples of a micro-batch. 0 means the model's, or more, so that a rank without a pipeline has no more than two
+    micro-batches in a step: these samples are so short that a micro-batch takes the same time with any number."""
+
+    def __post_init__(self) -> None:
+        rows, ranks = self.rows or self.model.rows, self.layout.data.ranks
+        while not self.rows and self.layout.pipeline.ranks == 1 and GLOBAL_BATCH // (rows * ranks) > 2:
+            rows *= 2
+        object.__setattr__(self, "rows", rows)
+
+    @property
+    def alone(self) -> "Cell":
+        """The same model and micro-batches in one process."""
+        return replace(self, layout=Layout())
 
     @property
     def name(self) -> str:
@@ -69,7 +84,7 @@ class Cell:
     def cost(self) -> float:
         """Estimated CPU seconds. Tensor and context parallel ranks run as many operations as one rank would alone."""
         tensor, context = self.layout.tensor.ranks, self.layout.context.ranks
-        repeated = tensor * context * self.model.steps / self.model.rows
+        repeated = tensor * context * self.model.steps / self.rows
         exchanges = (tensor > 1) + 2 * (context > 1) + 2 * bool(self.model.experts)
         return 0.2 + 0.1 * self.layout.ranks + 0.06 * repeated * (1 + exchanges)
 

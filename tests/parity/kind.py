@@ -37,5 +37,5 @@ class Kind:
     [sum, count], of which the sum is compared up to rounding and the count to the bit."""
     count: Callable[[Any], Tensor]
     """Tokens of a micro-batch that the loss counts."""
-    shapes: Callable[[Model], dict[str, int]]
-    """Lengths and sizes that the pipeline schedules are told."""
+    shapes: Callable[[Model, int], dict[str, int]]
+    """(model, rows of a micro-batch) -> the lengths and sizes that the pipeline schedules are told."""

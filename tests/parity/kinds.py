@@ -74,9 +74,9 @@ def _loss_per_token(losses: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor, T
     return total, count, torch.stack([total.detach(), count])
 
 
-def _shapes_gpt(model: Model) -> dict[str, int]:
-    rows = 1 if model.packed else model.rows
-    return {"seq_length": LENGTH * model.rows // rows, "micro_batch_size": rows}
+def _shapes_gpt(model: Model, rows: int) -> dict[str, int]:
+    packed = rows if model.packed else 1
+    return {"seq_length": LENGTH * packed, "micro_batch_size": rows // packed}
 
 
 def _count(batch: TextBatch) -> Tensor:

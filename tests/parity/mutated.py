@@ -15,7 +15,6 @@ import torch
 from parity.cells import Cell, cell_of
 from parity.compare import TOLERANCE, judge
 from parity.evidence import Evidence
-from parity.layouts import Layout
 from parity.program import train
 from parity.reference import reference
 from support.pool import Pool
@@ -46,9 +45,8 @@ def examine(cell: Cell) -> dict[str, Any]:
     with Pool(cell.layout.ranks, context=multiprocessing.get_context("fork")) as pool:
         ranks = pool.run(train, cell.layout.ranks, cell, steps)
         longer = pool.run(train, cell.layout.ranks, cell, LONG)
-    alone = Cell(cell.model, Layout(), cell.loss)
-    expected = reference(cell.model, cell.per_token, steps)
-    single = train(alone, steps)
+    expected = reference(cell.model, cell.per_token, steps, cell.rows)
+    single = train(cell.alone, steps)
     return {
         "product": [m.__file__ for name, m in sys.modules.items() if name.startswith("megatron.") and m.__file__],
         "one process": judge(expected, [single]).beyond(TOLERANCE),

@@ -63,7 +63,7 @@ class Parts:
 
     @property
     def num_microbatches(self) -> int:
-        return GLOBAL_BATCH // (self.replicas * self.cell.model.rows)
+        return GLOBAL_BATCH // (self.replicas * self.cell.rows)
 
 
 def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupCollection:
@@ -94,7 +94,7 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     config = transformer_config(
         cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
-    lengths = kind_of(cell.model).shapes(cell.model)
+    lengths = kind_of(cell.model).shapes(cell.model, cell.rows)
     stages_of_auto = stages_of_auto_layout(config, LENGTH, cell.model.vocabulary, lengths.get("decoder_seq_length"))
     if stages_of_auto is not None:
         config = dataclasses.replace(config, pipeline_model_parallel_layout=stages_of_auto)
@@ -152,7 +152,7 @@ def _step(parts: Parts, number: int, lean: bool) -> Step:
 def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
     """Forward and backward of all micro-batches of a step; the losses of those that this rank knows one of."""
     cell, groups = parts.cell, parts.groups
-    first = [(n * parts.replicas + groups.rank("dp")) * cell.model.rows for n in range(parts.num_microbatches)]
+    first = [(n * parts.replicas + groups.rank("dp")) * cell.rows for n in range(parts.num_microbatches)]
     forward_step = partial(_forward_step, parts, step)
     virtual = len(parts.chunks) > 1
     reports = get_forward_backward_func(groups.size("pp"), len(parts.chunks) if virtual else None)(
@@ -160,7 +160,7 @@ def _micro_batches(parts: Parts, step: int) -> dict[int, Tensor]:
         data_iterator=[iter(first) for _ in parts.chunks] if virtual else iter(first),
         model=parts.chunks if virtual else parts.chunks[0],
         num_microbatches=parts.num_microbatches,
-        **kind_of(cell.model).shapes(cell.model),
+        **kind_of(cell.model).shapes(cell.model, cell.rows),
         pg_collection=groups,
     )
     return {sample: report.cpu() for sample, report in reports}
@@ -171,7 +171,7 @@ def _forward_step(
 ) -> tuple[Tensor, Callable[..., Any]]:
     sample, kind = next(samples), kind_of(parts.cell.model)
     part = (parts.groups.rank("cp"), parts.groups.size("cp"))
-    batch = on_device(kind.micro_batch(parts.cell.model, step, sample, part, None), parts.device)
+    batch = on_device(kind.micro_batch(parts.cell.model, step, sample, part, parts.cell.rows), parts.device)
     output = kind.forward(chunk, batch)
 
     def loss_func(output: Any) -> tuple[Any, ...]:

@@ -94,8 +94,8 @@ def _count(batch: T5Batch) -> Tensor:
     return batch.mask.sum()
 
 
-def _shapes(model: Model) -> dict[str, int]:
-    return {"seq_length": LENGTH, "decoder_seq_length": WRITTEN, "micro_batch_size": model.rows}
+def _shapes(model: Model, rows: int) -> dict[str, int]:
+    return {"seq_length": LENGTH, "decoder_seq_length": WRITTEN, "micro_batch_size": rows}
 
 
 T5 = Kind(_build, _micro_batch, _forward, _loss, _count, _shapes)

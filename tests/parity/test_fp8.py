@@ -67,8 +67,8 @@ SLOW_CELLS = [
     ids=lambda value: getattr(value, "name", None) or "+".join(value),
 )
 def test_layout(pool: Pool, model: Model, names: tuple[str, ...]) -> None:
-    alone, split = Cell(model, layout()), Cell(model, layout(*names))
-    (expected,) = pool.run(train, 1, alone, 3)
+    split = Cell(model, layout(*names))
+    (expected,) = pool.run(train, 1, split.alone, 3)
     assert not judge(expected, pool.run(train, split.layout.ranks, split, 3)).beyond(TOLERANCE)
 
 

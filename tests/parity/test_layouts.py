@@ -13,7 +13,7 @@ def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
     """Returns the differences between a cell and one process; empty if the cell is right."""
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
     # With the per-token loss the micro-batch size does not matter: the reference uses one sample.
-    rows = 1 if cell.per_token and not cell.model.couples_tokens else cell.model.rows
+    rows = 1 if cell.per_token and not cell.model.couples_tokens else cell.rows
     return judge(reference(cell.model, cell.per_token, steps, rows), ranks).beyond(TOLERANCE)
 
 
@@ -41,7 +41,7 @@ def test_layout_in_float32(pool: Pool, name: str) -> None:
     cell, precision = cell_of(name), Precision({"params_dtype": torch.float32}, {"lr": LR})
     ranks = pool.run(train, cell.layout.ranks, cell, 3, "cpu", precision)
     # Initial values are float32 here and float64 in the reference, so they are not compared to the bit.
-    assert not judge(reference(cell.model, cell.per_token, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
+    assert not judge(reference(cell.model, cell.per_token, rows=cell.rows, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
 
 
 @pytest.mark.slow

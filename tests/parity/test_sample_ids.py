@@ -10,9 +10,7 @@ TP2, PP2, CP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-siz
 RUNS = {
     1: ["", "--num-workers 2", "--micro-batch-size 4", "--micro-batch-size 8 --num-workers 1"],
     4: [
-        "",
         "--micro-batch-size 2 --num-workers 1",
-        f"{TP2} {PP2}",
         f"{TP2} {CP2} --micro-batch-size 2",
         f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --num-workers 1",
         f"{PP2} --pipeline-schedule zb-v --micro-batch-size 2",
@@ -28,9 +26,9 @@ def test_all_runs_read_the_same_samples(tmp_path: Path) -> None:
     corpus = write_documents(tmp_path / "text")
     seen = {}
     for world_size, flags in RUNS.items():
-        runs = [f"--data-path {corpus} --train-iters 3 --eval-iters 0 {each}" for each in flags]
+        runs = [f"--data-path {corpus} --train-iters 2 --eval-iters 0 {each}" for each in flags]
         for each, ranks in zip(flags, zip(*train_all_on_ranks(runs, world_size, base=BASE), strict=True), strict=True):
             seen[world_size, each] = stream(ranks)
     straight = seen[1, ""]
-    assert len(straight) == 3 * 8 and len(set(straight)) > 12
+    assert len(straight) == 2 * 8 and len(set(straight)) > 12
     assert {run: ids for run, ids in seen.items() if ids != straight} == {}

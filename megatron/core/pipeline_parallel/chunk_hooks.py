@@ -1,6 +1,7 @@
 """Optional hooks of a config and optional methods of a model chunk that the runner calls."""
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,6 +72,7 @@ def micro_batch_receiver(model: nn.Module) -> nn.Module | None:
     return None
 
 
+@functools.cache
 def _declares_micro_batch(base: type) -> bool:
     forward = vars(base).get("forward")
     return forward is not None and "micro_batch" in inspect.signature(forward).parameters

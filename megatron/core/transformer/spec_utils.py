@@ -1,5 +1,6 @@
 """Specs: the classes of a model's parts. Sizes come from the config."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -52,6 +53,11 @@ def build_module(spec_or_module: Spec, *args: Any, offer: Mapping[str, Any] | No
             kwargs["submodules"] = spec_or_module.submodules
         kwargs |= spec_or_module.params
     if offer:
-        known = inspect.signature(module).parameters
+        known = _parameters_of(module)
         kwargs |= {name: value for name, value in offer.items() if name in known and name not in kwargs}
     return module(*args, **kwargs)
+
+
+@functools.cache
+def _parameters_of(module: type) -> frozenset[str]:
+    return frozenset(inspect.signature(module).parameters)
