@@ -40,11 +40,13 @@ class Cell:
     loss: str = "per-token"
     rows: int = 0
     """Samples of a micro-batch. 0 means the model's, or more, so that a rank without a pipeline has no more than two
-    micro-batches in a step: these samples are so short that a micro-batch takes the same time with any number."""
+    micro-batches in a step: these samples are so short that a micro-batch takes the same time with any number. Packed
+    rows stay short, because in longer ones no document would cross the ranges of context parallel ranks."""
 
     def __post_init__(self) -> None:
         rows, ranks = self.rows or self.model.rows, self.layout.data.ranks
-        while not self.rows and self.layout.pipeline.ranks == 1 and GLOBAL_BATCH // (rows * ranks) > 2:
+        fixed = self.rows or self.model.packed or self.layout.pipeline.ranks > 1
+        while not fixed and GLOBAL_BATCH // (rows * ranks) > 2:
             rows *= 2
         object.__setattr__(self, "rows", rows)
 

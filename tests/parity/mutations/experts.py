@@ -78,7 +78,7 @@ ROUTERS = [
         "core/distributed/finalize_model_grads.py",
         "all_reduce(counts, groups.tp_dp_cp)",
         "pass",
-        "moe-bias/sp2/default",
+        "moe-bias/dp2+recompute-shared+ep2-overlap/default",
         quick=True,
     ),
 ]
