@@ -152,7 +152,9 @@ class MLASelfAttention(MegatronModule):
             if self.config.qk_layernorm:
                 raise UserError(f"qk_layernorm is set, but the layer spec has no {name}; give it qk_layernorm=True")
             return None
-        keywords = {"config": self.config, "hidden_size": width, "eps": self.config.layernorm_epsilon}
+        own = self.config.latent_layernorm_epsilon
+        eps = self.config.layernorm_epsilon if own is None else own
+        keywords = {"config": self.config, "hidden_size": width, "eps": eps}
         norm: nn.Module = build_module(spec, **keywords, offer={"backend": self.backend})
         if self.config.sequence_parallel:  # each rank norms its own tokens, also with a user's norm
             add_partial_gradient_axis("tp", norm)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts, is_windowed
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.spellings import bias_places, router_weights_sum_to_one
+from megatron.training.conversion.spellings import bias_places, router_weights_sum_to_one, score_scale
 
 Values = Mapping[str, Any]
 
@@ -42,6 +42,8 @@ class Copied:
     field: str
     also: str = ""
     """Second name of the key. It is written too, because releases of transformers read one or the other."""
+    unset: Json = None
+    """Value of the key where the field is not set."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -54,7 +56,8 @@ class Copied:
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns the field's value under each name of the key."""
-        return dict.fromkeys((self.key, self.also) if self.also else (self.key,), values[self.field])
+        value = self.unset if values[self.field] is None else values[self.field]
+        return dict.fromkeys((self.key, self.also) if self.also else (self.key,), value)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,56 @@ class Unused:
 
 
 @dataclass(frozen=True)
+class Inverse:
+    """A key whose value is 1 / the value of one field."""
+
+    key: str
+    field: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the inverse of the key's value."""
+        if not config[self.key] > 0:
+            raise UserError(f"{self.key} is {config[self.key]}; it must be larger than 0")
+        return {self.field: 1.0 / config[self.key]}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the inverse of the field's value."""
+        return {self.key: 1.0 / values[self.field]}
+
+
+@dataclass(frozen=True)
+class ScoreScale:
+    """A key that says the factor of attention scores: the factor itself, or with `query_scalar` 1 / its square."""
+
+    key: str
+    query_scalar: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.key,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the factor."""
+        value = config[self.key]
+        if not value > 0:
+            raise UserError(f"{self.key} is {value}; it must be larger than 0")
+        return {"softmax_scale": float(value) ** -0.5 if self.query_scalar else float(value)}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the key; a number that is none of transformers' integers is rounded."""
+        scale = score_scale(values)
+        if scale is None:
+            return {}
+        return {self.key: max(1, round(scale**-2)) if self.query_scalar else scale}
+
+
+@dataclass(frozen=True)
 class Implied:
     """Fields that are the same for every model of the family. No key says them."""
 
@@ -113,6 +166,23 @@ class Implied:
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns nothing."""
         return {}
+
+
+@dataclass(frozen=True)
+class Written:
+    """Keys that do not change what the model computes, and that exports write all the same."""
+
+    values: Mapping[str, Json]
+
+    reads = ()
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns nothing."""
+        return {}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the keys."""
+        return dict(self.values)
 
 
 @dataclass(frozen=True)
@@ -146,20 +216,26 @@ class AttentionHeads:
 class LinearBiases:
     """Biases of all projections of attention, and of the MLP."""
 
-    reads = ("attention_bias", "mlp_bias")
+    mlp: bool = True
+    """Whether the family has a key for the biases of the MLP; without the key it has no such biases."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys that the family has."""
+        return ("attention_bias", "mlp_bias") if self.mlp else ("attention_bias",)
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns a switch for each bias that the model has."""
         fields: dict[str, Any] = {"add_bias_linear": False}
         if config["attention_bias"]:
             fields |= {"add_qkv_bias": True, "attention_output_bias": True}
-        return fields | ({"mlp_bias": True} if config["mlp_bias"] else {})
+        return fields | ({"mlp_bias": True} if self.mlp and config["mlp_bias"] else {})
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns both keys."""
+        """Returns the keys that the family has."""
         places = bias_places(values)
-        of_attention = places["add_qkv_bias"] and places["attention_output_bias"]
-        return {"attention_bias": of_attention, "mlp_bias": places["mlp_bias"]}
+        keys: dict[str, Json] = {"attention_bias": places["add_qkv_bias"] and places["attention_output_bias"]}
+        return keys | ({"mlp_bias": bool(places.get("mlp_bias", values["mlp_bias"]))} if self.mlp else {})
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.folders import Step, sibling_name
 from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Family
@@ -88,7 +89,7 @@ def export_model(
     vocab_size = vocab_size_of(checkpoint)
     shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
-    tensors = hub_tensors(family.tensors, shapes)
+    tensors = hub_tensors(family.tensors, shapes, config.flat())
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
     tokenizer = tokenizer or _tokenizer_of(config)
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}
@@ -140,19 +141,24 @@ class _Reader:
         """Returns the tensor's elements, one-dimensional. Raises UserError if one is NaN or infinite."""
         if tensor.name not in self.ready:
             chunks = list(self._next_chunks())
-            fill_tensors(self.checkpoint, match([chunk for _, chunk in chunks], self.checkpoint.catalogue))
-            self.ready = {name: chunk.flat for name, chunk in chunks}
+            every = [chunk for _, boxes in chunks for chunk in boxes]
+            fill_tensors(self.checkpoint, match(every, self.checkpoint.catalogue))
+            self.ready = {found.name: found.join([chunk.flat for chunk in boxes]) for found, boxes in chunks}
         values = self.ready.pop(tensor.name)
         stored = self.checkpoint.catalogue[tensor.canonical_name][0].chunk.dtype
         check_finite(values, f"{self.checkpoint.folder}: {tensor.canonical_name}", stored)
         return values
 
-    def _next_chunks(self) -> Iterator[tuple[str, Chunk]]:
+    def _next_chunks(self) -> Iterator[tuple[HubTensor, list[Chunk]]]:
+        """Yields tensors with memory for each of their boxes."""
         nbytes = 0
         while nbytes < _READ_AT_ONCE and (tensor := next(self.order, None)) is not None:
-            values = torch.empty(tensor.box.shape, dtype=self.dtypes[tensor.canonical_name])
-            nbytes += values.nbytes
-            yield tensor.name, Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)
+            nbytes += tensor.nbytes(self.dtypes[tensor.canonical_name])
+            yield tensor, [self._empty(tensor, box) for box in tensor.boxes]
+
+    def _empty(self, tensor: HubTensor, box: Box) -> Chunk:
+        values = torch.empty(box.shape, dtype=self.dtypes[tensor.canonical_name])
+        return Chunk(tensor.canonical_name, tensor.global_shape, box, None, values)
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,7 @@ class _Writer:
 
     def _entry(self, tensor: HubTensor, reader: _Reader) -> Entry:
         return Entry(
-            tensor.name, tensor.shape, LazyTensor(self._dtype(tensor), tensor.box.numel, partial(reader.take, tensor))
+            tensor.name, tensor.shape, LazyTensor(self._dtype(tensor), tensor.numel, partial(reader.take, tensor))
         )
 
 

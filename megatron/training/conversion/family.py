@@ -47,6 +47,11 @@ class Family:
         """Whether some layers have experts."""
         return any("router" in name for name in self.tensors)
 
+    @property
+    def has_latent_attention(self) -> bool:
+        """Whether keys and values come from latents."""
+        return any("linear_kv_down_proj" in name for name in self.tensors)
+
     def complete_config(self, config: Json, file: str = "config.json") -> dict[str, Json]:
         """Returns the keys of config.json with the defaults of transformers for those that are absent.
 

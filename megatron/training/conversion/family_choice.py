@@ -12,8 +12,14 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.config_rules import Values
 from megatron.training.conversion.families import FAMILIES, family_of
 from megatron.training.conversion.family import Family
-from megatron.training.conversion.spellings import in_spelling_of
-from megatron.training.inspection.run_description import architecture_differences, describe_run, words_of
+from megatron.training.conversion.spellings import ACTIVATIONS, in_spelling_of
+from megatron.training.inspection.run_description import (
+    ARCHITECTURE,
+    MODEL_OPTIONS,
+    architecture_differences,
+    describe_run,
+    words_of,
+)
 from megatron.training.trained_model import config_for_one_process
 
 
@@ -22,7 +28,6 @@ def _has_experts_and(holds: Callable[[Values], bool]) -> Callable[[Values], bool
 
 
 _IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
-    "latent attention (--multi-latent-attention)": lambda v: v["multi_latent_attention"],
     "multi-token prediction (--mtp-num-layers)": lambda v: bool(v["mtp_num_layers"]),
     "Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)": _has_experts_and(
         lambda v: "sinkhorn" in listed(v["moe_router_load_balancing_type"])
@@ -32,9 +37,6 @@ _IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
     ),
     "random routing (--moe-router-force-load-balancing)": _has_experts_and(
         lambda v: v["moe_router_force_load_balancing"]
-    ),
-    "biases that balance experts (--moe-router-enable-expert-bias)": _has_experts_and(
-        lambda v: v["moe_router_enable_expert_bias"]
     ),
 }
 """Settings that no family can express, and whether a run has them.
@@ -64,20 +66,48 @@ def choose_family(config: PretrainConfig, architecture: str | None, families: Se
                 f"{architecture} was asked for, which is a {theirs}, but the checkpoint has a {NAMES[ours]}"
             )
     else:
-        has_experts = values["num_moe_experts"] is not None
-        candidates = [
-            family for family in families if family.model_family == ours and family.has_experts == has_experts
-        ]
+        candidates = [family for family in families if family.model_family == ours and _fits(family, values)]
     if not candidates:
-        raise UserError(f"no architecture that can be exported is a {NAMES[ours]} with experts")
-    problems = [_differences(family, config, values) for family in candidates]
-    for family, sentences in zip(candidates, problems, strict=True):
-        if not sentences:
+        known = ", ".join(family.architecture for family in families)
+        raise UserError(f"no architecture that can be exported is {_kind(NAMES[ours], values)}: {known}")
+    losses = [_lost_fields(family, values) for family in candidates]
+    near = [family for family, lost in zip(candidates, losses, strict=True) if lost == min(losses)]
+    problems = []
+    for family in near:
+        problems.append(_differences(family, config, values))
+        if not problems[-1]:
             return family
-    nearest = min(range(len(candidates)), key=lambda index: len(problems[index]))
-    name = candidates[nearest].architecture
+    nearest = min(range(len(near)), key=lambda index: len(problems[index]))
+    name = near[nearest].architecture
     subject = f"{name} was asked for" if architecture is not None else f"{name} is the nearest architecture"
     raise UserError(f"{subject}, but: {'; '.join(problems[nearest])}")
+
+
+def _fits(family: Family, values: Values) -> bool:
+    """Whether a family has experts and latent attention as the model has: naming these alone is clearer than a list of
+    the many flags that differ."""
+    has_experts = values["num_moe_experts"] is not None
+    return family.has_experts == has_experts and family.has_latent_attention == values["multi_latent_attention"]
+
+
+def _kind(name: str, values: Values) -> str:
+    experts = "with experts (--num-experts)" if values["num_moe_experts"] is not None else "without experts"
+    latent = "with latent attention (--multi-latent-attention) and " if values["multi_latent_attention"] else ""
+    return f"a {name} {latent}{experts}"
+
+
+def _lost_fields(family: Family, values: Values) -> int:
+    """Returns how many fields that config.json says differ when it is read back; a family that expresses the model has
+    none. Building the config that was read back would find all differences, but takes much longer."""
+    try:
+        read_back = in_spelling_of(values, family.fields_of(family.config_of(values)))
+    except UserError as error:
+        return len(str(error).splitlines())
+    read_back = dict.fromkeys(ACTIVATIONS, False) | read_back
+    return sum(name in _OF_THE_FUNCTION and value != values.get(name) for name, value in read_back.items())
+
+
+_OF_THE_FUNCTION = frozenset((*ARCHITECTURE, *MODEL_OPTIONS, *ACTIVATIONS))
 
 
 def _differences(family: Family, config: PretrainConfig, values: Values) -> list[str]:
@@ -91,6 +121,9 @@ def _differences(family: Family, config: PretrainConfig, values: Values) -> list
         return str(error).splitlines()
     if _has_approximate_gelu(config) != _has_approximate_gelu(again):
         return [f"{family.architecture} has exact GELU, which needs --no-bias-gelu-fusion"]
+    if _has_expert_bias(config) != _has_expert_bias(again):
+        has = "has" if _has_expert_bias(again) else "has no"
+        return [f"{family.architecture} {has} biases that balance experts (--moe-router-enable-expert-bias)"]
     return [
         sentence.replace("in this run", f"for {family.architecture}")
         for sentence in architecture_differences(again, describe_run(config))
@@ -103,6 +136,12 @@ def _has_approximate_gelu(config: PretrainConfig) -> bool:
     transformer = config.transformer
     is_gelu = transformer.activation_func is gelu and not transformer.gated_linear_unit
     return is_gelu and transformer.bias_activation_fusion
+
+
+def _has_expert_bias(config: PretrainConfig) -> bool:
+    """Whether biases of scores balance experts. The described architecture lacks them, because a run may turn them on
+    when it resumes."""
+    return config.transformer.num_moe_experts is not None and config.transformer.moe_router_enable_expert_bias
 
 
 def _any_run(values: Values) -> list[str]:

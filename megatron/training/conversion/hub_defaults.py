@@ -34,6 +34,43 @@ _SEVEN_BILLION: dict[str, Json] = {
     "num_attention_heads": 32,
     "head_dim": None,
 }
+_OLDER_SEVEN_BILLION: dict[str, Json] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "intermediate_size": 11008,
+    "num_key_value_heads": None,
+    "max_position_embeddings": 2048,
+}
+_OLMO: dict[str, Json] = _OLDER_SEVEN_BILLION | {
+    "vocab_size": 50304,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+}
+_GEMMA: dict[str, Json] = {
+    **{key: value for key, value in _EVERY_FAMILY.items() if key != "hidden_act"},
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_DEEPSEEK: dict[str, Json] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attention_bias": False,
+}
 _QWEN: dict[str, Json] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -72,6 +109,16 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
         "attention_bias": False,
         "mlp_bias": False,
     },
+    "granite": _EVERY_FAMILY
+    | _OLDER_SEVEN_BILLION
+    | {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    },
     "mistral": _EVERY_FAMILY | _SEVEN_BILLION | _MISTRAL | {"sliding_window": 4096},
     "qwen2": _EVERY_FAMILY | _QWEN | _WINDOWS_BY_LAYER,
     "qwen3": _EVERY_FAMILY | _QWEN | _WINDOWS_BY_LAYER | {"head_dim": 128, "attention_bias": False},
@@ -102,6 +149,140 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
+    },
+    "gpt_oss": _EVERY_FAMILY
+    | {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    "deepseek_v2": _EVERY_FAMILY
+    | _OLDER_SEVEN_BILLION
+    | _DEEPSEEK
+    | {
+        "vocab_size": 102400,
+        "mlp_bias": False,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": None,
+        "n_group": None,
+        "topk_group": None,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": _EVERY_FAMILY
+    | _DEEPSEEK
+    | {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    },
+    "gemma2": _GEMMA
+    | {
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "use_bidirectional_attention": None,
+    },
+    "gemma3_text": _GEMMA
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "rope_theta": 1000000.0,
+    },
+    "olmo2": _EVERY_FAMILY | _OLMO,
+    "olmo3": _EVERY_FAMILY | _OLMO | {"rope_theta": 500000.0, "sliding_window": 4096, "layer_types": None},
+    "gpt2": {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    },
+    "phi3": _EVERY_FAMILY
+    | {
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    "falcon": {
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "num_ln_in_parallel_attn": None,
+        "layer_norm_epsilon": 1e-5,
+        "initializer_range": 0.02,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "num_kv_heads": None,
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "rope_parameters": None,
+        "rope_scaling": None,
+        "ffn_hidden_size": None,
+        "activation": "gelu",
+        "tie_word_embeddings": True,
     },
     "bert": _BERT
     | {
@@ -139,7 +320,19 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
 }
 """By `model_type`, then by key. `rope_theta` is the config class's `default_theta`."""
 
-ALIASES = {"mixtral": {"num_experts": "num_local_experts"}, "qwen3_moe": {"num_local_experts": "num_experts"}}
+ALIASES = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+}
 """Second names of keys, by `model_type`: releases of transformers write one or the other."""
 
 _TYPES: dict[str, type] = {
@@ -149,6 +342,17 @@ _TYPES: dict[str, type] = {
     "sliding_window": int,
     "layer_types": list,
     "mlp_only_layers": list,
+    "q_lora_rank": int,
+    "n_group": int,
+    "topk_group": int,
+    "topk_method": str,
+    "final_logit_softcapping": float,
+    "attn_logit_softcapping": float,
+    "use_bidirectional_attention": bool,
+    "num_ln_in_parallel_attn": int,
+    "num_kv_heads": int,
+    "n_inner": int,
+    "ffn_hidden_size": int,
     "rope_parameters": dict,
     "rope_scaling": dict,
 }

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, list_fold
 from megatron.core.dist_checkpointing.safetensors_file import TensorInFile, read_tensor
 from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
 from megatron.training.conversion.families import FAMILIES, family_of
@@ -93,17 +94,18 @@ def import_model(
     vocab_size: int = complete["vocab_size"]
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
     flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
-    length = str(complete.get("max_position_embeddings", _ANY_LENGTH))
+    length = str(fields.get("max_position_embeddings", _ANY_LENGTH))
     words = ["--micro-batch-size", "1", "--seq-length", length, *flags]
     words += ["--decoder-seq-length", length] if family.model_family == "t5" else []
     described = {"command_line": words, "model_family": family.model_family}
     config = config_for_one_process(described, [], has_cuda=False)
-    wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size))
+    wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size), config.flat())
     _check_tensors(folder, family, wanted, log)
-    by_box = {(tensor.canonical_name, tensor.box): tensor for tensor in wanted}
+    by_box = {(tensor.canonical_name, box): tensor for tensor in wanted for box in tensor.boxes}
 
     def values_of(chunk: Chunk) -> Tensor:
-        return _values(folder.tensors[by_box[chunk.name, chunk.box].name], by_box[chunk.name, chunk.box].name, chunk)
+        tensor = by_box[chunk.name, chunk.box]
+        return _values(folder.tensors[tensor.name], tensor, chunk)
 
     saved = save_streamed(
         root,
@@ -203,18 +205,18 @@ def _files(
         return dtype or folder.tensors[tensor.name].dtype
 
     for file in split_into_files(wanted, dtype_of, file_bytes):
-        yield [_without_memory(tensor, dtype_of(tensor)) for tensor in file]
+        yield [_without_memory(tensor, box, dtype_of(tensor)) for tensor in file for box in tensor.boxes]
 
 
-def _without_memory(tensor: HubTensor, dtype: torch.dtype) -> Chunk:
-    values = torch.empty(tensor.box.shape, dtype=dtype, device="meta")
-    return Chunk(tensor.canonical_name, tensor.global_shape, tensor.box, None, values)
+def _without_memory(tensor: HubTensor, box: Box, dtype: torch.dtype) -> Chunk:
+    values = torch.empty(box.shape, dtype=dtype, device="meta")
+    return Chunk(tensor.canonical_name, tensor.global_shape, box, None, values)
 
 
-def _values(place: TensorInFile, name: str, chunk: Chunk) -> Tensor:
-    """Returns a tensor's elements, one-dimensional, in the chunk's type."""
-    values = read_tensor(place).view(-1).to(chunk.tensor.dtype)
-    check_finite(values, f"{place.path}: {name}", place.dtype)
+def _values(place: TensorInFile, tensor: HubTensor, chunk: Chunk) -> Tensor:
+    """Returns the elements of a chunk, which is a box of a hub tensor, one-dimensional, in the chunk's type."""
+    values = tensor.take(read_tensor(place), chunk.box).to(chunk.tensor.dtype)
+    check_finite(values, f"{place.path}: {tensor.name}", place.dtype)
     return values
 
 

@@ -5,6 +5,7 @@ because all releases read it. Imports read both, with the precedence of transfor
 empty replaces all of `rope_parameters`; inside it, `rope_theta` comes before the `rope_theta` of config.json.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,31 +41,46 @@ _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "linea
 class RotaryPositions:
     """Base of the rotary frequencies, and how they are scaled for a longer context."""
 
+    absent: Mapping[str, Json] | None = None
+    """What the family has if config.json has neither `rope_scaling` nor `rope_parameters`."""
+
     reads = ("rope_theta", "rope_scaling", "rope_parameters")
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns base and scaling. Raises UserError for parameters by layer type, and for unsupported scalings."""
         key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
-        rope = config[key] or {}
+        rope = self.absent if config[key] is None else config[key]
+        rope = dict(rope or {})
         nested = [name for name, value in rope.items() if isinstance(value, dict)]
         if nested:
             raise UserError(f"{key} has parameters for each type of layer ({', '.join(nested)}), which are unsupported")
-        base = rope.get("rope_theta", config["rope_theta"])
-        if not isinstance(base, int | float) or not float(base).is_integer():
-            raise UserError(f"rope_theta is {base!r}; only integers are supported")
-        return {"position_embedding_type": "rope", "rotary_base": int(base), **_scaling(key, rope, config)}
+        base = whole_base(rope.get("rope_theta", config["rope_theta"]))
+        return {"position_embedding_type": "rope", "rotary_base": base, **scaling_fields(key, rope, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
         """Returns `rope_theta` and `rope_scaling`."""
-        scaling, written = rope_scaling_of(values), None
-        if scaling is not None and scaling[0] in _KINDS:
-            kind, factor = scaling
-            given = {key: values[field] for key, field in _KINDS[kind].items() if values[field] is not None}
-            written = {"rope_type": kind, "factor": factor, **given}
-        return {"rope_theta": float(values["rotary_base"]), "rope_scaling": written}
+        none = None if self.absent is None else {"rope_type": "default"}
+        return {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling_key(values) or none}
 
 
-def _scaling(key: str, rope: Json, config: Json) -> dict[str, Any]:
+def whole_base(base: Json) -> int:
+    """Returns the base of rotary frequencies. Raises UserError unless it is a whole number."""
+    if not isinstance(base, int | float) or not float(base).is_integer():
+        raise UserError(f"rope_theta is {base!r}; only integers are supported")
+    return int(base)
+
+
+def scaling_key(values: Values) -> dict[str, Json] | None:
+    """Returns the value of `rope_scaling`; None without scaling, or for a kind that is not supported."""
+    scaling = rope_scaling_of(values)
+    if scaling is None or scaling[0] not in _KINDS:
+        return None
+    kind, factor = scaling
+    given = {key: values[field] for key, field in _KINDS[kind].items() if values[field] is not None}
+    return {"rope_type": kind, "factor": factor, **given}
+
+
+def scaling_fields(key: str, rope: Json, config: Json) -> dict[str, Any]:
     """Returns the fields of a scaling. `key` is the key of config.json whose value is `rope`."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:

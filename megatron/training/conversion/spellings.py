@@ -13,6 +13,9 @@ from megatron.training.config.flag_table import flag_table
 
 Values = Mapping[str, Any]
 
+ACTIVATIONS = ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "openai_gelu")
+"""Switches of activations; without one it is GELU."""
+
 _DENSE_BIASES = ("attention_output_bias", "mlp_bias")
 _EXPERT_BIASES = ("moe_router_bias", "moe_expert_mlp_bias")
 
@@ -20,7 +23,9 @@ _EXPERT_BIASES = ("moe_router_bias", "moe_expert_mlp_bias")
 def bias_places(values: Values) -> dict[str, bool]:
     """Returns which linear layers have a bias, by field name."""
     default = values["add_bias_linear"]
-    fields = [*_DENSE_BIASES, *(_EXPERT_BIASES if values["num_moe_experts"] is not None else ())]
+    has_mlp = bool(values["moe_shared_expert_intermediate_size"]) or not all(_layers(values, has_experts))
+    fields = ["attention_output_bias", *(("mlp_bias",) if has_mlp else ())]
+    fields += _EXPERT_BIASES if values["num_moe_experts"] is not None else ()
     places = {field: bool(default if values[field] is None else values[field]) for field in fields}
     return places | {"add_qkv_bias": bool(values["add_qkv_bias"] or default)}
 
@@ -61,7 +66,8 @@ def _key_value_heads(values: Values) -> Any:
 
 def _router_weights(values: Values) -> Any:
     if values["moe_router_score_function"] != "softmax":
-        return values["moe_router_pre_softmax"], values["moe_router_norm_topk_prob"]
+        given = values["moe_router_norm_topk_prob"]
+        return values["moe_router_pre_softmax"], values["moe_router_topk"] > 1 if given is None else given
     return router_weights_sum_to_one(values)
 
 
@@ -76,6 +82,66 @@ def _windowed_layers(values: Values) -> Any:
 
 def _expert_layers(values: Values) -> Any:
     return _layers(values, has_experts)
+
+
+def _mlp_widths(values: Values) -> Any:
+    of_experts = _layers(values, has_experts)
+    of_expert = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
+    return None if all(of_experts) else values["ffn_hidden_size"], of_expert if any(of_experts) else None
+
+
+def _router_groups(values: Values) -> Any:
+    groups, chosen = values["moe_router_num_groups"], values["moe_router_group_topk"]
+    if groups is None or chosen is None:
+        return None
+    return groups, chosen, values["moe_router_group_score_topk"] or values["moe_router_topk"] // chosen
+
+
+def score_scale(values: Values) -> float | None:
+    """Returns the factor of the attention scores; None for the default of latent attention."""
+    if values["softmax_scale"] is not None:
+        return float(values["softmax_scale"])
+    width = values["kv_channels"]
+    return None if values["multi_latent_attention"] or not width else float(width) ** -0.5
+
+
+def _rounded(number: float | None) -> str | None:
+    """Returns six digits: more are lost where a factor is the inverse or the square root of what config.json has."""
+    return None if number is None else f"{number:.6g}"
+
+
+def _base_of_windowed_layers(values: Values) -> Any:
+    """The base of layers with a window; None if there are none, or if they are scaled like the others."""
+    if not any(_layers(values, is_windowed)):
+        return None
+    own = values["rotary_base_local"]
+    is_like_others = own is None and rope_scaling_of(values) is not None
+    return None if is_like_others else float(values["rotary_base"] if own is None else own)
+
+
+_OF_YARN = (
+    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim"),
+)
+
+
+def _yarn_of_latent_attention(values: Values) -> Any:
+    has_yarn = values["multi_latent_attention"] and values["rope_type"] == "yarn"
+    return tuple(values[name] for name in _OF_YARN) if has_yarn else None
+
+
+def _epsilon_of_latents(values: Values) -> Any:
+    if not values["multi_latent_attention"]:
+        return None
+    own = values["latent_layernorm_epsilon"]
+    return values["layernorm_epsilon"] if own is None else own
+
+
+def gelu_kind(values: Values) -> str | None:
+    """Returns `tanh` or `exact` for an MLP with GELU, None for another activation."""
+    if any(values[name] for name in ACTIVATIONS if name != "openai_gelu"):
+        return None
+    return "tanh" if values["openai_gelu"] or (values["bias_gelu_fusion"] and values["add_bias_linear"]) else "exact"
 
 
 def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
@@ -95,6 +161,16 @@ _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
     ),
     (("bert_num_tokentypes",), num_tokentypes),
     (("t5_head_bias",), has_t5_head_bias),
+    (("ffn_hidden_size", "moe_ffn_hidden_size"), _mlp_widths),
+    (("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"), _router_groups),
+    (("moe_router_topk_scaling_factor",), lambda values: values["moe_router_topk_scaling_factor"] or 1.0),
+    (("softmax_scale",), lambda values: _rounded(score_scale(values))),
+    (("embedding_multiplier",), lambda values: _rounded(values["embedding_multiplier"])),
+    (("logit_scale",), lambda values: _rounded(values["logit_scale"])),
+    (("rotary_base_local",), _base_of_windowed_layers),
+    (_OF_YARN, _yarn_of_latent_attention),
+    (("latent_layernorm_epsilon",), _epsilon_of_latents),
+    (("openai_gelu", "bias_gelu_fusion"), gelu_kind),
 )
 """Fields that say one thing together, and the function that computes what they say."""
 
@@ -108,7 +184,7 @@ def in_spelling_of(values: Values, fields: Values) -> dict[str, Any]:
     spelled = dict(fields)
     for names, meaning in _SPELLINGS:
         if meaning(read_back) == meaning(values):
-            spelled |= {name: values[name] for name in names if values[name] != read_back[name]}
+            spelled |= {name: values[name] for name in names if name in values and values[name] != read_back[name]}
     if not spelled.get("group_query_attention"):
         spelled.pop("num_query_groups", None)  # without groups, a run derives it from the number of heads
     return spelled

@@ -1,18 +1,24 @@
 """Which part of a canonical tensor each tensor of a Hugging Face model holds.
 
-Each hub tensor is a box of one canonical tensor, row by row in the same order, so conversion only copies numbers:
+Each hub tensor consists of boxes of one canonical tensor, mostly of one box, row by row in the same order, so
+conversion only copies numbers:
 
 - q_proj, k_proj and v_proj are slices of `linear_qkv` [groups, query heads of a group + 2, head width, hidden size];
 - gate_proj and up_proj are the halves of `linear_fc1` [2, ffn_hidden_size, hidden size];
 - the matrices of one expert are one index of a tensor [experts, ...] that holds all experts of a layer.
+
+A fused tensor has several boxes, one after another (`fused`). A tensor whose dimensions are transposed or interleaved
+names the canonical axes of each of its dimensions (`axes`).
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
@@ -20,6 +26,9 @@ from megatron.core.parameters import Box
 ALL = slice(None)
 QUERIES, KEYS, VALUES = (ALL, slice(None, -2)), (ALL, slice(-2, -1)), (ALL, slice(-1, None))
 GATE, UP = (slice(0, 1),), (slice(1, 2),)
+
+Part = tuple[slice, ...]
+Axes = tuple[tuple[int, ...], ...]
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 
@@ -30,10 +39,18 @@ class HubTensorPattern:
 
     name: str
     """Name in the safetensors file, with `{layer}` and `{expert}` in place of the numbers."""
-    part: tuple[slice, ...] = ()
+    part: Part = ()
     """Slices of the first axes of the canonical tensor. If the name has `{expert}`, the expert axis is not included."""
     dims: int | None = None
     """The pattern is for canonical tensors of this many dimensions; None: of any number. A gated MLP has one more."""
+    fused: tuple[Part, ...] = ()
+    """Parts that follow `part` in the same hub tensor, along its first dimension."""
+    axes: Axes | None = None
+    """For each dimension of the hub tensor the axes of the canonical tensor that it consists of, the slowest first:
+    ((1,), (0,)) is a transposed matrix. Default: a weight has its last axis as columns and all others as rows; other
+    tensors have one dimension."""
+    only_with: tuple[str, Any] | None = None
+    """Field and value of a model that has this pattern instead of the others of the canonical tensor."""
 
 
 TensorMapping = Mapping[str, tuple[HubTensorPattern, ...]]
@@ -42,27 +59,70 @@ TensorMapping = Mapping[str, tuple[HubTensorPattern, ...]]
 
 @dataclass(frozen=True)
 class HubTensor:
-    """A tensor of a Hugging Face model, and the box of the canonical tensor that it holds."""
+    """A tensor of a Hugging Face model, and the boxes of the canonical tensor that it holds."""
 
     name: str
     canonical_name: str
     global_shape: tuple[int, ...]
     """Shape of the whole canonical tensor."""
-    box: Box
+    boxes: tuple[Box, ...]
+    """The boxes, in the order in which they follow each other along the first dimension."""
+    axes: Axes | None = None
+    """Axes of the canonical tensor in each dimension, as in `HubTensorPattern`."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape in the file: [rows, columns] for a matrix, one dimension for a bias or norm weight."""
-        is_matrix = len(self.global_shape) > 1 and self.canonical_name.endswith(".weight")
-        return (self.box.numel // self.box.shape[-1], self.box.shape[-1]) if is_matrix else (self.box.numel,)
+        """Shape in the file."""
+        shapes = [self._shape_of(box) for box in self.boxes]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(box.numel for box in self.boxes)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Size in bytes when stored as `dtype`."""
-        return self.box.numel * dtype.itemsize
+        return self.numel * dtype.itemsize
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the hub tensor's elements, one-dimensional, from those of each box in canonical order."""
+        laid_out = [
+            part.view(box.shape).permute(self._order).reshape(self._shape_of(box))
+            for part, box in zip(parts, self.boxes, strict=True)
+        ]
+        return (laid_out[0] if len(laid_out) == 1 else torch.cat(laid_out)).flatten()
+
+    def take(self, values: Tensor, box: Box) -> Tensor:
+        """Returns the elements of one of the boxes in canonical order, one-dimensional, from the whole hub tensor."""
+        before = self.boxes[: self.boxes.index(box)]
+        begin = sum(self._shape_of(other)[0] for other in before)
+        part = values.view(self.shape).narrow(0, begin, self._shape_of(box)[0])
+        order = self._order
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return part.reshape([box.shape[axis] for axis in order]).permute(back).flatten()
+
+    @property
+    def _axes(self) -> Axes:
+        if self.axes is not None:
+            return self.axes
+        every = tuple(range(len(self.global_shape)))
+        is_matrix = len(every) > 1 and self.canonical_name.endswith(".weight")
+        return (every[:-1], every[-1:]) if is_matrix else (every,)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return tuple(axis for axes in self._axes for axis in axes)
+
+    def _shape_of(self, box: Box) -> tuple[int, ...]:
+        return tuple(math.prod(box.shape[axis] for axis in axes) for axes in self._axes)
 
 
-def hub_tensors(mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTensor]:
-    """Returns all hub tensors of a model, in the order of `shapes`: canonical name -> shape.
+def hub_tensors(
+    mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None = None
+) -> list[HubTensor]:
+    """Returns all hub tensors of a model, in the order of `shapes`: canonical name -> shape. `values` are the model's
+    settings by field name.
 
     Raises UserError naming the canonical tensors that the mapping lacks.
     """
@@ -70,24 +130,26 @@ def hub_tensors(mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]]) -
     if unmapped:
         more = f" and {len(unmapped) - 5} more" if len(unmapped) > 5 else ""
         raise UserError(f"the architecture has no tensor for {', '.join(unmapped[:5])}{more}")
-    return [tensor for name, shape in shapes.items() for tensor in _tensors_of(mapping, name, shape)]
+    return [tensor for name, shape in shapes.items() for tensor in _tensors_of(mapping, name, shape, values or {})]
 
 
-def _tensors_of(mapping: TensorMapping, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
+def _tensors_of(
+    mapping: TensorMapping, name: str, shape: tuple[int, ...], values: Mapping[str, Any]
+) -> Iterator[HubTensor]:
     found = _LAYER.search(name)
     layer = found.group() if found else ""
     patterns = [found for found in mapping[_LAYER.sub("{layer}", name)] if found.dims in (None, len(shape))]
-    if any("{expert}" in pattern.name for pattern in patterns):
-        for expert in range(shape[0]):
-            for pattern in patterns:
-                box = _box(shape, (slice(expert, expert + 1), *pattern.part))
-                yield HubTensor(pattern.name.format(layer=layer, expert=expert), name, shape, box)
-    else:
+    special = [found for found in patterns if found.only_with and values.get(found.only_with[0]) == found.only_with[1]]
+    patterns = special or [found for found in patterns if found.only_with is None]
+    is_of_experts = any("{expert}" in pattern.name for pattern in patterns)
+    for expert in range(shape[0]) if is_of_experts else (None,):
+        of_expert = () if expert is None else (slice(expert, expert + 1),)
         for pattern in patterns:
-            yield HubTensor(pattern.name.format(layer=layer), name, shape, _box(shape, pattern.part))
+            boxes = tuple(_box(shape, (*of_expert, *part)) for part in (pattern.part, *pattern.fused))
+            yield HubTensor(pattern.name.format(layer=layer, expert=expert), name, shape, boxes, pattern.axes)
 
 
-def _box(shape: tuple[int, ...], part: tuple[slice, ...]) -> Box:
+def _box(shape: tuple[int, ...], part: Part) -> Box:
     spans = [slice_.indices(size)[:2] for slice_, size in zip(part, shape, strict=False)]
     spans += [(0, size) for size in shape[len(spans) :]]
     box = Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))

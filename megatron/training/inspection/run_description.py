@@ -102,6 +102,7 @@ MODEL_OPTIONS = (
     "rope_scaling_long_factor",
     "rope_scaling_attention_factor",
     "rotary_base_local",
+    "latent_layernorm_epsilon",
     "moe_expert_mlp_bias",
     "moe_latent_size",
     "moe_shared_expert_intermediate_size",
@@ -136,7 +137,9 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
     """Returns the architecture by field name, as JSON values, without fields that this model does not use (such as
     `rotary_base` with learned positions)."""
     values = config.flat()
-    turned = [name for name in MODEL_OPTIONS if values[name] != flag_table()[name].default]
+    turned = [
+        name for name in MODEL_OPTIONS if values.get(name, flag_table()[name].default) != flag_table()[name].default
+    ]
     return {name: _json_value(values[name]) for name in (*ARCHITECTURE, *turned) if _matters(name, values)}
 
 

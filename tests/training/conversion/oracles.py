@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
+from training.conversion.family_models import FAMILY_MODELS
 
 SIZES = {
     "vocab_size": 99,
@@ -73,21 +74,48 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
     ),
     "qwen 3": ("Qwen3", {"head_dim": 32, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}}),
+    **FAMILY_MODELS,
 }
+
+
+_GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}
+_OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "GPT2": {"vocab_size": 99, "attn_implementation": "eager", **_GPT2},
+    "Falcon": {
+        name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")
+    },
+    "Phi3": {**SIZES, "pad_token_id": 0},
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Returns the fields of the config of a model of MODELS."""
+    kind, settings = MODELS[name]
+    return _OTHER_SIZES.get(kind, SIZES) | settings
+
+
+def architecture_of(kind: str) -> str:
+    """Returns the class of transformers."""
+    return "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+
+
+def config_class_of(kind: str) -> Any:
+    """Returns the class of its config."""
+    return getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float64, seed: int = 1, **changes: Any) -> Any:
     """Returns a model in evaluation mode. All weights, those of norms and biases too, are random."""
-    family, settings = MODELS[name]
-    return make_model_of(family, SIZES | settings | changes, dtype, seed)
+    return make_model_of(MODELS[name][0], settings_of(name) | changes, dtype, seed)
 
 
 def make_model_of(family: str, settings: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     """A model of a family of transformers with these settings, as `make_model`."""
-    config = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
+    config = config_class_of(family)(**settings)
+    model = getattr(transformers, architecture_of(family))(config).to(dtype).eval()
     generator = torch.Generator().manual_seed(seed)
-    for key, weight in model.named_parameters():
+    biases = [(key, bias) for key, bias in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    for key, weight in [*model.named_parameters(), *biases]:
         drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
         is_norm = weight.dim() == 1 and key.endswith("weight")
         weight.data.copy_(drawn * 0.2 + 1.0 if is_norm else drawn * 0.15)
@@ -139,6 +167,8 @@ class Widened(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
+        if func is torch.polar:  # DeepSeek-V2's rotation, whose float32 cosines would differ in the last bit
+            return torch.complex(args[1].cos() * args[0], args[1].sin() * args[0])
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = dict(kwargs or {})
         if func is not Tensor.to and kwargs.get("dtype") is torch.float32:

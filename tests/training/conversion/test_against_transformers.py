@@ -51,7 +51,9 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet)
     with torch.no_grad():
         torch.testing.assert_close(ours.model(tokens), expected, atol=1e-10, rtol=1e-10)
-    export_model(tmp_path / "ours", tmp_path / "back", build_model, shard_bytes=60_000, log=quiet)
+    named = "Phi3ForCausalLM" if MODELS[name][0] == "Phi3" else None  # Mistral is the first that expresses it
+    back = tmp_path / "back"
+    export_model(tmp_path / "ours", back, build_model, architecture=named, shard_bytes=60_000, log=quiet)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     check_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "theirs"))
     before, after = (

@@ -30,6 +30,12 @@ OF_OTHER_SCRIPTS = (
 
 MIXTRAL = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
 
+DEEPSEEK = (
+    f"{MIXTRAL} --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--qk-layernorm --latent-layernorm-epsilon 1e-6 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
+)
+
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "activation_func_clamp_value": ("--quick-geglu --activation-func-clamp-value 0.1",),
     "alibi": ("--alibi", "--alibi --position-embedding-type none"),
@@ -38,7 +44,19 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "attention_chunk_skip_freq": ("--attention-chunk-size 4 --attention-chunk-skip-freq 2",),
     "attention_dropout": ("--attention-dropout 0.25",),
     "attn_logit_softcapping": ("--attn-logit-softcapping 0.5",),
-    "cache_mla_latents": ("--multi-latent-attention --cache-mla-latents",),
+    "beta_fast": ("--beta-fast 20",),
+    "beta_slow": ("--beta-slow 0.5",),
+    "cache_mla_latents": ("--cache-mla-latents",),
+    "kv_lora_rank": ("--kv-lora-rank 12",),
+    "latent_layernorm_epsilon": ("--latent-layernorm-epsilon 1e-2", "--norm-epsilon 1e-2"),
+    "mscale": ("--mscale 0.5", "--mscale 0.5 --mscale-all-dim 0.7", "--mscale 0 --mscale-all-dim 1"),
+    "mscale_all_dim": ("--mscale-all-dim 0.7",),
+    "original_max_position_embeddings": ("--original-max-position-embeddings 8",),
+    "q_lora_rank": ("--q-lora-rank 12",),
+    "qk_head_dim": ("--qk-head-dim 12",),
+    "qk_pos_emb_head_dim": ("--qk-pos-emb-head-dim 8",),
+    "rotary_scaling_factor": ("--rotary-scaling-factor 3", "--rotary-scaling-factor 3 --rope-type rope"),
+    "v_head_dim": ("--v-head-dim 12",),
     "clip_qkv": ("--clip-qkv 0.1",),
     "config_logger_dir": ("--config-logger-dir somewhere",),
     "cp_comm_type": ("--cp-comm-type a2a",),
@@ -211,7 +229,7 @@ def tries(flag: Flag) -> list[str]:
     """The flags of each example of a field, as far as a run accepts them."""
     if flag.field in WITHOUT:
         return [LLAMA.replace(WITHOUT[flag.field], ""), MIXTRAL.replace(WITHOUT[flag.field], "")]
-    base = MIXTRAL if "moe" in flag.field else LLAMA
+    base = MIXTRAL if "moe" in flag.field else DEEPSEEK if flag.group == "multi-latent attention" else LLAMA
     without_activation = LLAMA.replace("--swiglu", "")
     found = []
     for example in examples_of(flag, base):
@@ -247,9 +265,7 @@ def test_every_field_is_in_config_json_or_refused_by_name(field: str) -> None:
     A new field that fails for want of an example needs one in EXAMPLES.
     """
     flag = flag_table()[field]
-    if flag.group == "multi-latent attention":
-        refused_by_name("--multi-latent-attention", f"{LLAMA} --multi-latent-attention")
-    elif field in OF_OTHER_SCRIPTS:
+    if field in OF_OTHER_SCRIPTS:
         assert tries(flag) == []
     elif flag.group not in LAYOUT and not is_to_come(flag) and not is_inert(flag):
         found = tries(flag)
@@ -286,6 +302,14 @@ def refused_by_name(flag: str, flags: str, architecture: str | None = None) -> N
         (f"{LLAMA} --rotary-seq-len-interpolation-factor 2", "LlamaForCausalLM"),
         (f"{LLAMA} --window-size 3,0 --window-attn-skip-freq [1,1]", "MistralForCausalLM"),
         (f"{LLAMA} --group-query-attention --num-query-groups 2", "LlamaForCausalLM"),
+        (f"{LLAMA} --softmax-scale 0.25", "LlamaForCausalLM"),
+        (f"{LLAMA} --rotary-percent 0.5", "Phi3ForCausalLM"),
+        (f"{LLAMA} --residual-multiplier 0.5 --softmax-scale 0.3 --logit-scale 0.3", "GraniteForCausalLM"),
+        ("--openai-gelu", "GPT2LMHeadModel"),
+        ("--no-bias-gelu-fusion --position-embedding-type rope --norm-placement parallel", "FalconForCausalLM"),
+        (f"{MIXTRAL} --moe-ffn-hidden-size 24 --ffn-hidden-size 64", "MixtralForCausalLM"),
+        (DEEPSEEK, "DeepseekV3ForCausalLM"),
+        (f"{DEEPSEEK} --moe-router-norm-topk-prob --moe-layer-freq [0,1]", "DeepseekV3ForCausalLM"),
     ],
 )
 def test_another_spelling_of_the_same_function_is_exported(flags: str, architecture: str) -> None:
@@ -310,7 +334,7 @@ def test_sinkhorn_and_capacity_are_refused_for_every_architecture() -> None:
             f"{LLAMA} --softmax-type off-by-one",
             "--softmax-type is vanilla for LlamaForCausalLM and off-by-one in the ch",
         ),
-        (f"{LLAMA} --rotary-percent 0.5", "--rotary-percent is 1.0 for LlamaForCausalLM and 0.5 in the checkpoint"),
+        (f"{LLAMA} --no-rope-freq 2", "--no-rope-freq is not set for LlamaForCausalLM and 2 in the checkpoint"),
         (f"{LLAMA} --window-size 3,1", "--window-size is not set for .* and 3 1 in the checkpoint"),
         (
             f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,0",
@@ -324,13 +348,23 @@ def test_a_refusal_names_the_nearest_architecture_and_the_flags(flags: str, said
 
 def test_settings_that_no_architecture_has_are_one_sentence() -> None:
     """Latent attention changes twenty flags; a list of them would not help."""
-    latent = "--multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
-    with pytest.raises(UserError) as refusal:
-        choose_family(config_of(f"{LLAMA} {latent} --mtp-num-layers 1"), None)
-    assert str(refusal.value).startswith(
-        "no architecture that can be exported has latent attention (--multi-latent-attention) or multi-token "
-        "prediction (--mtp-num-layers): LlamaForCausalLM, "
+    refused_by_name(
+        r"^no architecture that can be exported has multi-token prediction \(--mtp-num-layers\): LlamaForCausalLM, ",
+        f"{LLAMA} --mtp-num-layers 1",
     )
+    refused_by_name(
+        r"^no architecture that can be exported is a GPT with latent attention \(--multi-latent-attention\) and "
+        "without experts: LlamaForCausalLM, ",
+        f"{LLAMA} --multi-latent-attention",
+    )
+
+
+def test_biases_that_balance_experts_belong_to_one_architecture() -> None:
+    assert choose_family(config_of(DEEPSEEK), None).architecture == "DeepseekV3ForCausalLM"
+    without = DEEPSEEK.replace("--moe-router-enable-expert-bias ", "")
+    refused_by_name("DeepseekV3ForCausalLM has biases that balance experts", without)
+    mixtral = f"{MIXTRAL} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    refused_by_name("--moe-router-", mixtral)
 
 
 def test_a_named_architecture_expresses_the_model_or_is_refused() -> None:

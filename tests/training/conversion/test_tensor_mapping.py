@@ -1,5 +1,7 @@
 """Hub tensors as boxes of canonical tensors, and how files share them."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from megatron.training.conversion.tensor_mapping import (
     QUERIES,
     UP,
     VALUES,
+    Axes,
     HubTensor,
     HubTensorPattern,
     hub_tensors,
@@ -39,11 +42,42 @@ def test_queries_keys_and_values_are_slices_of_each_group() -> None:
         ("layers.7.k.weight", (12, 5)),
         ("layers.7.v.weight", (12, 5)),
     ]
-    assert [tensor.box for tensor in found] == [
-        Box((0, 0, 0, 0), (3, 2, 4, 5)),
-        Box((0, 2, 0, 0), (3, 1, 4, 5)),
-        Box((0, 3, 0, 0), (3, 1, 4, 5)),
+    assert [tensor.boxes for tensor in found] == [
+        (Box((0, 0, 0, 0), (3, 2, 4, 5)),),
+        (Box((0, 2, 0, 0), (3, 1, 4, 5)),),
+        (Box((0, 3, 0, 0), (3, 1, 4, 5)),),
     ]
+
+
+def test_a_fused_tensor_has_its_parts_one_after_another() -> None:
+    """Queries of both groups, then keys, then values, in a tensor of 2 groups of 2 query heads of width 1."""
+    pattern = HubTensorPattern("qkv", QUERIES, fused=(KEYS, VALUES))
+    (fused,) = hub_tensors({"qkv.weight": (pattern,)}, {"qkv.weight": (2, 4, 1, 3)})
+    canonical = torch.arange(24).view(2, 4, 1, 3)
+    parts = [canonical[:, begin:end].flatten() for begin, end in ((0, 2), (2, 3), (3, 4))]
+    rows = fused.join(parts).view(fused.shape)
+    assert fused.shape == (8, 3)
+    assert (rows[:, 0] // 3).tolist() == [0, 1, 4, 5, 2, 6, 3, 7]
+    for part, box in zip(parts, fused.boxes, strict=True):
+        assert torch.equal(fused.take(rows, box), part)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "laid_out"),
+    [
+        (((3,), (1, 0, 2)), (5, 24), lambda w: w.permute(3, 1, 0, 2).flatten(1)),  # GPT-2: transposed, q, k, v in turn
+        (((0,), (3,), (2, 1)), (2, 5, 12), lambda w: w.permute(0, 3, 2, 1).flatten(2)),  # gpt-oss: rows interleaved
+    ],
+)
+def test_dimensions_in_another_order(
+    axes: Axes, shape: tuple[int, ...], laid_out: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    canonical = torch.arange(120).view(2, 3, 4, 5)
+    (tensor,) = hub_tensors({"w.weight": (HubTensorPattern("w", axes=axes),)}, {"w.weight": (2, 3, 4, 5)})
+    hub = tensor.join([canonical.flatten()]).view(tensor.shape)
+    assert tensor.shape == shape
+    assert torch.equal(hub, laid_out(canonical))
+    assert torch.equal(tensor.take(hub, tensor.boxes[0]), canonical.flatten())
 
 
 def test_experts_are_indices_of_the_first_axis() -> None:
@@ -51,7 +85,7 @@ def test_experts_are_indices_of_the_first_axis() -> None:
     assert [tensor.name for tensor in found] == [
         f"layers.0.{e}.{half}.weight" for e in (0, 1) for half in ("gate", "up")
     ]
-    assert found[3].box == Box((1, 1, 0, 0), (1, 1, 6, 5)) and found[3].shape == (6, 5)
+    assert found[3].boxes == (Box((1, 1, 0, 0), (1, 1, 6, 5)),) and found[3].shape == (6, 5)
 
 
 def test_a_bias_and_a_norm_have_one_dimension() -> None:
@@ -67,6 +101,6 @@ def test_a_canonical_tensor_that_the_mapping_lacks_is_named() -> None:
 
 def test_files_hold_at_most_their_size_or_one_tensor() -> None:
     sizes = [3, 3, 9, 2, 4, 1]
-    tensors = [HubTensor(str(size), "w", (size,), Box((0,), (size,))) for size in sizes]
+    tensors = [HubTensor(str(size), "w", (size,), (Box((0,), (size,)),)) for size in sizes]
     files = split_into_files(tensors, lambda tensor: torch.float16, 12)
-    assert [[tensor.box.numel for tensor in file] for file in files] == [[3, 3], [9], [2, 4], [1]]
+    assert [[tensor.numel for tensor in file] for file in files] == [[3, 3], [9], [2, 4], [1]]

@@ -40,6 +40,9 @@ class LatentAttentionConfig:
     v_head_dim: int = flag(128, only_with="multi_latent_attention")
     """Width of a value head."""
 
+    latent_layernorm_epsilon: float | None = flag(None, only_with="multi_latent_attention")
+    """Epsilon of the norms of the latents (--qk-layernorm). Default: that of the other norms."""
+
     rope_type: Literal["rope", "yarn"] = flag("yarn", only_with="multi_latent_attention")
     """Kind of rotary positions: rope or yarn."""
 
@@ -85,6 +88,8 @@ def validate(config: Any) -> Iterator[str]:
             yield f"{{{name}}} must be larger than 0"
     if not config.beta_fast > config.beta_slow:
         yield "{beta_fast} must be larger than {beta_slow}"
+    if config.latent_layernorm_epsilon is not None and not config.latent_layernorm_epsilon > 0:
+        yield "{latent_layernorm_epsilon} must be larger than 0"
     yield from _position_problems(config)
     heads, groups = config.num_attention_heads, config.num_query_groups
     if groups is not None and heads is not None and groups != heads:

@@ -1,0 +1,296 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, and experts chosen within groups beside shared experts."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.core.transformer.layer_patterns import has_experts
+from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.llama import (
+    AROUND,
+    EPSILON,
+    HUB,
+    MLP,
+    OURS,
+    SIZES,
+    SWIGLU,
+    experts,
+    gated,
+    one_to_one,
+)
+from megatron.training.conversion.rope import whole_base
+
+_ATTENTION = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+    "linear_proj": "o_proj",
+}
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_TENSORS = (
+    AROUND
+    | one_to_one(
+        {f"{OURS}.self_attention.{ours}.weight": f"{HUB}.self_attn.{hub}.weight" for ours, hub in _ATTENTION.items()}
+    )
+    | MLP
+    | experts("mlp", *_GATED)
+    | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_experts", *_GATED)
+)
+
+
+@dataclass(frozen=True)
+class LatentHeads:
+    """Heads, whose keys and values come from a latent."""
+
+    reads = ("num_attention_heads", "num_key_value_heads", "q_lora_rank")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns heads and the rank of queries. Raises UserError if heads share keys."""
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        if groups not in (None, heads):
+            raise UserError(f"num_key_value_heads is {groups}; only {heads} (num_attention_heads) is supported")
+        rank = config["q_lora_rank"]
+        fields = {"multi_latent_attention": True, "qk_layernorm": True, "num_attention_heads": heads}
+        return fields if rank is None else fields | {"q_lora_rank": rank}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns all three keys."""
+        heads = values["num_attention_heads"]
+        return {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": values["q_lora_rank"]}
+
+
+@dataclass(frozen=True)
+class LatentNorms:
+    """Epsilon of the norms; that of the latents' norms is 1e-6 in transformers whatever config.json says."""
+
+    reads = EPSILON.reads
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns both numbers."""
+        epsilon = EPSILON.fields(config)
+        return epsilon if epsilon[EPSILON.field] == 1e-6 else epsilon | {"latent_layernorm_epsilon": 1e-6}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the epsilon of the other norms."""
+        return EPSILON.keys(values)
+
+
+_YARN = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+
+
+@dataclass(frozen=True)
+class LatentPositions:
+    """Rotary positions of latent attention, with YaRN or without scaling."""
+
+    reads = ("rope_theta", "rope_scaling", "rope_parameters")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns base and YaRN's numbers. Raises UserError for what YaRN of latent attention does not have."""
+        key = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
+        rope = config[key] or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        base = whole_base(rope.get("rope_theta", config["rope_theta"]))
+        fields = {"position_embedding_type": "rope", "rotary_base": base, "rope_type": "rope"}
+        known = {"rope_theta", "rope_type", "type", *(_YARN if kind == "yarn" else ())}
+        unknown = [name for name, value in rope.items() if name not in known and value is not None]
+        if kind not in ("default", "yarn"):
+            raise UserError(f"{key} has rope_type {kind!r}; default, yarn are supported")
+        if unknown:
+            raise UserError(f"{key} with rope_type {kind!r} has {', '.join(unknown)}, which is unsupported")
+        return fields if kind == "default" else fields | self._yarn(key, rope, config)
+
+    def _yarn(self, key: str, rope: Json, config: Json) -> dict[str, Any]:
+        numbers = {name: rope.get(name) for name in _YARN}
+        wrong = [name for name, value in numbers.items() if not isinstance(value, int | float | None)]
+        if wrong or numbers["factor"] is None:
+            name = wrong[0] if wrong else "factor"
+            raise UserError(f"{key} has {name} {rope.get(name)!r}, but it must be a number")
+        if numbers["mscale_all_dim"] and not numbers["mscale"]:
+            raise UserError(f"{key} has mscale_all_dim without mscale (--mscale), which is unsupported")
+        if not numbers["mscale_all_dim"]:  # transformers does not look at mscale then
+            numbers |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        defaults = {"original_max_position_embeddings": config["max_position_embeddings"], "beta_fast": 32.0}
+        given = defaults | {"beta_slow": 1.0} | {name: value for name, value in numbers.items() if value is not None}
+        fields = {_YARN[name]: float(value) for name, value in given.items()}
+        fields["original_max_position_embeddings"] = int(given["original_max_position_embeddings"])
+        return {"rope_type": "yarn", **fields}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns `rope_theta` and `rope_scaling`."""
+        base = {"rope_theta": float(values["rotary_base"])}
+        if values["rope_type"] != "yarn":
+            return base | {"rope_scaling": None}
+        numbers = {key: float(values[field]) for key, field in _YARN.items()}
+        length = {"original_max_position_embeddings": values["original_max_position_embeddings"]}
+        return base | {"rope_scaling": {"rope_type": "yarn", **numbers, **length}}
+
+
+@dataclass(frozen=True)
+class ExpertsAfterDense:
+    """The first layers are dense; the others have experts, and shared experts that are as wide as a whole number of
+    them."""
+
+    reads = ("first_k_dense_replace", "moe_intermediate_size", "n_shared_experts")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns layers and widths. Raises UserError without shared experts, which transformers always builds."""
+        dense, width, shared = (config[key] for key in self.reads)
+        if not shared or shared < 1:
+            raise UserError(
+                f"n_shared_experts is {shared}; it must be at least 1 (--moe-shared-expert-intermediate-size)"
+            )
+        pattern = [int(layer >= dense) for layer in range(config["num_hidden_layers"])]
+        return {
+            "moe_layer_freq": 1 if all(pattern) else pattern,
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": shared * width,
+        }
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns all three keys. Layers in another order are left out."""
+        config = SimpleNamespace(**values)
+        dense = [not has_experts(config, layer + 1) for layer in range(values["num_layers"])]
+        width = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
+        return {
+            "first_k_dense_replace": dense.index(False) if False in dense else len(dense),
+            "moe_intermediate_size": width,
+            "n_shared_experts": (values["moe_shared_expert_intermediate_size"] or 0) // width,
+        }
+
+
+@dataclass(frozen=True)
+class ExpertsPerToken:
+    """Number of experts of a token, which config.json must say."""
+
+    reads = ("num_experts_per_tok",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the number."""
+        number = config["num_experts_per_tok"]
+        if not isinstance(number, int):
+            raise UserError(f"num_experts_per_tok is {number!r}, but must be an integer")
+        return {"moe_router_topk": number}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the number."""
+        return {"num_experts_per_tok": values["moe_router_topk"]}
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Choice of experts within the best groups, where the score of a group is the sum of its best scores."""
+
+    score_topk: int
+    """How many of a group's scores count."""
+    by_method: bool = False
+    """Whether `topk_method` says that there are groups."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys."""
+        return ("n_group", "topk_group", "topk_method") if self.by_method else ("n_group", "topk_group")
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the groups; nothing if there are none, or only one."""
+        groups, chosen = config["n_group"], config["topk_group"]
+        method = config["topk_method"] if self.by_method else "groups"
+        if method not in ("greedy", "group_limited_greedy", "groups"):
+            raise UserError(f"topk_method is {method!r}; greedy and group_limited_greedy are supported")
+        if method == "greedy" or groups == 1:
+            return {}
+        if groups is None or chosen is None:
+            raise UserError(f"n_group is {groups} and topk_group is {chosen}; both must be numbers")
+        return {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+            "moe_router_group_score_topk": self.score_topk,
+        }
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns the groups; one group, or the method without groups, if there are none."""
+        groups, chosen = values["moe_router_num_groups"], values["moe_router_group_topk"]
+        method = {"topk_method": "greedy" if groups is None else "group_limited_greedy"} if self.by_method else {}
+        one = None if self.by_method else 1
+        return {"n_group": groups or one, "topk_group": chosen or one, **method}
+
+
+@dataclass(frozen=True)
+class NormedProbs:
+    """Whether the scores of the chosen experts are divided by their sum."""
+
+    reads = ("norm_topk_prob",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the key's value."""
+        return {"moe_router_norm_topk_prob": bool(config["norm_topk_prob"])}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns what the run does: without the flag, several sigmoid scores are divided."""
+        given = values["moe_router_norm_topk_prob"]
+        return {"norm_topk_prob": values["moe_router_topk"] > 1 if given is None else given}
+
+
+_RULES: tuple[Rule, ...] = (
+    *SIZES,
+    *SWIGLU,
+    LatentHeads(),
+    LatentNorms(),
+    LatentPositions(),
+    ExpertsAfterDense(),
+    Copied("kv_lora_rank", "kv_lora_rank"),
+    Copied("qk_nope_head_dim", "qk_head_dim"),
+    Copied("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    Copied("v_head_dim", "v_head_dim"),
+    Copied("n_routed_experts", "num_moe_experts"),
+    ExpertsPerToken(),
+    Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
+    Fixed("attention_bias", False),
+    Fixed("moe_layer_freq", 1, write=False),
+    Unused(("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")),
+)
+
+DEEPSEEK_FAMILIES = (
+    Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _TENSORS,
+        (
+            *_RULES,
+            ExpertGroups(score_topk=1, by_method=True),
+            Implied({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
+            Fixed("norm_topk_prob", False),
+            Fixed("scoring_func", "softmax", write=False),
+            Fixed("mlp_bias", False),
+        ),
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _TENSORS | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"}),
+        (
+            *_RULES,
+            ExpertGroups(score_topk=2),
+            NormedProbs(),
+            Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+            Fixed("scoring_func", "sigmoid", write=False),
+            Fixed("topk_method", "noaux_tc", write=False),
+            Fixed("rope_interleave", True),
+            Unused(("num_nextn_predict_layers", "num_mtp_layers")),
+        ),
+        constants=(r"model\.layers\.61\..*",),  # the layer of multi-token prediction, which transformers leaves out too
+    ),
+)

@@ -1,0 +1,138 @@
+"""Falcon, whose joint tensor of queries, keys and values is laid out as ours, in all its generations."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.exceptions import UserError
+from megatron.training.conversion.config_rules import Copied, Fixed, Implied, TiedEmbeddings, Values
+from megatron.training.conversion.family import HEAD, Family
+from megatron.training.conversion.gpt2 import Activation, WidthOfMLP
+from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.llama import OURS, one_to_one
+from megatron.training.conversion.rope import RotaryPositions
+from megatron.training.conversion.spellings import bias_places
+from megatron.training.conversion.tensor_mapping import HubTensorPattern
+
+
+@dataclass(frozen=True)
+class FalconLayers:
+    """Heads that share keys and values, and where the norms of a layer are.
+
+    The new architecture has any number of key-value heads, and attention beside the MLP, with a norm for each or one
+    for both. The old one has one key-value head or as many as query heads, and attention beside the MLP or before it.
+    """
+
+    reads = (
+        *("num_attention_heads", "num_kv_heads", "multi_query"),
+        *("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn"),
+    )
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns heads and placement. Raises UserError for settings with which transformers has no such layer."""
+        heads, groups, multi_query, is_new, parallel, norms = (config[key] for key in self.reads)
+        groups = heads if groups is None else groups
+        if is_new and not parallel:
+            raise UserError("parallel_attn is False; with new_decoder_architecture only True is supported")
+        if not is_new and norms == 2:
+            raise UserError("num_ln_in_parallel_attn is 2; it needs new_decoder_architecture")
+        if not is_new and not multi_query and groups != heads:
+            raise UserError(f"num_kv_heads is {groups}; without multi_query only {heads} is supported")
+        if not is_new and multi_query:
+            groups = 1
+        placement = "parallel_two_norms" if is_new and norms in (None, 2) else "parallel" if parallel else "pre"
+        return {
+            "num_attention_heads": heads,
+            "kv_channels": config["hidden_size"] // heads,
+            "norm_placement": placement,
+            **({} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}),
+        }
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns all keys."""
+        heads, groups, placement = (
+            values[field] for field in ("num_attention_heads", "num_query_groups", "norm_placement")
+        )
+        has_two = placement == "parallel_two_norms"
+        is_new = has_two or (placement == "parallel" and groups not in (1, heads))
+        norms = {"num_ln_in_parallel_attn": 2 if has_two else 1} if is_new else {}
+        return {
+            "num_attention_heads": heads,
+            "num_kv_heads": groups if is_new else heads,
+            "multi_query": groups != heads,
+            "new_decoder_architecture": is_new,
+            "parallel_attn": placement != "pre",
+            **norms,
+        }
+
+
+@dataclass(frozen=True)
+class AllBiases:
+    """One key for the biases of all linear layers."""
+
+    reads = ("bias",)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the key's value."""
+        return {"add_bias_linear": bool(config["bias"])}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns whether there are biases everywhere."""
+        return {"bias": all(bias_places(values).values())}
+
+
+_FALCON = "transformer.h.{layer}"
+_TWO_NORMS = ("norm_placement", "parallel_two_norms")
+_SAME_ROWS = {
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+FALCON_FAMILY = Family(
+    "FalconForCausalLM",
+    "falcon",
+    one_to_one(
+        {
+            "embedding.word_embeddings.weight": "transformer.word_embeddings.weight",
+            "output_layer.weight": HEAD,
+        }
+    )
+    | one_to_one({f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")})
+    | one_to_one(
+        {
+            f"{OURS}.{ours}.{kind}": f"{_FALCON}.{hub}.{kind}"
+            for ours, hub in _SAME_ROWS.items()
+            for kind in ("weight", "bias")
+        }
+    )
+    | {
+        f"{OURS}.{ours}.{kind}": (
+            HubTensorPattern(f"{_FALCON}.{one}.{kind}"),
+            HubTensorPattern(f"{_FALCON}.{two}.{kind}", only_with=_TWO_NORMS),
+        )
+        for ours, one, two in (
+            ("input_layernorm", "input_layernorm", "ln_attn"),
+            ("pre_mlp_layernorm", "post_attention_layernorm", "ln_mlp"),
+        )
+        for kind in ("weight", "bias")
+    },
+    (
+        Copied("num_hidden_layers", "num_layers"),
+        Copied("hidden_size", "hidden_size"),
+        Copied("max_position_embeddings", "max_position_embeddings"),
+        Copied("hidden_dropout", "hidden_dropout"),
+        Copied("attention_dropout", "attention_dropout"),
+        Copied("layer_norm_epsilon", "layernorm_epsilon"),
+        Copied("initializer_range", "init_method_std"),
+        TiedEmbeddings(),
+        WidthOfMLP("ffn_hidden_size", "hidden_size"),
+        Activation("activation"),
+        FalconLayers(),
+        AllBiases(),
+        RotaryPositions(),
+        Implied({"normalization": "LayerNorm"}),
+        Fixed("alibi", False),
+        Fixed("apply_residual_connection_post_layernorm", False, write=False),
+    ),
+    copies={HEAD: "transformer.word_embeddings.weight"},
+)

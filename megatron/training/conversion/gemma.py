@@ -1,0 +1,102 @@
+"""Gemma 2 and the text models of Gemma 3."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.training.conversion.config_rules import (
+    AttentionHeads,
+    Copied,
+    Fixed,
+    Implied,
+    LinearBiases,
+    Rule,
+    ScoreScale,
+    Unused,
+    Values,
+)
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
+from megatron.training.conversion.llama import (
+    ATTENTION,
+    ENDS,
+    EPSILON,
+    HEAD_NORMS,
+    HUB,
+    MLP,
+    OURS,
+    OUTPUT_BIAS,
+    QKV_BIAS,
+    SIZES,
+    one_to_one,
+)
+from megatron.training.conversion.rope import RotaryPositions
+
+_NORMS = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "post_attention_layernorm",
+    "pre_mlp_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
+_TENSORS = ENDS | ATTENTION | QKV_BIAS | OUTPUT_BIAS | MLP
+_TENSORS |= one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours, hub in _NORMS.items()})
+
+
+@dataclass(frozen=True)
+class RootOfWidth:
+    """The embedding's output is multiplied by the square root of the hidden size, rounded to float32."""
+
+    reads = ()
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns the factor."""
+        return {"embedding_multiplier": torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item()}
+
+    def keys(self, values: Values) -> dict[str, Json]:
+        """Returns nothing."""
+        return {}
+
+
+_RULES: tuple[Rule, ...] = (
+    *SIZES,
+    EPSILON,
+    RootOfWidth(),
+    AttentionHeads(),
+    LinearBiases(mlp=False),
+    ScoreScale("query_pre_attn_scalar", query_scalar=True),
+    Copied("intermediate_size", "ffn_hidden_size"),
+    Copied("attn_logit_softcapping", "attn_logit_softcapping"),
+    Copied("final_logit_softcapping", "final_logit_softcapping"),
+    Fixed("hidden_activation", "gelu_pytorch_tanh"),
+    Implied({"geglu": True, "layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"}),
+    Unused(("hidden_act", "cache_implementation")),
+)
+
+GEMMA_FAMILIES = (
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _TENSORS,
+        (
+            *_RULES,
+            RotaryPositions(),
+            WindowsByLayerType(period=2),
+            Fixed("use_bidirectional_attention", None, write=False),
+        ),
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        _TENSORS | HEAD_NORMS,
+        (
+            *_RULES,
+            RotaryPositionsByLayerType(1000000.0, 10000.0, local_key="rope_local_base_freq"),
+            WindowsByLayerType(period=6, period_key="sliding_window_pattern"),
+            Fixed("use_bidirectional_attention", False),
+            Implied({"qk_layernorm": True}),
+            Unused(("_sliding_window_pattern",)),
+        ),
+    ),
+)

@@ -1,0 +1,146 @@
+"""Tiny models of the families beside Llama's, at odd settings: class in transformers, fields of its config."""
+
+from typing import Any
+
+_YARN = {"rope_type": "yarn", "rope_theta": 20000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}
+_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+_DIVISORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.5, 4.0, 7.5]}
+
+FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-oss": (
+        "GptOss",
+        _EXPERTS
+        | {
+            "swiglu_limit": 0.4,
+            "sliding_window": 6,
+            "rope_parameters": _YARN | {"truncate": False, "beta_fast": 24.0},
+            "layer_types": _WINDOWS[1:] + _WINDOWS[:1],
+        },
+    ),
+    "gpt-oss, the published positions, without biases of attention": (
+        "GptOss",
+        _EXPERTS | {"attention_bias": False, "sliding_window": 6},
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.6},
+        },
+    ),
+    "deepseek v2 lite": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": 3, "rms_norm_eps": 1e-6}),
+    "deepseek v3": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 20.0},
+        },
+    ),
+    "deepseek v3 without groups": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN | {"mscale": 0.5},
+        },
+    ),
+    "gemma 2": (
+        "Gemma2",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+            "attention_bias": True,
+        },
+    ),
+    "gemma 3": (
+        "Gemma3",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "layer_types": _WINDOWS,
+            "final_logit_softcapping": 2.0,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "gemma 3, published positions": ("Gemma3", {"sliding_window": 6, "num_hidden_layers": 6, "head_dim": 16}),
+    "olmo 2": ("Olmo2", {"attention_bias": True, "rms_norm_eps": 1e-4}),
+    "olmo 3": (
+        "Olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": _WINDOWS,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7000.0},
+                "full_attention": _YARN | {"attention_factor": 1.1},
+            },
+        },
+    ),
+    "olmo 3, published positions": ("Olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 1.7,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt 2": ("GPT2", {"layer_norm_epsilon": 1e-4, "n_inner": 72}),
+    "gpt 2, exact gelu, plain scores": (
+        "GPT2",
+        {"activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False},
+    ),
+    "phi 3": ("Phi3", {"sliding_window": 7}),
+    "phi 4 mini": (
+        "Phi3",
+        {
+            "partial_rotary_factor": 0.5,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **_DIVISORS},
+        },
+    ),
+    "falcon": ("Falcon", {"bias": True}),
+    "falcon, attention before the mlp": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "ffn_hidden_size": 72},
+    ),
+    "falcon, two norms": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, one norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "activation": "gelu_new"},
+    ),
+}
