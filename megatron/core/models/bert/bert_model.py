@@ -14,8 +14,10 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import choose_rotary_embeddings
 from megatron.core.models.common.language_model_head import LanguageModelHead
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.ops.precision import widened
 from megatron.core.parameters import initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, key_padding_mask
@@ -32,7 +34,10 @@ class BertModel(LanguageModule):
     embedding's weight. `vocab_size`, `parallel_output`, `fp16_lm_cross_entropy` and our own keywords are those of
     `GPTModel`.
 
-    Raises UserError for what is not implemented: context parallelism, multi-token prediction, `return_embeddings`.
+    With `return_embeddings` the last stage returns an embedding of each row, [b, h], in place of predictions: the mean
+    of its tokens' hidden states without the first token, [CLS], and the last one, [SEP], in float32 at least.
+
+    Raises UserError for what is not implemented: context parallelism, multi-token prediction.
     """
 
     def __init__(
@@ -59,8 +64,6 @@ class BertModel(LanguageModule):
         vocab_padding_multiple: int | None = None,
     ) -> None:
         super().__init__(config, pg_collection)
-        if return_embeddings:
-            raise UserError("not yet: return_embeddings of a BertModel; leave it False")
         if position_embedding_type not in ("learned_absolute", "rope", "none"):
             known = "learned_absolute, rope and none work"
             raise UserError(f"position_embedding_type {position_embedding_type}: not for BERT; {known}")
@@ -73,6 +76,7 @@ class BertModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = shares = share_embeddings_and_output_weights
         self.position_embedding_type, self.add_binary_head = position_embedding_type, add_binary_head
+        self.return_embeddings = return_embeddings
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config,
@@ -143,7 +147,8 @@ class BertModel(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Returns a pair: logits [b, s, vocab_size], or this rank's part of them (see `parallel_output`), or with
         `lm_labels` [b, s] the loss of each token [b, s], in float32 at least; and the logits [b, 2] of the binary head,
-        or None without one. A stage that is not the last returns hidden states [s, b, h].
+        or None without one. A stage that is not the last returns hidden states [s, b, h]. With `return_embeddings`: see
+        the class.
 
         - `input_ids` and `tokentype_ids` [b, s].
         - `attention_mask` [b, s] is 0 or False where a row is padded; None: nowhere.
@@ -170,6 +175,12 @@ class BertModel(LanguageModule):
         hidden = self.encoder(hidden, inputs=inputs)
         if not self.post_process:
             return hidden
+        if self.return_embeddings:
+            if self.sequence_parallel:
+                # Every rank computes the whole gradient, so none is summed.
+                group = self.pg_collection.tp
+                hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
+            return mean_without_ends(hidden, attention_mask)
         in_order = self.binary_head(self.pooler(hidden))[0] if self.add_binary_head else None  # [b, 2]
         return self._predict(self.lm_head(hidden), lm_labels), in_order
 
@@ -221,3 +232,13 @@ class BertModel(LanguageModule):
         if labels is None:
             return self.output_layer(hidden, weight)[0].transpose(0, 1).contiguous()
         return self.output_layer(hidden, weight, labels=labels.clamp(min=0).t())[0].t().contiguous()
+
+
+def mean_without_ends(hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Returns the mean [b, h] of each row's hidden states [s, b, h], in float32 at least, without its first and last
+    token; 0 for a row of two tokens. `attention_mask` [b, s] is 0 where a row is padded, at its end; None: nowhere."""
+    s, b, _ = hidden.shape
+    place = torch.arange(s, device=hidden.device).view(s, 1)
+    length = attention_mask.sum(1) if attention_mask is not None else place.new_full((b,), s)
+    inner = ((place > 0) & (place < length - 1)).unsqueeze(2)  # [s, b, 1]
+    return (widened(hidden) * inner).sum(0) / inner.sum(0).clamp(min=1)

@@ -57,6 +57,20 @@ def test_padding_and_the_tokens_behind_it_change_nothing() -> None:
     assert torch.equal(model.bert_position_ids(ids)[1], torch.arange(LENGTH))
 
 
+def test_embeddings_of_rows_are_means_without_the_ends() -> None:
+    model = bert(return_embeddings=True).eval()
+    ids = torch.randint(0, 11, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
+    hidden: list[torch.Tensor] = []
+    model.encoder.register_forward_hook(lambda module, args, output: hidden.append(output))
+    found = model(ids, mask, torch.zeros_like(ids))
+    states = hidden[0].transpose(0, 1)
+    torch.testing.assert_close(found[:2], torch.stack([states[0, 1:5].mean(0), states[1, 1:3].mean(0)]))
+    assert found.dtype == torch.float64 and not found[2].any()
+    whole = model(ids, None, torch.zeros_like(ids))
+    torch.testing.assert_close(whole, hidden[1][1:5].mean(0))
+
+
 def test_losses_are_those_of_the_logits_and_unmasked_labels_do_no_harm() -> None:
     model = bert().eval()
     ids = torch.arange(LENGTH).expand(2, -1)
@@ -87,7 +101,6 @@ def test_a_stage_hands_hidden_states_on() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"return_embeddings": True}, "not yet: return_embeddings"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type alibi: not for BERT; learned_absolute"),
         ({"settings": config(mtp_num_layers=1)}, "mtp_num_layers 1: BERT predicts no token further ahead"),
         (
