@@ -52,6 +52,13 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_router_norm_topk_prob",
     "moe_router_group_score_topk",
     "moe_expert_mlp_bias",
+    "use_mup",
+    "mup_width_mult",
+    "mup_base_hidden_size",
+    "mup_base_head_dim",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_attn_scale_power",
 }
 """Ours too: what models need beyond the published fields (docs/models.md)."""
 OTHER_DEFAULTS = {"transformer_impl": "auto"}
@@ -171,7 +178,10 @@ def test_several_mistakes_come_together() -> None:
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr 0.001 is larger than lr 0.0001"),
         ({"optimizer": "muon"}, "optimizer muon: not yet; what works so far is adam or sgd"),
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
-        ({"use_precision_aware_optimizer": True}, "use_precision_aware_optimizer: not yet"),
+        (
+            {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
+            "use_precision_aware_optimizer needs optimizer adam",
+        ),
     ],
 )
 def test_the_optimizer_config_refuses(fields: dict[str, Any], message: str) -> None:

@@ -9,16 +9,18 @@ from support.runs import TINY
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.data.splits import ValidationSet
 from megatron.training.data_preparation.config import available_cores
 from megatron.training.setup.notes import run_notes
 
 
-def notes(flags: str, *, valid: Any = "data", test: Any = "data", whole: Any = None) -> list[str]:
+def notes(flags: str, *, valid: Any = "data", test: Any = "data", whole: int | None = None) -> list[str]:
     config = configure(
         f"{TINY} --mock-data --train-iters 4 {flags}".split(), launch_environment=LaunchEnvironment(1, False)
     )
     environment: Any = SimpleNamespace(groups=SimpleNamespace(size=lambda axis: 1), device=SimpleNamespace(type="cpu"))
-    splits: Any = SimpleNamespace(valid=valid, test=test, whole_valid=whole)
+    valid_sets = [] if whole is None else [ValidationSet(open=iter, num_samples=whole)]
+    splits: Any = SimpleNamespace(valid=valid, test=test, valid_sets=valid_sets)
     return list(run_notes(config, environment, splits))
 
 
@@ -55,7 +57,7 @@ def test_missing_splits_are_named_and_nothing_to_do_is_an_error() -> None:
 
 
 def test_a_whole_validation_set_is_said() -> None:
-    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=SimpleNamespace(num_samples=25))
+    said = notes("--eval-interval 2 --eval-global-batch-size 4", whole=25)
     assert said == ["a validation takes the whole set, 7 global batches"]
     with pytest.raises(UserError, match="the validation set is empty"):
-        notes("--eval-interval 2", whole=SimpleNamespace(num_samples=0))
+        notes("--eval-interval 2", whole=0)
