@@ -54,8 +54,8 @@ class FlagDeclaration:
     no_effect: str | None = None
     """The flag is accepted but has no effect; this sentence says why, and is printed if the flag is given."""
     only_with: str | None = None
-    """This field has an effect only with another one, given as "field" (not at its default) or "field=value". A warning
-    is printed if it is given without the other one."""
+    """This field has an effect only with another one, given as "field" (not at its default), "field=value" or
+    "field=value|value". A warning is printed if it is given without the other one."""
     or_with: str | None = None
     """A bool field that also makes this one effective, independently of `only_with`."""
     families: tuple[str, ...] | None = None

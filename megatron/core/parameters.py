@@ -162,6 +162,9 @@ class ParameterInfo:
     """Whether --decoupled-lr sets its learning rate."""
     is_table: bool = False
     """Whether its rows are looked up and not multiplied: positions, token types, biases of relative positions."""
+    separate_heads: tuple[int, ...] = ()
+    """For a fused projection [groups, heads, d, h]: how many of the heads are queries, gates, keys and values. Each of
+    these is a matrix of its own."""
 
     @property
     def decays(self) -> bool:

@@ -11,9 +11,12 @@ from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, optimizer_stat
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.sharding_strategy import replica_ranks
+from megatron.core.distributed.units import ParameterSlot
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.muon import Muon, MuonSegment
+from megatron.core.optimizer.muon_matrices import MOMENTUM
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import (
@@ -23,7 +26,15 @@ from megatron.core.optimizer.param_groups import (
     ParamKey,
     parameter_ranges,
 )
-from megatron.core.optimizer.state_storage import Plain, StateTensor, WithRemainder, new_moment, new_weights
+from megatron.core.optimizer.state_storage import (
+    Plain,
+    StateTensor,
+    WithRemainder,
+    moment_names,
+    moment_ranges,
+    new_moment,
+    new_weights,
+)
 from megatron.core.optimizer.update_rules import (
     Adam,
     Segments,
@@ -45,13 +56,24 @@ class UnitState:
     """The main weights: the unit's shard itself, or further memory if the model's type is narrower than the main
     type."""
     moments: dict[str, StateTensor] = field(default_factory=dict)
+    """Each from the first parameter of the shard that has it to the last: see `ranges`."""
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Elements [start, stop) of the shard that the moments have."""
 
     @classmethod
     def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig) -> "UnitState":
         """Returns the initial state of a unit: its weights, and moments of zero."""
         weights, main = new_weights(unit.plan, unit.weight_shard, config), unit.plan.main_dtype
-        numel, device = unit.weight_shard.numel(), unit.device
-        return cls(unit, weights, {name: new_moment(name, numel, config, main, device) for name in rule.moments})
+        ranges = moment_ranges(unit.plan, unit.shard_range, rule.moments, config)
+        moments = {
+            name: new_moment(name, stop - start, config, main, unit.device) for name, (start, stop) in ranges.items()
+        }
+        return cls(unit, weights, moments, ranges)
+
+    def moment(self, name: str, start: int, stop: int) -> StateTensor:
+        """Returns the elements [start, stop) of the shard of a moment."""
+        first = self.ranges[name][0]
+        return self.moments[name].part(start - first, stop - first)
 
     def reload(self) -> None:
         """Copies the model's weights to the main weights."""
@@ -91,7 +113,7 @@ class FlatOptimizer(MegatronOptimizer):
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
         ranges = parameter_ranges(self.units, config, overrides)
         self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
-        self._segments = [self._segments_of(members) for members in ranges.values()]
+        self._segments = [self._segments_of(settings, members) for settings, members in ranges.items()]
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
@@ -106,8 +128,12 @@ class FlatOptimizer(MegatronOptimizer):
             "weight_decay": self.config.weight_decay * settings.wd_mult,
         }
 
-    def _segments_of(self, ranges: Sequence[ParameterRange]) -> list[Segments | StoredSegments]:
+    def _segments_of(
+        self, settings: GroupSettings, ranges: Sequence[ParameterRange]
+    ) -> list[Segments | StoredSegments | Muon]:
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
+        if settings.use_muon:
+            return [Muon([self._muon_segment(members) for members in ranges], self.config, self.groups)]
         by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
         for members in ranges:
             state = self.states[members.unit]
@@ -124,13 +150,27 @@ class FlatOptimizer(MegatronOptimizer):
         ]
         weights = [state.weights.part(part.start, part.stop) for state, part in alike]
         moments = {
-            name: [state.moments[name].part(part.start, part.stop) for state, part in alike]
-            for name in self.rule.moments
+            name: [state.moment(name, part.start, part.stop) for state, part in alike] for name in self.rule.moments
         }
         if self.config.use_precision_aware_optimizer:
             return StoredSegments(weights, gradients, moments, model_weights)
         wide = {name: [moment.decode() for moment in parts] for name, parts in moments.items()}
         return Segments([weight.decode() for weight in weights], gradients, wide, model_weights)
+
+    def _muon_segment(self, members: ParameterRange) -> MuonSegment:
+        """Returns the part of a range in this rank's shard, which may be empty: all ranks exchange matrices."""
+        state = self.states[members.unit]
+        unit, (first, end) = state.unit, state.unit.shard_range
+        start = min(max(members.start, first), end) - first
+        stop = max(start, min(members.stop, end) - first)
+        part = slice(start, stop)
+        weights = state.weights.part(start, stop).decode()
+        momentum = state.moment(MOMENTUM, start, stop).decode() if start < stop else torch.empty_like(weights)
+        model_weights = unit.weight_shard[part] if unit.plan.needs_main_weights else None
+        gradients = unit.gradient_shard[part]
+        return MuonSegment(
+            unit, members.start, members.stop, first + start, weights, momentum, gradients, model_weights
+        )
 
     # The step --------------------------------------------------------------------------------------------------------
 
@@ -171,7 +211,9 @@ class FlatOptimizer(MegatronOptimizer):
             if not isinstance(rate, Tensor):  # a script has set a number
                 rate = torch.full((), rate, dtype=torch.float64, device=self.device)
             for alike in segments:
-                if isinstance(alike, StoredSegments):
+                if isinstance(alike, Muon):
+                    alike.update(step, rate, group["weight_decay"])
+                elif isinstance(alike, StoredSegments):
                     assert isinstance(self.rule, Adam)
                     update_stored(self.rule, alike, step, rate, group["weight_decay"])
                 else:
@@ -221,11 +263,16 @@ class FlatOptimizer(MegatronOptimizer):
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for state in self.states:
             whole = state.unit.sharding.shards == 1
-            moments = {name: moment.decode() for name, moment in state.moments.items()}
             for parameter_slice in state.unit.parameter_slices:
-                take = parameter_slice.slot.view_in if whole else parameter_slice.view_in
-                found[parameter_slice.slot.parameter] = {name: take(moment) for name, moment in moments.items()}
+                slot = parameter_slice.slot
+                place = (slot.start, slot.stop) if whole else (parameter_slice.start, parameter_slice.stop)
+                moments = {name: state.moment(name, *place).decode() for name in self._moments_of(slot)}
+                shape = slot.parameter.shape if whole else (-1,)
+                found[slot.parameter] = {name: moment.view(shape) for name, moment in moments.items()}
         return found
+
+    def _moments_of(self, slot: ParameterSlot) -> tuple[str, ...]:
+        return moment_names(slot, self.rule.moments, self.config)
 
     # State -----------------------------------------------------------------------------------------------------------
 
@@ -245,16 +292,16 @@ class FlatOptimizer(MegatronOptimizer):
 
     def state_chunks(self) -> Iterator[Chunk]:
         for state in self.states:
-            kinds = dict(state.moments)
-            if state.unit.plan.needs_main_weights:
-                kinds[MASTER] = state.weights
             for parameter_slice in state.unit.parameter_slices:
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
-                for kind, whole in kinds.items():
-                    stored = whole.part(parameter_slice.start, parameter_slice.stop)
+                place = parameter_slice.start, parameter_slice.stop
+                kinds = {name: state.moment(name, *place) for name in self._moments_of(parameter_slice.slot)}
+                if state.unit.plan.needs_main_weights:
+                    kinds[MASTER] = state.weights.part(*place)
+                for kind, stored in kinds.items():
                     # Numbers in one tensor are saved as they are, others in the main type.
                     encoded = None if isinstance(stored, Plain) else stored
-                    meta = torch.empty(parameter_slice.stop - parameter_slice.start, dtype=stored.main, device="meta")
+                    meta = torch.empty(place[1] - place[0], dtype=stored.main, device="meta")
                     tensor = stored.tensor if isinstance(stored, Plain) else meta
                     yield optimizer_state_chunk(
                         kind, parameter_slice.info, tensor, parameter_slice.flat_range, holders, encoded

@@ -20,6 +20,9 @@ def _words(*names: str) -> dict[str, torch.dtype]:
     return {name: _DTYPES[name] for name in names}
 
 
+_MUON = "optimizer=muon|dist_muon"
+
+
 @dataclass
 class OptimizerConfig:
     """Settings of `get_megatron_optimizer`. Raises UserError for a value that is impossible or not supported yet."""
@@ -97,8 +100,10 @@ class OptimizerConfig:
 
     # The update ------------------------------------------------------------------------------------------------------
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = flag("adam", supported=["adam", "sgd"])
-    """Update rule. adam is AdamW: weight decay acts on the weights, not on the gradient."""
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = "adam"
+    """Update rule. adam is AdamW: weight decay acts on the weights, not on the gradient. muon orthogonalises the
+    updates of matrices inside layers, and updates the rest as adam. dist_muon also shards the optimizer's state, as
+    --use-distributed-optimizer does."""
 
     loss_scale: float | None = None
     """With --fp16: constant factor of the loss. Default: a dynamic loss scale."""
@@ -132,31 +137,49 @@ class OptimizerConfig:
 
     # Muon ------------------------------------------------------------------------------------------------------------
 
-    muon_momentum: float = flag(0.95, only_with="optimizer=muon")
+    muon_momentum: float = flag(0.95, only_with=_MUON)
     """Momentum of Muon."""
 
-    muon_split_qkv: bool = flag(True, off="--muon-no-split-qkv", only_with="optimizer=muon")
+    muon_split_qkv: bool = flag(True, off="--muon-no-split-qkv", only_with=_MUON)
     """Muon: orthogonalise the matrices of queries, keys and values separately."""
 
-    muon_use_nesterov: bool = flag(False, only_with="optimizer=muon")
+    muon_use_nesterov: bool = flag(False, aliases=["--muon-nesterov"], only_with=_MUON)
     """Muon: use Nesterov momentum."""
 
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral", only_with="optimizer=muon"
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag("spectral", only_with=_MUON)
+    """Muon: factor of the update of a matrix with n outputs and m inputs: sqrt(max(n, m)) (spectral), sqrt(n / m)
+    (unit_rms_norm) or sqrt(max(1, n / m)) (shape_scaling)."""
+
+    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", only_with=_MUON)
+    """Muon: precision of the Newton-Schulz iteration. low: all in bfloat16; medium: factors of products are rounded to
+    bfloat16; high: float32."""
+
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express", "aol"] = flag(
+        "quintic", supported=["simple", "quintic", "polar_express"], only_with=_MUON
     )
-    """Muon: how the size of the update depends on the shape of the matrix."""
+    """Muon: polynomials of the Newton-Schulz iteration: one for all steps (simple), one for each of five steps
+    (quintic), or those of Polar Express."""
 
-    muon_fp32_matmul_prec: Literal["low", "medium", "high"] = flag("medium", only_with="optimizer=muon")
-    """Muon: precision of the matrix products in the Newton-Schulz iteration."""
-
-    muon_num_ns_steps: int = flag(5, only_with="optimizer=muon")
+    muon_num_ns_steps: int = flag(5, only_with=_MUON)
     """Muon: number of steps of the Newton-Schulz iteration."""
 
-    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("blockwise", only_with="optimizer=muon")
-    """Muon: how a matrix that is split over tensor parallel ranks is orthogonalised."""
+    muon_tp_mode: Literal["blockwise", "duplicated", "distributed"] = flag("blockwise", only_with=_MUON)
+    """Muon: how a matrix that tensor parallel ranks divide is orthogonalised. blockwise: each rank its own part, so
+    that the result depends on the layout; duplicated: each rank the whole matrix; distributed: one rank the whole
+    matrix."""
 
-    muon_extra_scale_factor: float = flag(1.0, only_with="optimizer=muon")
-    """Muon: additional factor of the update."""
+    muon_extra_scale_factor: float = flag(1.0, only_with=_MUON)
+    """Muon: additional factor of the update. 0.2 with --muon-scale-mode spectral gives updates as large as AdamW's."""
+
+    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", supported=["adam"], only_with=_MUON)
+    """Muon: update rule of embeddings, output layer, norms and biases. adam is AdamW."""
+
+    muon_use_syrk: bool = flag(
+        False,
+        only_with=_MUON,
+        no_effect="a product with its own transpose is computed as any product, which gives the same numbers",
+    )
+    """Muon: compute one half of the symmetric products."""
 
     # Where the state is ----------------------------------------------------------------------------------------------
 
@@ -213,7 +236,7 @@ class OptimizerConfig:
 
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value. `config` has the fields of OptimizerConfig."""
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
         if not 0.0 <= getattr(config, name) < 1.0:
             yield f"{{{name}}} must be at least 0 and less than 1"
     for name in ("lr", "min_lr", "weight_decay"):
@@ -226,6 +249,10 @@ def validate(config: Any) -> Iterator[str]:
         yield "{adam_eps} must be larger than 0"
     if not config.clip_grad >= 0:
         yield "{clip_grad} must be at least 0; 0 turns clipping off"
+    if config.optimizer in ("muon", "dist_muon") and config.mup_width_mult != 1.0:
+        yield "{mup_width_mult} changes learning rates of adam and sgd; not yet those of {optimizer}"
+    if not config.muon_num_ns_steps > 0:
+        yield "{muon_num_ns_steps} must be larger than 0"
     if config.use_precision_aware_optimizer:
         if config.optimizer != "adam":
             yield "{use_precision_aware_optimizer} needs {optimizer:name} adam"

@@ -1,11 +1,13 @@
 """Parameter groups: which parameters share learning rate and weight decay, and their ranges in the units."""
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.optimizer.muon_matrices import MUON, takes_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parameters import ParameterInfo
 
@@ -40,6 +42,7 @@ class GroupSettings:
     end_wd: float | None = None
     is_decoupled_lr: bool = False
     is_expert_parallel: bool = False
+    use_muon: bool | None = None
 
 
 def settings_of(
@@ -99,6 +102,8 @@ def _ranges_of(
     begun: tuple[GroupSettings, int] | None = None
     for slot in unit.slots:
         settings = settings_of(slot.info, config, overrides)
+        if config.optimizer in MUON:
+            settings = dataclasses.replace(settings, use_muon=takes_muon(slot.parameter, slot.info, config))
         if begun is None or settings != begun[0]:
             if begun is not None:
                 yield (*begun, slot.start)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.distributed.units import ALIGNMENT, UnitPlan
+from megatron.core.distributed.units import ALIGNMENT, ParameterSlot, UnitPlan
+from megatron.core.optimizer.muon_matrices import MOMENTUM, takes_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 SCALE_BLOCK = ALIGNMENT
@@ -224,10 +225,32 @@ def _zeros(numel: int, dtype: torch.dtype, main: torch.dtype, device: torch.devi
     return Scaled(codes, scales, main, is_root)
 
 
-def state_bytes(plan: UnitPlan, numel: int, moments: tuple[str, ...], config: OptimizerConfig) -> int:
-    """Returns the bytes of the state of `numel` elements of a unit, model weights not counted."""
-    meta, model = torch.device("meta"), torch.empty(numel, dtype=plan.dtype, device="meta")
-    kept = [new_moment(name, numel, config, plan.main_dtype, meta) for name in moments]
+def moment_names(slot: ParameterSlot, moments: tuple[str, ...], config: OptimizerConfig) -> tuple[str, ...]:
+    """Returns the names of a parameter's moments: Muon's, or `moments`, those of the rule for all others."""
+    return (MOMENTUM,) if takes_muon(slot.parameter, slot.info, config) else moments
+
+
+def moment_ranges(
+    plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str, ...], config: OptimizerConfig
+) -> dict[str, tuple[int, int]]:
+    """Returns for each moment the elements [start, stop) of a shard from the first parameter that has it to the
+    last."""
+    first, end = shard_range
+    found: dict[str, tuple[int, int]] = {}
+    stops = [*(slot.start for slot in plan.slots[1:]), plan.numel]
+    for slot, stop in zip(plan.slots, stops, strict=True):
+        start, stop = max(slot.start, first) - first, min(stop, end) - first
+        for name in moment_names(slot, moments, config) if start < stop else ():
+            found[name] = (min(start, found.get(name, (start, stop))[0]), stop)
+    return found
+
+
+def state_bytes(plan: UnitPlan, shard_range: tuple[int, int], moments: tuple[str, ...], config: OptimizerConfig) -> int:
+    """Returns the bytes of the state of a unit's shard, model weights not counted."""
+    numel, meta = shard_range[1] - shard_range[0], torch.device("meta")
+    model = torch.empty(numel, dtype=plan.dtype, device=meta)
+    ranges = moment_ranges(plan, shard_range, moments, config)
+    kept = [new_moment(name, stop - start, config, plan.main_dtype, meta) for name, (start, stop) in ranges.items()]
     memory = [tensor for state in kept for tensor in state.memory]
     memory += [tensor for tensor in new_weights(plan, model, config).memory if tensor is not model]
     return sum(tensor.nbytes for tensor in memory)

@@ -248,8 +248,7 @@ def replace(skip: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
 
 
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
-    """The rule that a config names."""
+    """The rule that a config names; with Muon, that of the parameters that are no matrices of layers."""
     if config.optimizer == "sgd":
         return Sgd(config.sgd_momentum)
-    assert config.optimizer == "adam", config.optimizer
     return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay)

@@ -50,7 +50,8 @@ class ColumnParallelLinear(ShardedStateModule):
     `output_size`), `split_dim` the one that the ranks divide. An expert's layer (`is_expert`, with the expert tensor
     parallel group) exchanges nothing; the token dispatcher does. With `vocab_padding_multiple` the rows are a
     vocabulary, split as `VocabParallelEmbedding` splits it and padded with rows that stay zero. With `input_is_whole` x
-    has all tokens also under sequence parallelism. `facts` are further fields of the weight's descriptor.
+    has all tokens also under sequence parallelism. `separate_heads` and `facts` are further fields of the weight's
+    descriptor.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class ColumnParallelLinear(ShardedStateModule):
         split_dim: int = 0,
         vocab_padding_multiple: int | None = None,
         input_is_whole: bool = False,
+        separate_heads: tuple[int, ...] = (),
         backend: Backend | None = None,
         **facts: Any,
     ) -> None:
@@ -104,7 +106,13 @@ class ColumnParallelLinear(ShardedStateModule):
         if not skip_weight_param_allocation:
             shape, columns = (*canonical, input_size), with_columns(box, input_size)
             self.weight = new_parameter(
-                config, (rows, input_size), init_method, global_shape=shape, box=columns, **facts
+                config,
+                (rows, input_size),
+                init_method,
+                global_shape=shape,
+                box=columns,
+                separate_heads=separate_heads,
+                **facts,
             )
             set_tensor_model_parallel_attributes(self.weight, True, 0, stride)
         if bias:

@@ -20,7 +20,7 @@ from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
 from megatron.core.transformer.layer_patterns import has_rope, is_windowed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
-from megatron.core.transformer.shared_key_values import SharedKeyValueLinear
+from megatron.core.transformer.shared_key_values import SharedKeyValueLinear, separate_heads
 from megatron.core.transformer.spec_utils import Spec, build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -122,11 +122,10 @@ class SelfAttention(MegatronModule):
                     f"{getattr(get_module(spec), '__name__', spec)}"
                 )
             return SharedKeyValueLinear(config, bias, tp_group, self.backend)
-        heads = config.num_attention_heads // config.num_query_groups * (2 if config.attention_output_gate else 1)
-        rows = (config.num_query_groups, heads + 2, config.kv_channels)
-        return build_heads_projection(
-            spec, config, config.hidden_size, rows, bias=bias, name="qkv", tp_group=tp_group, backend=self.backend
-        )
+        heads = separate_heads(config)
+        rows = (config.num_query_groups, sum(heads), config.kv_channels)
+        shared: dict[str, Any] = {"tp_group": tp_group, "backend": self.backend, "separate_heads": heads}
+        return build_heads_projection(spec, config, config.hidden_size, rows, bias=bias, name="qkv", **shared)
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under

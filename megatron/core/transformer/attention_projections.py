@@ -23,12 +23,15 @@ def build_heads_projection(
     tp_group: Group,
     backend: Backend,
     input_is_whole: bool = False,
+    separate_heads: tuple[int, ...] = (),
 ) -> nn.Module:
     """Builds a projection to all heads, of which each tensor parallel rank computes its own. `rows`: the dimensions of
-    its output rows; ranks divide the first. `name` is Megatron-LM's name of its communication buffer. With
-    `input_is_whole` the input holds all tokens also under sequence parallelism, and the caller sums its gradient over
-    the ranks; the spec must be a ColumnParallelLinear then, if there are several ranks."""
+    its output rows; ranks divide the first, and `separate_heads` parts of the second are matrices of their own. `name`
+    is Megatron-LM's name of its communication buffer. With `input_is_whole` the input holds all tokens also under
+    sequence parallelism, and the caller sums its gradient over the ranks; the spec must be a ColumnParallelLinear then,
+    if there are several ranks."""
     whole = {"input_is_whole": True, "disable_grad_reduce": True} if input_is_whole else {}
+    heads = {"separate_heads": separate_heads} if separate_heads else {}
     if whole and group_size(tp_group) > 1 and not issubclass(get_module(spec), ColumnParallelLinear):
         raise UserError(
             f"{get_module(spec).__name__} as linear_{name} of a layer spec: with tensor parallelism it must be a "
@@ -45,7 +48,7 @@ def build_heads_projection(
         skip_bias_add=False,
         is_expert=False,
         tp_comm_buffer_name=name,
-        offer={"tp_group": tp_group, "backend": backend, "canonical_shape": rows, **whole},
+        offer={"tp_group": tp_group, "backend": backend, "canonical_shape": rows, **whole, **heads},
     )
 
 

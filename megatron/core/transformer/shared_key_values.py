@@ -68,8 +68,16 @@ class SharedKeyValueLinear(nn.Module):
 def _weight(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:
     assert config.init_method is not None
     h = config.hidden_size
+    facts = {"separate_heads": separate_heads(config), **facts}
     shape, init = (box.numel, h), config.init_method
     return new_parameter(config, shape, init, global_shape=(*rows, h), box=with_columns(box, h), **facts)
+
+
+def separate_heads(config: TransformerConfig) -> tuple[int, ...]:
+    """Returns how many heads of a query group are queries, gates (with `attention_output_gate`), keys and values."""
+    assert config.num_query_groups is not None
+    heads = config.num_attention_heads // config.num_query_groups
+    return (heads, heads, 1, 1) if config.attention_output_gate else (heads, 1, 1)
 
 
 def _bias(config: TransformerConfig, rows: tuple[int, ...], box: Box, **facts: Any) -> nn.Parameter:

@@ -290,6 +290,11 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
         )
+    if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
+        yield (
+            "{layout_invariant}: {muon_tp_mode} orthogonalises the part of a matrix on each rank, which depends on "
+            "{tensor_model_parallel_size}; duplicated and distributed take the whole matrix"
+        )
     scaled = {torch.float16: "fp16", torch.uint8: "fp8"} if s.use_precision_aware_optimizer else {}
     for field in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if getattr(s, field) in scaled and s.tensor_model_parallel_size != 1:

@@ -158,6 +158,8 @@ def _sharding(s: Settings) -> str | None:
         note = "--use-torch-fsdp2: read as --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     if s.use_megatron_fsdp and s.data_parallel_sharding_strategy != "no_shard":
         s.set_derived("use_distributed_optimizer", True)
+    if s.optimizer == "dist_muon":
+        s.set_derived("use_distributed_optimizer", True)
     if s.num_distributed_optimizer_instances > 1 and not s.use_distributed_optimizer:
         note = f"--num-distributed-optimizer-instances {s.num_distributed_optimizer_instances}: has no effect without "
         note += "--use-distributed-optimizer"

@@ -24,7 +24,7 @@ def is_read(flag: Flag, settings: Settings) -> bool:
         return True
     other, required = parent
     value = getattr(settings, other.field)
-    return value_text(value) == required if required else value != other.default and value is not False
+    return value_text(value) in required.split("|") if required else value != other.default and value is not False
 
 
 def _declared(settings: Settings) -> Iterator[str]:
@@ -51,7 +51,7 @@ def _condition(flag: Flag, settings: Settings) -> str:
     other, required = parent
     value = getattr(settings, other.field)
     if required:
-        return f"without {other.spelling} {required}"
+        return f"without {other.spelling} {required.replace('|', ' or ')}"
     if other.switch is not None and not other.switch[other.spelling]:
         return f"with {other.spelling}"
     return f"without {other.spelling}" if value is None or value is False else f"while {other.spelling} is {value}"

@@ -160,9 +160,8 @@ _NOT_YET = {
         activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads moe-paged-stash
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size""",
-    "the optimizers are adam and sgd": """
-        lion-beta1 lion-beta2 muon-coefficient-type muon-nesterov muon-scalar-optimizer muon-use-syrk
-        no-use-layer-wise-param-layout""",
+    "the optimizers are adam, sgd and muon": """
+        lion-beta1 lion-beta2 no-use-layer-wise-param-layout""",
     "attention is the only token mixer": """
         disable-dsa-indexer-rotate-activation disable-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon
         dsa-indexer-k-norm-fp32 dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset dsa-indexer-topk-freq
@@ -233,7 +232,6 @@ _FIELDS_TO_COME = (
     ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
     ("*cuda-graph*", "CUDA graphs are not supported"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
-    ("muon-* optimizer", "the optimizers are adam and sgd"),
     ("main-grads-dtype", "gradients are accumulated in float32"),
     ("dsa-* linear-* *mamba* is-hybrid-model experimental-attention-variant", "attention is the only token mixer"),
     ("mrope-section", "positions have one coordinate"),

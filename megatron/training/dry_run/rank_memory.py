@@ -131,7 +131,9 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
         gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
-        optimizer += state_bytes(plan, owned, moments, config.optimizer)
+        ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
+        ranges = [(index * owned, (index + 1) * owned) for index in ends]
+        optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
     return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config))
 
 

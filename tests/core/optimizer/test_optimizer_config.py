@@ -23,7 +23,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
         ({"clip_grad": -1.0}, "clip_grad -1.0 must be at least 0; 0 turns clipping off"),
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
         ({"hysteresis": 0}, "hysteresis 0 must be larger than 0"),
-        ({"optimizer": "muon"}, "optimizer muon"),
+        ({"optimizer": "muon", "muon_num_ns_steps": 0}, "muon_num_ns_steps 0 must be larger than 0"),
+        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer lion: not yet"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
             "use_precision_aware_optimizer needs optimizer adam",

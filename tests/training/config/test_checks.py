@@ -81,7 +81,18 @@ RULES = [
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
     ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 and --accumulate-"),
     # optimizer and schedule
-    ("--optimizer muon", "--optimizer muon: not yet; what works so far is adam or sgd"),
+    (
+        "--optimizer muon --muon-coefficient-type aol",
+        "--muon-coefficient-type aol: not yet; what works so far is simple or quintic or polar_express",
+    ),
+    (
+        "--optimizer muon --use-precision-aware-optimizer",
+        "--use-precision-aware-optimizer needs --optimizer adam",
+    ),
+    (
+        "--layout-invariant --global-batch-size 4 --optimizer muon --tensor-model-parallel-size 2",
+        "--layout-invariant: --muon-tp-mode blockwise orthogonalises the part of a matrix on each rank",
+    ),
     ("--clip-grad -1", "--clip-grad -1.0 must be at least 0; 0 turns clipping off"),
     ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
     ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is larger than --lr 0.001"),

@@ -14,6 +14,11 @@ def test_swiglu_shrinks_the_mlp_to_a_multiple_of_64(hidden: int, ffn: int) -> No
     assert configured("--swiglu --ffn-hidden-size 100").transformer.ffn_hidden_size == 100
 
 
+def test_dist_muon_shards_the_optimizers_state() -> None:
+    assert configured("--optimizer dist_muon", ranks=2).ddp.use_distributed_optimizer
+    assert not configured("--optimizer muon --muon-use-nesterov", ranks=2).ddp.use_distributed_optimizer
+
+
 def test_query_groups_count_only_with_their_switch() -> None:
     assert configured("--num-query-groups 2").transformer.num_query_groups == 4
     assert configured("--group-query-attention --num-query-groups 2").transformer.num_query_groups == 2

@@ -1,0 +1,248 @@
+"""Muon (Jordan et al. 2024): momentum, then the nearest orthogonal matrix of it as the update of each weight matrix.
+
+The momentum is sharded like any state of the optimizer. For the orthogonalisation each matrix travels to one data
+parallel rank of its shards, its owner, and the update travels back; so shards may cut matrices anywhere. If tensor
+parallel ranks divide a matrix, --muon-tp-mode says what is orthogonalised: the part on each rank (blockwise), the whole
+matrix on each rank (duplicated), or the whole matrix on one of the ranks (distributed).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_to_all_rows, gather_rows, group_rank, group_size
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.units import ParameterSlot
+from megatron.core.optimizer.muon_matrices import Matrices, matrices_of, takes_muon
+from megatron.core.optimizer.newton_schulz import newton_schulz, update_scale
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import StepInputs, replace
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+_ELEMENTS_AT_ONCE = 1 << 28
+"""Largest number of elements of neighbouring units that are orthogonalised together: it bounds temporary memory."""
+
+_TENSOR_GROUP = {"dense": "tp", "expert": "expt_tp"}
+
+
+@dataclass(frozen=True)
+class MuonSegment:
+    """The neighbouring slots of a unit that Muon updates with one learning rate, in this rank's shard."""
+
+    unit: Unit
+    start: int
+    """First element in the whole unit."""
+    stop: int
+    shard_start: int
+    """First element in the whole unit that this rank has; the tensors below begin with it."""
+    weights: Tensor
+    momentum: Tensor
+    gradients: Tensor
+    model_weights: Tensor | None
+
+    @property
+    def slots(self) -> list[ParameterSlot]:
+        """The slots, also those in the shards of other ranks."""
+        return [slot for slot in self.unit.slots if self.start <= slot.start < self.stop]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A parameter of a round."""
+
+    segment: int
+    slot: ParameterSlot
+    owner: int
+    pieces: tuple[tuple[int, int], ...]
+    """For each rank of the shard group: elements [start, stop) of the box that it has."""
+
+
+class Muon:
+    """Updates the segments of one parameter group, which belong to one grid.
+
+    m = momentum m + (1 - momentum) g;  u = m, or with Nesterov momentum m + (1 - momentum) g;
+    w = w (1 - lr weight_decay) - lr scale NewtonSchulz(u), for g = gradient / divisor.
+    """
+
+    def __init__(
+        self, segments: Sequence[MuonSegment], config: OptimizerConfig, groups: ProcessGroupCollection
+    ) -> None:
+        self.config = config
+        self.segments = list(segments)
+        sharding, grid = segments[0].unit.sharding, segments[0].unit.plan.grid
+        self.shard_group = getattr(groups, sharding.shard_group) if sharding.shards > 1 else None
+        self.shards, self.index = sharding.shards, sharding.shard_index
+        self.tensor_group = getattr(groups, _TENSOR_GROUP[grid])
+        self.rounds = [self._plan(members) for members in _rounds(self.segments)]
+        for slot in (slot for segment in segments for slot in segment.slots):
+            assert takes_muon(slot.parameter, slot.info, config), slot.info.name
+            list(matrices_of(slot.info, group_size(self.tensor_group), config))  # raises for what cannot be
+
+    def _plan(self, members: Sequence[int]) -> list[_Item]:
+        """Returns the parameters of some segments with their owners: the largest first to the rank with least work."""
+        found = [(number, slot) for number in members for slot in self.segments[number].slots]
+        load = [0] * self.shards
+        items = []
+        for number, slot in sorted(found, key=lambda item: -item[1].info.box.numel):
+            owner = load.index(min(load))
+            load[owner] += slot.info.box.numel
+            size = self.segments[number].unit.plan.numel // self.shards
+            pieces = [
+                (
+                    min(max(rank * size, slot.start), slot.box_stop) - slot.start,
+                    min(max((rank + 1) * size, slot.start), slot.box_stop) - slot.start,
+                )
+                for rank in range(self.shards)
+            ]
+            items.append(_Item(number, slot, owner, tuple(pieces)))
+        return items
+
+    def update(self, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Updates weights and momentum in place and rounds the weights into the model's, unless `step.skip` is set.
+        Collective."""
+        for items in self.rounds:
+            numbers = sorted({item.segment for item in items})
+            directions = {number: self._directions(self.segments[number], step, weight_decay) for number in numbers}
+            updates = {number: torch.zeros_like(direction) for number, direction in directions.items()}
+            boxes = self._gather(items, directions)
+            self._orthogonalize([item for item in items if item.owner == self.index], boxes)
+            self._scatter(items, boxes, updates)
+            for number in numbers:
+                self._apply(self.segments[number], updates[number], step, lr, weight_decay)
+
+    def _directions(self, segment: MuonSegment, step: StepInputs, weight_decay: float | Tensor) -> Tensor:
+        """Updates the momentum and returns what is orthogonalised."""
+        main, beta = segment.weights.dtype, self.config.muon_momentum
+        gradient = segment.gradients.to(main) / step.divisor.to(main)
+        if not self.config.decoupled_weight_decay:
+            gradient = gradient + weight_decay * segment.weights
+        momentum = segment.momentum + (1.0 - beta) * (gradient - segment.momentum)
+        direction = momentum + (1.0 - beta) * (gradient - momentum) if self.config.muon_use_nesterov else momentum
+        replace(step.skip, (segment.momentum, momentum))
+        return direction
+
+    def _apply(
+        self, segment: MuonSegment, update: Tensor, step: StepInputs, lr: Tensor, weight_decay: float | Tensor
+    ) -> None:
+        weights, main = segment.weights, segment.weights.dtype
+        decoupled = self.config.decoupled_weight_decay
+        kept = weights * (1.0 - lr * weight_decay).to(main) if decoupled else weights
+        replace(step.skip, (weights, kept - lr.to(main) * update))
+        if segment.model_weights is not None:
+            segment.model_weights.copy_(weights)
+
+    # Between the ranks that shard the state --------------------------------------------------------------------------
+
+    def _piece(self, item: _Item, flat: Tensor) -> Tensor:
+        """Returns this rank's piece of a parameter in a tensor of its segment."""
+        first = item.slot.start - self.segments[item.segment].shard_start
+        begin, end = item.pieces[self.index]
+        return flat[first + begin : first + end]
+
+    def _gather(self, items: Sequence[_Item], directions: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Returns the boxes, one-dimensional, of the parameters that this rank owns, by the place of their slot."""
+        mine = [item for item in items if item.owner == self.index]
+        if self.shards == 1:
+            return {id(item): self._piece(item, directions[item.segment]).clone() for item in mine}
+        sent = [[self._piece(item, directions[item.segment]) for item in _owned(items, rank)] for rank in self._ranks]
+        sizes = [[_length(item, rank) for item in mine] for rank in self._ranks]
+        received = self._exchange(sent, sizes)
+        return {id(item): torch.cat([received[rank][place] for rank in self._ranks]) for place, item in enumerate(mine)}
+
+    def _scatter(self, items: Sequence[_Item], boxes: dict[int, Tensor], updates: dict[int, Tensor]) -> None:
+        """Writes this rank's pieces of the boxes that their owners have computed."""
+        mine = [item for item in items if item.owner == self.index]
+        if self.shards == 1:
+            for item in mine:
+                self._piece(item, updates[item.segment]).copy_(boxes[id(item)])
+            return
+        sent = [[boxes[id(item)][slice(*item.pieces[rank])] for item in mine] for rank in self._ranks]
+        sizes = [[_length(item, self.index) for item in _owned(items, rank)] for rank in self._ranks]
+        received = self._exchange(sent, sizes)
+        for rank in self._ranks:
+            for item, values in zip(_owned(items, rank), received[rank], strict=True):
+                self._piece(item, updates[item.segment]).copy_(values)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.shards)
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[tuple[Tensor, ...]]:
+        """Sends lists of tensors to each rank; returns those from each rank, which have these sizes."""
+        one = self.segments[0].weights
+        joined = torch.cat([one.new_empty(0), *(tensor for tensors in sent for tensor in tensors)])
+        received = all_to_all_rows(
+            joined, self.shard_group, [sum(s) for s in sizes], [sum(t.numel() for t in tensors) for tensors in sent]
+        )
+        parts = received.split([sum(s) for s in sizes])
+        return [part.split(lengths) if lengths else () for part, lengths in zip(parts, sizes, strict=True)]
+
+    # Orthogonalisation -----------------------------------------------------------------------------------------------
+
+    def _orthogonalize(self, items: Sequence[_Item], boxes: dict[int, Tensor]) -> None:
+        """Replaces the boxes by the updates of their matrices. Matrices of one shape are one batch."""
+        ranks = group_size(self.tensor_group)
+        batches: dict[tuple[object, ...], list[tuple[_Item, Matrices]]] = {}
+        for item in items:
+            for matrices in matrices_of(item.slot.info, ranks, self.config):
+                key = (*matrices.shape[1:], matrices.whole, matrices.split)
+                batches.setdefault(key, []).append((item, matrices))
+        for members in batches.values():
+            read = [matrices.read(boxes[id(item)], item.slot.info) for item, matrices in members]
+            whole, split = members[0][1].whole, members[0][1].split
+            scale = self.config.muon_extra_scale_factor * update_scale(*whole, self.config.muon_scale_mode)
+            done = scale * self._in_group(torch.cat(read), split)
+            for (item, matrices), values in zip(members, done.split([len(part) for part in read]), strict=True):
+                matrices.write(boxes[id(item)], item.slot.info, values)
+
+    def _in_group(self, matrices: Tensor, split: int | None) -> Tensor:
+        """Orthogonalises [n, rows, columns], of which the tensor parallel ranks may each have a part."""
+        mode, group = self.config.muon_tp_mode, self.tensor_group
+        if split is None or mode == "blockwise" or group_size(group) == 1:
+            return self._newton_schulz(matrices)
+        if mode == "duplicated":
+            ranks = group_size(group)
+            whole = torch.cat(gather_rows(matrices.contiguous(), group).chunk(ranks), split)
+            return self._newton_schulz(whole).chunk(ranks, split)[group_rank(group)]
+        return _distributed(matrices, split, group, self._newton_schulz)
+
+    def _newton_schulz(self, matrices: Tensor) -> Tensor:
+        config = self.config
+        return newton_schulz(
+            matrices, config.muon_num_ns_steps, config.muon_coefficient_type, config.muon_fp32_matmul_prec
+        )
+
+
+def _distributed(matrices: Tensor, split: int, group: object, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Each rank computes some of the whole matrices: parts travel there, and parts of the results back."""
+    ranks, count = group_size(group), len(matrices)  # type: ignore[arg-type]
+    each = -(-count // ranks)
+    padded = torch.cat([matrices, matrices.new_zeros(each * ranks - count, *matrices.shape[1:])])
+    parts = all_to_all_rows(padded, group).chunk(ranks)  # type: ignore[arg-type]
+    done = function(torch.cat(parts, split)).chunk(ranks, split)
+    return all_to_all_rows(torch.cat(done), group)[:count]  # type: ignore[arg-type]
+
+
+def _owned(items: Iterable[_Item], rank: int) -> list[_Item]:
+    return [item for item in items if item.owner == rank]
+
+
+def _length(item: _Item, rank: int) -> int:
+    begin, end = item.pieces[rank]
+    return end - begin
+
+
+def _rounds(segments: Sequence[MuonSegment]) -> list[list[int]]:
+    """Returns the numbers of neighbouring segments, cut into rounds of limited size, alike on all ranks."""
+    rounds: list[list[int]] = []
+    filled = 0
+    for number, segment in enumerate(segments):
+        size = segment.stop - segment.start
+        if not rounds or filled + size > _ELEMENTS_AT_ONCE:
+            rounds.append([])
+            filled = 0
+        rounds[-1].append(number)
+        filled += size
+    return rounds
