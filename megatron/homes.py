@@ -104,9 +104,7 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
     # Releases 0.6 to 0.16
     "megatron.legacy.model": {**_LEGACY_MODELS},
     "megatron.core.models.gpt.experimental_attention_variant_module_specs": {
-        "get_transformer_block_with_experimental_attention_variant_spec": NotHere(
-            "not yet: --experimental-attention-variant; leave it out"
-        ),
+        "get_transformer_block_with_experimental_attention_variant_spec": "megatron.core.models.gpt.gpt_layer_specs",
     },
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": {
         "get_gpt_heterogeneous_layer_spec": NotHere(

@@ -31,7 +31,9 @@ from megatron.core.ops.attention.kernels import (
     own_flash_kernels,
 )
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
+from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.cross_entropy import cross_entropy
+from megatron.core.ops.delta_rule.chunked import gated_delta_rule
 from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
@@ -67,6 +69,8 @@ class Backend:
     split_heads: Callable[..., tuple[Tensor, ...]] = split_heads
     keep_rows: Callable[..., Tensor] = keep_rows
     bias_dropout_add: Callable[..., Tensor] = bias_dropout_add
+    causal_conv: Callable[..., Tensor] = causal_conv
+    gated_delta_rule: Callable[..., tuple[Tensor, Tensor]] = gated_delta_rule
     merge_block: Callable[..., None] = merge_block
     cross_entropy: Callable[..., Tensor] = cross_entropy
     head_loss: Callable[..., Tensor] = head_loss

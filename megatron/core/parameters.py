@@ -99,6 +99,36 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class Uniform:
+    """Uniform in (low, high)."""
+
+    low: float
+    high: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.uniform_(tensor, self.low, self.high)
+
+    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        """Returns the values at canonical indices, in float64."""
+        return uniform(index, key) * (self.high - self.low) + self.low
+
+
+@dataclass(frozen=True)
+class LogUniform:
+    """The logarithm of a number that is uniform in (low, high)."""
+
+    low: float
+    high: float
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return nn.init.uniform_(tensor, self.low, self.high).log_()
+
+    def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
+        """Returns the values at canonical indices, in float64."""
+        return (uniform(index, key) * (self.high - self.low) + self.low).log()
+
+
+@dataclass(frozen=True)
 class EachOf:
     """Applies an initialiser to each tensor of a stack along the first dimension."""
 

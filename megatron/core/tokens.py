@@ -88,17 +88,24 @@ def position_ids(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
     """Returns the position of every token in its document: int64 [b, s], or [1, s] if all rows are alike."""
     if tokens.positions is not None:
         return tokens.positions
-    index = row_index(tokens, device)  # [s]
-    if tokens.cu_seqlens is None:
+    index, document = row_index(tokens, device), document_numbers(tokens, device)
+    if tokens.cu_seqlens is None or document is None:
         return index[None]
-    document = torch.bucketize(index, tokens.cu_seqlens[1:], right=True)
     return (index - tokens.cu_seqlens[document])[None]
+
+
+def document_numbers(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor | None:
+    """Returns the number of the packed document of each token, int64 [s], ascending; None if every row is one
+    document."""
+    if tokens.cu_seqlens is None:
+        return None
+    return torch.bucketize(row_index(tokens, device), tokens.cu_seqlens[1:], right=True)
 
 
 def row_lengths(tokens: Tokens, device: torch.device | str = "cpu") -> Tensor:
     """Returns, for every token, the length of its row or packed document, including the parts of other ranks: int64 [1,
     s], or [1, 1] if all are equal."""
-    if tokens.cu_seqlens is None:
+    document = document_numbers(tokens, device)
+    if tokens.cu_seqlens is None or document is None:
         return torch.full((1, 1), tokens.first_position + tokens.row_length, device=device)
-    document = torch.bucketize(row_index(tokens, device), tokens.cu_seqlens[1:], right=True)
     return tokens.cu_seqlens.diff().to(torch.int64)[document][None]

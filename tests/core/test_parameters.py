@@ -8,8 +8,10 @@ from megatron.core.counter_rng import stream_key
 from megatron.core.parameters import (
     Box,
     Constant,
+    LogUniform,
     Normal,
     ParameterInfo,
+    Uniform,
     XavierUniform,
     canonical_index,
     canonical_name,
@@ -61,7 +63,9 @@ def test_a_stage_holds_the_values_that_the_whole_model_has() -> None:
     assert (whole["layers.1.bias"] == 3.0).all()
 
 
-@pytest.mark.parametrize("init", [Normal(0.1), XavierUniform(), Constant(2.0), nn.init.orthogonal_])
+@pytest.mark.parametrize(
+    "init", [Normal(0.1), Uniform(-2.0, 1.0), LogUniform(1.0, 4.0), XavierUniform(), Constant(2.0), nn.init.orthogonal_]
+)
 @pytest.mark.parametrize("box", [Box((0, 2, 0), (2, 3, 5)), Box((1, 0, 0), (1, 8, 5)), Box((0, 1, 2), (2, 4, 2))])
 def test_any_flat_range_of_any_box_is_drawn_by_itself(init: object, box: Box) -> None:
     shape = (2, 8, 5)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.tokens import SequencePart, Tokens, position_ids, row_index, row_lengths
+from megatron.core.tokens import SequencePart, Tokens, document_numbers, position_ids, row_index, row_lengths
 
 CU_SEQLENS = torch.tensor([0, 3, 4, 12], dtype=torch.int32)
 POSITIONS = [0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6, 7]
@@ -35,9 +35,12 @@ def test_positions_and_lengths_in_packed_documents(size: int) -> None:
         index = row_index(tokens).tolist()
         assert position_ids(tokens).tolist() == [[POSITIONS[i] for i in index]]
         assert row_lengths(tokens).tolist() == [[LENGTHS[i] for i in index]]
+        numbers = document_numbers(tokens)
+        assert numbers is not None and numbers.tolist() == [[0, 0, 0, 1, *[2] * 8][i] for i in index]
 
 
 def test_rows_without_documents_are_alike() -> None:
+    assert document_numbers(Tokens(4, 2)) is None
     tokens = Tokens(4, 3, SequencePart(1, 2))
     assert position_ids(tokens).tolist() == [[2, 3, 4, 5]] and row_lengths(tokens).tolist() == [[8]]
 

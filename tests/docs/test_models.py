@@ -57,7 +57,7 @@ def test_a_model_is_described_by_its_flags(name: str) -> None:
 ORACLES = {
     "GPT-NeoX": "GPT-NeoX",
     "Llama 4": "Llama 4, its dense layers",
-    "Qwen3-Next, its layers of full attention": "Qwen3-Next, its attention with a gate",
+    "Qwen3-Next": "Qwen3-Next",
     "GLM-4": "GLM-4",
     "Gemma 2B": "Gemma",
     "Gemma 2 9B": "Gemma 2",
@@ -98,6 +98,11 @@ SIZES = {"ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilo
     "nope_temperature_floor",
     "rope_scaling_low_freq_factor",
     "rope_scaling_original_length",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
 }
 EXPERTS = {
     "moe_aux_loss_coeff",
@@ -108,4 +113,5 @@ EXPERTS = {
 } | {
     "moe_shared_expert_intermediate_size",
     "moe_ffn_hidden_size",
+    "moe_layer_freq",
 }

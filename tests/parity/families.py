@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MODEL_OPTIONS, PREDICTING, T5
+from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MIXERS, MODEL_OPTIONS, PREDICTING, T5
 from parity.models import Model
 
 
@@ -186,6 +186,20 @@ _PREDICTING = Family(
     rare=[("sp2", "cp4-levels")],
 )
 
+_MIXERS = Family(
+    "other token mixers",
+    MIXERS,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+    further=[("sp2", "recompute-all-parts"), ("tp2", "pp2-zb-h1"), ("sp2", "dp2-optim")],
+    rare=[("tp4", "pp2-interleaved"), ("sp2", "pp2", "dp2-optim_grads_params")],
+)
+
 _BERT = Family(
     "BERT",
     BERT,
@@ -228,4 +242,4 @@ _T5 = Family(
     ],
 )
 
-FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _BERT, _T5]
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _BERT, _T5]

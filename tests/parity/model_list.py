@@ -263,6 +263,28 @@ PREDICTING = [
 ]
 """Multi-token prediction: one and two further tokens, packed documents, with latent attention and experts."""
 
+_DELTA = {
+    **_LLAMA,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+
+MIXERS = [
+    Model("delta", settings={**_DELTA, "linear_attention_freq": 2, "hidden_dropout": 0.2}, rows=2),
+    Model(
+        "delta-packed",
+        tied=True,
+        settings={**_DELTA, "linear_attention_freq": [1, 1, 1, 0], "layernorm_zero_centered_gamma": True},
+        packed=True,
+        rows=2,
+    ),
+]
+"""Other token mixers beside attention: gated delta nets, of rows and of packed documents."""
+
 BERT = [
     Model(
         "bert",
@@ -308,4 +330,4 @@ T5 = [
 ]
 """An encoder of padded rows and a decoder: relative and learned positions, tied and not, biases and none."""
 
-MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *BERT, *T5]
+MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *MIXERS, *BERT, *T5]

@@ -15,8 +15,10 @@ from support.model_option_weights import (
     POST,
     SANDWICH,
     Source,
+    delta_net,
     llama,
     oss_experts,
+    qwen_experts,
     with_gate,
 )
 
@@ -301,13 +303,42 @@ CASES = {
         {"rope_scaling_factor": 4.0},
         llama(2, **POST, **HEAD_NORMS),
     ),
-    "Qwen3-Next, its attention with a gate": Case(
+    "Qwen3-Next": Case(
         "Qwen3Next",
-        {"layer_types": ["full_attention"] * LAYERS, "mlp_only_layers": list(range(LAYERS))}
+        {
+            "mlp_only_layers": [1],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 20,
+        }
         | rope("default", partial_rotary_factor=0.5),
-        {**RMS, "layernorm_zero_centered_gamma": True, "qk_layernorm": True, "attention_output_gate": True},
+        {
+            **RMS,
+            "layernorm_zero_centered_gamma": True,
+            "qk_layernorm": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 5,
+            "linear_value_head_dim": 7,
+            "linear_conv_kernel_dim": 3,
+            "num_moe_experts": EXPERTS,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": 12,
+            "moe_layer_freq": [1, 0, 1, 1],
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_shared_expert_gate": True,
+        },
         {"rotary_percent": 0.5},
-        llama(2, **{"self_attention.linear_qkv": with_gate}, **HEAD_NORMS),
+        llama(2, **{"self_attention.linear_qkv": with_gate}, **HEAD_NORMS, **delta_net(2), **qwen_experts()),
     ),
     "GPT-OSS": Case(
         "GptOss",

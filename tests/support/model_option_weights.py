@@ -77,6 +77,45 @@ def oss_experts() -> dict[str, Source]:
     return ours
 
 
+def qwen_experts() -> dict[str, Source]:
+    """Returns the sources of experts, whose weights they have in one tensor, and of the shared ones with their gate."""
+    ours: dict[str, Source] = {
+        "mlp.router": "mlp.gate",
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+        "mlp.shared_experts.linear_fc1": lambda get: torch.cat(
+            [get("mlp.shared_expert.gate_proj.weight"), get("mlp.shared_expert.up_proj.weight")]
+        ),
+        "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
+    }
+    for expert in range(EXPERTS):
+        for name, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+            ours[f"mlp.experts.local_experts.{expert}.{name}"] = lambda get, expert=expert, theirs=theirs: get(
+                f"mlp.experts.{theirs}"
+            )[expert]
+    return ours
+
+
+def delta_net(key_heads: int) -> dict[str, Source]:
+    """Returns the sources of a gated delta net. Their convolution has all queries, then all keys, then all values."""
+
+    def conv(get: Get) -> Tensor:
+        width = get("linear_attn.in_proj_qkvz").shape[0]  # queries, keys, values, as many gates
+        values = get("linear_attn.out_proj").shape[1]
+        keys = (width - 2 * values) // 2
+        return grouped(*get("linear_attn.conv1d").squeeze(1).split([keys, keys, values]), groups=key_heads)
+
+    return {
+        "self_attention.in_proj": lambda get: grouped(
+            get("linear_attn.in_proj_qkvz"), get("linear_attn.in_proj_ba"), groups=key_heads
+        ),
+        "self_attention.conv1d": conv,
+        "self_attention.A_log": "linear_attn.A_log",
+        "self_attention.dt_bias": "linear_attn.dt_bias",
+        "self_attention.out_norm": "linear_attn.norm",
+        "self_attention.out_proj": "linear_attn.out_proj",
+    }
+
+
 FALCON: dict[str, Source] = {
     "embedding.word_embeddings": "transformer.word_embeddings",
     "decoder.final_layernorm": "transformer.ln_f",

@@ -111,8 +111,21 @@ def _attention(config: TransformerConfig, keys: float) -> float:
     return _attention_projections(config) + _score_channels(config) * keys
 
 
+def _gated_delta_net(config: TransformerConfig, keys: float) -> float:
+    """Returns the multiplications of a gated delta net: projections, convolution, and per value head the decay of the
+    state, its answer to the key, its correction and its answer to the query. (In chunks, the products within a chunk
+    take the place of some of these.)"""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dk, dv, taps = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    assert key_heads and value_heads and dk and dv and taps
+    queries_keys, values = 2 * key_heads * dk, value_heads * dv
+    projections = config.hidden_size * (queries_keys + 3 * values + 2 * value_heads)
+    return projections + taps * (queries_keys + values) + 4 * value_heads * dk * dv
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
     "attention": _attention,
+    "gated_delta_net": _gated_delta_net,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
 multiplications for a token."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Recomputed
@@ -127,7 +128,7 @@ def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
     """Keeps none of the queries, keys and values that are computed from latents."""
-    if not getattr(layer, "has_token_mixer", True):
+    if not getattr(layer, "has_token_mixer", True) or isinstance(layer.self_attention, GatedDeltaNet):
         return
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")

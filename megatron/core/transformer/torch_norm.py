@@ -25,10 +25,13 @@ class WrappedTorchNorm(nn.Module):
         normalization: str = "LayerNorm",
         *,
         backend: Backend | None = None,
+        zero_centered: bool | None = None,
     ) -> None:
+        """`zero_centered` overrides the config's `layernorm_zero_centered_gamma`."""
         super().__init__()
         self.backend = backend or choose_backend(config)
-        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         self.normalization, self.output_type = config.normalization, config.params_dtype
         # Under sequence parallelism every rank sees its own tokens only.
         facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}

@@ -25,6 +25,7 @@ from megatron.core.transformer.config import (
     positions,
     router,
     stages,
+    token_mixers,
 )
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
@@ -120,6 +121,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         moe,
         memory,
         router,
+        token_mixers,
         low_precision,
     ):
         yield from concern.validate(config)

@@ -43,7 +43,7 @@ def theirs_of(case: Case) -> torch.nn.Module:
     settings = {**THEIRS, **case.theirs}
     if case.kind == "Falcon":
         del settings["head_dim"]
-    if case.kind == "GptOss":
+    if case.kind in ("GptOss", "Qwen3Next"):
         settings["experts_implementation"] = "eager"
     kind = {"Gemma3": "Gemma3Text", "Llama4": "Llama4Text"}.get(case.kind, case.kind)
     config = getattr(transformers, f"{kind}Config")(**settings)

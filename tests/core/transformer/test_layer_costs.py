@@ -192,6 +192,21 @@ def test_experts_and_mtp_by_hand() -> None:
     assert found == mlp + attention + mtp + 6 * 8 * 128 * 2
 
 
+def test_gated_delta_nets_by_hand() -> None:
+    """Layer 1 of two has projections of queries, keys (3 heads of 5), values, gates and outputs (6 heads of 7), two
+    numbers for each value head, a convolution over 4 tokens, and four passes over the states."""
+    sizes = {
+        "linear_num_key_heads": 3,
+        "linear_key_head_dim": 5,
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 7,
+    }
+    found = per_token(experimental_attention_variant="gated_delta_net", linear_attention_freq=2, **sizes)
+    delta = 8 * (2 * 15 + 3 * 42 + 2 * 6) + 4 * (2 * 15 + 42) + 4 * 6 * 5 * 7
+    attention = 8 * 24 + 8 * 16 / 2 + 8 * 16 / 2 + 8 * 8
+    assert found == 6 * (8 * 32 * 2 * 2 + delta + attention + 8 * 128)
+
+
 @pytest.mark.parametrize(("q_lora_rank", "queries"), [(None, 8 * 4 * 6), (3, 3 * (8 + 4 * 6 + 1))])
 def test_latent_attention_by_hand(q_lora_rank: int | None, queries: int) -> None:
     sizes = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}

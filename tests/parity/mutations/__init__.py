@@ -9,6 +9,7 @@ from parity.mutations.bert import BERT
 from parity.mutations.context import CONTEXT
 from parity.mutations.data import DATA
 from parity.mutations.experts import EXPERTS, ROUTERS
+from parity.mutations.mixers import MIXERS
 from parity.mutations.mutation import Mutation
 from parity.mutations.pipeline import PIPELINE
 from parity.mutations.predicting import PREDICTING
@@ -17,4 +18,7 @@ from parity.mutations.tensor import TENSOR
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS = [*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS, *PREDICTING, *BERT, *T5]
+MUTATIONS = [
+    *(*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS),
+    *(*PREDICTING, *MIXERS, *BERT, *T5),
+]

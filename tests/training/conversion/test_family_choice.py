@@ -35,6 +35,7 @@ DEEPSEEK = (
     "--qk-layernorm --latent-layernorm-epsilon 1e-6 --moe-router-score-function sigmoid "
     "--moe-router-enable-expert-bias --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
 )
+DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 --linear-num-value-heads 4"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "activation_func_clamp_value": ("--quick-geglu --activation-func-clamp-value 0.1",),
@@ -71,6 +72,17 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "init_method_std": ("--init-method-std 0.5",),
     "kv_channels": ("--kv-channels 12",),
     "layernorm_epsilon": ("--norm-epsilon 0.5",),
+    **{
+        field: (f"{DELTA} --{field.replace('_', '-')} {value}",)
+        for field, value in {
+            "linear_attention_freq": 2,
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 5,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 8,
+        }.items()
+    },
     "logit_scale": ("--logit-scale 0.5",),
     "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 16",),
     "max_position_embeddings": ("--max-position-embeddings 32",),

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -201,8 +202,16 @@ def _attention_of(config: TransformerConfig, attn_mask_type: AttnMaskType) -> Mo
     return _attention(norm, attn_mask_type)
 
 
+def _gated_delta_net(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpec:
+    if attn_mask_type is not AttnMaskType.causal:
+        raise UserError("gated_delta_net layers are causal: their tokens cannot see later ones, as an encoder's do")
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+    return ModuleSpec(module=GatedDeltaNet, submodules=parts)
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]] = {
     "attention": _attention_of,
+    "gated_delta_net": _gated_delta_net,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
 spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""
@@ -230,6 +239,13 @@ def get_gpt_decoder_block_spec(
     layers = _stage_of_chunk(config, vp_stage, pp_rank).layers
     specs = [gpt_layer_spec_of(config, number) for number in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=WrappedTorchNorm)
+
+
+def get_transformer_block_with_experimental_attention_variant_spec(
+    config: TransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Returns the specs of `get_gpt_decoder_block_spec`, which follow `experimental_attention_variant` too."""
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank)
 
 
 def get_gpt_decoder_layer_specs(

@@ -1,53 +1,59 @@
 """Token mixers other than softmax attention: sparse and linear attention, state space layers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag, not_yet, too_small
 from megatron.core.flag_grammars import layer_pattern
+from megatron.core.rank_grid import nearest_divisors
 
-_VARIANT = "experimental_attention_variant"
+_DELTA = "experimental_attention_variant=gated_delta_net"
+_DSA = "experimental_attention_variant=dsa"
 
 
 @dataclass(kw_only=True)
 class TokenMixerConfig:
     """Layers that mix tokens by other means than softmax attention, and their sizes."""
 
-    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = not_yet(None)
-    """Replace attention by gated delta rule layers or by sparse attention with an indexer."""
+    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = flag(
+        None, supported=(None, "gated_delta_net"), families=("gpt",)
+    )
+    """Replace attention by another token mixer: gated_delta_net (linear attention with the gated delta rule, in the
+    layers of --linear-attention-freq) or dsa (sparse attention with an indexer)."""
 
-    dsa_indexer_n_heads: int | None = flag(None, only_with=_VARIANT)
+    dsa_indexer_n_heads: int | None = flag(None, only_with=_DSA)
     """Number of heads of the indexer of sparse attention."""
 
-    dsa_indexer_head_dim: int | None = flag(None, only_with=_VARIANT)
+    dsa_indexer_head_dim: int | None = flag(None, only_with=_DSA)
     """Width of one head of the indexer."""
 
-    dsa_indexer_topk: int | None = flag(None, only_with=_VARIANT)
+    dsa_indexer_topk: int | None = flag(None, only_with=_DSA)
     """Number of keys that the indexer selects for a query."""
 
-    dsa_indexer_loss_coeff: float | None = flag(None, only_with=_VARIANT)
+    dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA)
     """Coefficient of the indexer's loss."""
 
-    dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_VARIANT)
+    dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_DSA)
     """Compute the indexer's loss over the selected keys only."""
 
-    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_VARIANT)
-    """Layers with linear attention: all but every N-th, or a list expression with a 1 for each."""
+    linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_DELTA)
+    """Layers with linear attention: all but every N-th, or a list expression with a 1 for each. Default: all."""
 
-    linear_conv_kernel_dim: int | None = flag(4, only_with=_VARIANT)
-    """Length of the convolution of a gated delta rule layer."""
+    linear_conv_kernel_dim: int | None = flag(4, only_with=_DELTA)
+    """Tokens that the convolution before a gated delta rule layer's state reads."""
 
-    linear_key_head_dim: int | None = flag(128, only_with=_VARIANT)
+    linear_key_head_dim: int | None = flag(128, only_with=_DELTA)
     """Width of a query or key head of a gated delta rule layer."""
 
-    linear_value_head_dim: int | None = flag(128, only_with=_VARIANT)
+    linear_value_head_dim: int | None = flag(128, only_with=_DELTA)
     """Width of a value head of a gated delta rule layer."""
 
-    linear_num_key_heads: int | None = flag(16, only_with=_VARIANT)
-    """Number of query and key heads of a gated delta rule layer."""
+    linear_num_key_heads: int | None = flag(16, only_with=_DELTA)
+    """Number of query and key heads of a gated delta rule layer. Tensor parallel ranks divide them."""
 
-    linear_num_value_heads: int | None = flag(32, only_with=_VARIANT)
-    """Number of value heads of a gated delta rule layer."""
+    linear_num_value_heads: int | None = flag(32, only_with=_DELTA)
+    """Number of value heads of a gated delta rule layer; a multiple of --linear-num-key-heads."""
 
     is_hybrid_model: bool = not_yet(False)
     """The model mixes attention, MLP and state space layers."""
@@ -66,3 +72,56 @@ class TokenMixerConfig:
 
     use_mamba_mem_eff_path: bool = flag(True, off="--disable-mamba-mem-eff-path", only_with="is_hybrid_model")
     """Compute Mamba layers in one fused kernel."""
+
+
+_DELTA_SIZES = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each value, or pair of values, with which no token mixer can be built; `config` has the
+    fields of TransformerConfig."""
+    if config.experimental_attention_variant == "gated_delta_net":
+        yield from _delta_problems(config)
+
+
+def _delta_problems(config: Any) -> Iterator[str]:
+    sizes = {name: getattr(config, name) for name in _DELTA_SIZES}
+    missing = [name for name, size in sizes.items() if size is None]
+    yield from (f"{{experimental_attention_variant}} needs {{{name}:name}}" for name in missing)
+    yield from too_small(config, sizes, 1)
+    yield from _frequency_problems(config)
+    if config.context_parallel_size > 1:
+        yield (
+            "{context_parallel_size} does not go with {experimental_attention_variant}, whose state passes through "
+            "whole rows; use 1"
+        )
+    if missing or min(sizes.values()) < 1:
+        return
+    keys, values, tensor = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
+    if values % keys:
+        below = values - values % keys
+        works = f"{below} or {below + keys}" if below else f"{keys}"
+        yield f"{{linear_num_value_heads}} is no multiple of {{linear_num_key_heads}}; {works} is"
+    if tensor >= 1 and keys % tensor:
+        near = " or ".join(map(str, nearest_divisors(keys, tensor)))
+        yield f"{{tensor_model_parallel_size}} does not divide {{linear_num_key_heads}}; {near} does"
+
+
+def _frequency_problems(config: Any) -> Iterator[str]:
+    pattern, layers = config.linear_attention_freq, config.num_layers
+    if isinstance(pattern, int):
+        yield from too_small(config, ("linear_attention_freq",), 1)
+    elif pattern is not None:
+        if layers is not None and len(pattern) != layers:
+            yield (
+                f"{{linear_attention_freq:name}} has {len(pattern)} entries for {{num_layers:name}} {layers}; give one "
+                "for each"
+            )
+        if set(pattern) - {0, 1}:
+            yield "{linear_attention_freq} has a 1 for a layer with linear attention and a 0 for one without"

@@ -1,0 +1,167 @@
+"""Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention whose state forgets and corrects itself."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.exceptions import UserError
+from megatron.core.ops.precision import widened
+from megatron.core.parameters import Constant, Initializer, LogUniform, add_partial_gradient_axis
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
+from megatron.core.tokens import document_numbers
+from megatron.core.transformer.attention_projections import build_heads_projection
+from megatron.core.transformer.causal_conv1d import CausalConv1d
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+KEY_EPSILON = 1e-6
+"""Added to the squared length of queries and keys before they are divided by it, as in Qwen3-Next."""
+
+
+@dataclass
+class GatedDeltaNetSubmodules:
+    """Specs of the parts of a gated delta net."""
+
+    in_proj: Spec
+    out_norm: Spec
+    out_proj: Spec
+
+
+class GatedDeltaNet(MegatronModule):
+    """A token mixer whose heads each keep a matrix that maps keys to values, instead of the keys and values.
+
+    For a token x, with q, k, v, z, b, a = W_in x for each head:
+
+        q, k, v = silu(causal convolution of q, k and v)
+        S       = exp(-exp(A_log) softplus(a + dt_bias)) S
+        S       = S + sigmoid(b) k' (v - S^T k')^T         k' = k / |k|
+        output  = W_out (norm(S^T q') * silu(z))           q' = q / (|q| sqrt(dk))
+
+    There are `linear_num_key_heads` query and key heads of dk = `linear_key_head_dim` channels; as many consecutive
+    value heads, `linear_num_value_heads` in all with `linear_value_head_dim` channels, share each. The rows of
+    `in_proj` are, for each key head: q, k, the values and gates z of its value heads, then their b and a. Those of
+    `conv1d` are q, k and the values. Tensor parallel ranks divide the key heads.
+
+    The norm is that of the config, over each head; its weight is not zero-centred.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.backend = backend or choose_backend(config)
+        groups = pg_collection or default_collection()
+        if groups.size("cp") > 1:
+            raise UserError(f"context_parallel_size {groups.size('cp')} does not go with gated_delta_net layers; use 1")
+        key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
+        assert key_heads and value_heads and dk and dv and config.linear_conv_kernel_dim
+        self.key_heads = part_size(key_heads, groups.tp, "linear_num_key_heads")
+        shared = value_heads // key_heads
+        self.widths = [2 * dk + shared * dv, shared * dv, shared, shared]
+        """Rows of `in_proj` for one key head: q, k and v; z; b; a."""
+        self.in_proj = build_heads_projection(
+            submodules.in_proj,
+            config,
+            config.hidden_size,
+            (key_heads, sum(self.widths)),
+            bias=False,
+            name="in_proj",
+            tp_group=groups.tp,
+            backend=self.backend,
+        )
+        self.conv1d = CausalConv1d(
+            config,
+            (key_heads, self.widths[0]),
+            config.linear_conv_kernel_dim,
+            tp_group=groups.tp,
+            backend=self.backend,
+        )
+
+        def new_of_heads(init: Initializer) -> nn.Parameter:
+            box = split_box((value_heads,), 0, groups.tp)
+            facts = {"global_shape": (value_heads,), "box": box, "sharded_axes": frozenset({"tp"})}
+            return new_parameter(config, box.shape, init, **facts)  # type: ignore[arg-type]
+
+        self.A_log, self.dt_bias = new_of_heads(LogUniform(1.0, 16.0)), new_of_heads(Constant(1.0))
+        self.core_attention = DeltaRuleAttention(dk, dv, self.backend)
+        norm = {"config": config, "hidden_size": dv, "eps": config.layernorm_epsilon}
+        offer = {"backend": self.backend, "zero_centered": False}
+        self.out_norm = build_module(submodules.out_norm, **norm, offer=offer)
+        if groups.size("tp") > 1:  # each rank norms its own heads
+            add_partial_gradient_axis("tp", self.out_norm)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            value_heads * dv,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="out_proj",
+            offer={"tp_group": groups.tp, "backend": self.backend},
+        )
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
+        tokens; the state passes through this rank's heads of all tokens."""
+        _check_inputs(inputs)
+        tokens = inputs.tokens
+        document = document_numbers(tokens, hidden_states.device)
+        projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.key_heads, -1)
+        mixed, gate, strength, fading = projected.split(self.widths, -1)  # [s, b, key heads, ...] each
+        mixed = F.silu(self.conv1d(mixed.flatten(2), document)).view(mixed.shape)
+        log_decay = -widened(self.A_log).exp() * F.softplus(widened(fading.flatten(2)) + widened(self.dt_bias))
+        output = self.core_attention(mixed, log_decay, strength.flatten(2), document)  # [s, b, value heads, dv]
+        gated = self.out_norm(output) * F.silu(widened(gate.reshape(output.shape)))
+        return self.out_proj(gated.to(hidden_states.dtype).flatten(2).flatten(0, 1))
+
+
+class DeltaRuleAttention(nn.Module):
+    """The gated delta rule with queries and keys of length 1, without parameters: what `--recompute-modules core_attn`
+    recomputes."""
+
+    def __init__(self, key_width: int, value_width: int, backend: Backend) -> None:
+        super().__init__()
+        self.key_width, self.value_width, self.backend = key_width, value_width, backend
+
+    def forward(self, mixed: Tensor, log_decay: Tensor, strength: Tensor, document: Tensor | None) -> Tensor:
+        """Returns the outputs [s, b, v, dv] for q, k and v of each key head, [s, b, key heads, 2 dk + dv v / key
+        heads], the logarithms of the decays and the strengths of the corrections before their sigmoid, [s, b, v]."""
+        query, key, value = mixed.split([self.key_width, self.key_width, mixed.shape[-1] - 2 * self.key_width], -1)
+        query = _of_unit_length(query) * self.key_width**-0.5
+        value = value.reshape(*value.shape[:2], -1, self.value_width)
+        beta = widened(strength).sigmoid()
+        output, _ = self.backend.gated_delta_rule(query, _of_unit_length(key), value, log_decay, beta, document)
+        return output
+
+
+def _of_unit_length(heads: Tensor) -> Tensor:
+    """Returns the heads [..., d] divided by their lengths, in float32 at least."""
+    wide = widened(heads)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + KEY_EPSILON)
+
+
+def _check_inputs(inputs: LayerInputs) -> None:
+    """Raises UserError for what a state cannot respect."""
+    if inputs.inference_context is not None:
+        raise UserError("gated_delta_net layers have no cache for generation yet; compute whole rows instead")
+    if inputs.attention_mask is not None:
+        raise UserError(
+            "gated_delta_net layers cannot follow an attention_mask, because their state passes through all tokens of "
+            "a row; give documents as packed sequences (cu_seqlens) instead"
+        )

@@ -1,0 +1,168 @@
+"""Gated delta nets in models: layouts against one process in float64, packed documents, recompute, refusals.
+
+`tests/core/models/test_model_options_against_transformers.py` compares their numbers with Qwen3-Next.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.boxes import error, fill, part_of, whole_gradients, whole_values
+from support.kept_memory import kept_bytes
+from support.pool import Pool
+from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
+
+from megatron.core.exceptions import UserError
+from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, gpt_layer_spec_of
+from megatron.core.parameters import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+SIZES = {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
+TP2 = {"tensor_model_parallel_size": 2}
+LAYOUTS = {"tp2": TP2, "tp2 sp": {**TP2, "sequence_parallel": True}}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def build(groups: ProcessGroupCollection | None = None, **settings: Any) -> GPTModel:
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp64": True, "normalization": "RMSNorm"}
+    config = TransformerConfig(
+        num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, **{**plain, **SIZES, **settings}
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
+
+
+def randomize(model: GPTModel) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+
+
+def errors_on_a_rank(expected: dict[str, Any], layout: dict[str, Any], packed: bool) -> dict[str, float]:
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
+    model = build(groups, **layout)
+    for parameter in model.parameters():
+        initial = parameter.detach().view(-1)[: info_of(parameter).box.numel]
+        assert torch.equal(initial, part_of(expected["initial"][info_of(parameter).name], parameter).reshape(-1))
+    fill(model, expected["values"])
+    errors = {"loss": error(loss_of_part(model, groups, packed), expected["loss"])}
+    for parameter in model.parameters():
+        info, gradient = info_of(parameter), parameter.grad
+        assert gradient is not None, info.name
+        if "tp" in info.partial_gradient_axes:
+            torch.distributed.all_reduce(gradient, group=groups.tp)
+        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
+        errors[info.name] = error(box, part_of(expected["gradients"][info.name], parameter))
+    return errors
+
+
+@pytest.mark.parametrize(("layout", "packed"), [("tp2", False), ("tp2 sp", True)])
+def test_equals_one_process(layout: str, packed: bool, pool: Pool) -> None:
+    whole = build()
+    expected: dict[str, Any] = {"initial": whole_values(whole)}
+    randomize(whole)
+    expected |= {"values": whole_values(whole), "loss": loss_of_part(whole, None, packed)}
+    expected |= {"gradients": whole_gradients(whole)}
+    for errors in pool.run(errors_on_a_rank, 2, expected, LAYOUTS[layout], packed):
+        wrong = {key: value for key, value in errors.items() if not value < 1e-11}
+        assert len(errors) > 15 and not wrong, wrong
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    made = build()
+    randomize(made)
+    return made
+
+
+def test_layers_take_turns(model: GPTModel) -> None:
+    mixers = [type(layer.self_attention).__name__ for layer in model.decoder.layers]
+    assert mixers == ["GatedDeltaNet", "SelfAttention"]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model = build(linear_attention_freq=None)  # all layers
+    randomize(model)
+    lengths = [5, 1, 10]
+    ids = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    borders = torch.tensor([0, 5, 6, 16], dtype=torch.int32)
+    packed = model(ids, tokens=Tokens(16, 1, cu_seqlens=borders, max_seqlen=10))
+    alone = torch.cat([model(part) for part in ids.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-11, atol=1e-11)
+    assert (packed - model(ids)).abs().max() > 1e-3
+
+
+def test_a_token_sees_no_later_one(model: GPTModel) -> None:
+    ids = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, 6:] = (ids[:, 6:] + 1) % VOCABULARY
+    changed = (model(ids) - model(other)).abs().amax(-1)[0]
+    assert (changed[:6] < 1e-12).all() and (changed[6:] > 1e-3).all()
+
+
+def test_recompute_changes_no_bit_and_keeps_less() -> None:
+    ids = torch.randint(VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(1))
+    kept, gradients = [], []
+    for settings in ({}, {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm"]}):
+        model = build(linear_attention_freq=None, **settings)
+        randomize(model)
+        kept.append(kept_bytes(lambda model=model: model(ids).sum()))
+        model(ids).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_what_a_state_cannot_respect_is_refused(model: GPTModel) -> None:
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(UserError, match="gated_delta_net layers cannot follow an attention_mask"):
+        model(ids, None, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+    context = StaticInferenceContext(1, 8)
+    with pytest.raises(UserError, match="gated_delta_net layers have no cache for generation yet"):
+        model(ids, context.begin(torch.tensor([4]), 4), inference_context=context)
+    with pytest.raises(UserError, match="gated_delta_net layers are causal"):
+        gpt_layer_spec_of(model.config, 1, AttnMaskType.padding)
+
+
+def test_context_parallel_groups_are_refused(model: GPTModel) -> None:
+    spec = gpt_layer_spec_of(model.config, 1).submodules.self_attention.submodules
+    groups = SimpleNamespace(tp=None, size=lambda axis: 2 if axis == "cp" else 1)
+    with pytest.raises(UserError, match="context_parallel_size 2 does not go with gated_delta_net layers"):
+        GatedDeltaNet(model.config, spec, 1, groups)  # type: ignore[arg-type]
+
+
+def test_half_precision_follows_float32() -> None:
+    layers = []
+    for settings in ({"fp64": False}, {"fp64": False, "bf16": True, "params_dtype": torch.bfloat16}):
+        model = build(**settings)
+        randomize(model)
+        layers.append(model.decoder.layers[0].self_attention)
+    layers[0].load_state_dict({name: value.float() for name, value in layers[1].state_dict().items()})
+    hidden = torch.randn(12, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    inputs = LayerInputs(Tokens(6, 2))
+    found, wanted = layers[1](hidden, inputs)[0], layers[0](hidden.float(), inputs)[0]
+    assert found.dtype is torch.bfloat16 and (found - wanted).abs().max() < 0.05 * wanted.abs().max()
