@@ -77,7 +77,6 @@ _LEGACY_MODEL = NotHere(
     "out --use-legacy-models"
 )
 _LEGACY_MODELS = {"BertModel": _LEGACY_MODEL, "GPTModel": _LEGACY_MODEL, "T5Model": _LEGACY_MODEL}
-_MAMBA = NotHere("not yet: state-space models; megatron.core.models.gpt.GPTModel is here")
 _YAML = NotHere("not yet: --yaml-cfg; give the settings as flags, config from core_transformer_config_from_args(args)")
 
 OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
@@ -111,7 +110,6 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
             "not yet: --heterogeneous-layers-config-path; build TransformerBlockSubmodules with the layers' own specs"
         ),
     },
-    "megatron.core.models.mamba": {"MambaModel": _MAMBA},
     "megatron.core.tokenizers": {
         "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),
     },

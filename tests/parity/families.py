@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import BERT, DENSE, EXPERTS, LATENT, MIXERS, MODEL_OPTIONS, PREDICTING, T5
+from parity.model_list import BERT, DENSE, EXPERTS, HYBRIDS, LATENT, MIXERS, MODEL_OPTIONS, PREDICTING, T5
 from parity.models import Model
 
 
@@ -242,4 +242,18 @@ _T5 = Family(
     ],
 )
 
-FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _BERT, _T5]
+_HYBRIDS = Family(
+    "hybrids",
+    HYBRIDS,
+    _values(
+        tensor="tp2 sp2",
+        pipeline="pp2",
+        context="cp2-p2p",
+        data="dp2-optim_grads_params",
+        recompute="recompute-full recompute-core",
+    ),
+    centres=("model",),
+    rare=[("sp2", "cp2-a2a"), ("pp2-auto", "recompute-all-parts")],
+)
+
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _HYBRIDS, _BERT, _T5]

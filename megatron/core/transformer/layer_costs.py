@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.stages import (
     num_encoder_layers,
     pipeline_of,
 )
+from megatron.core.transformer.config.hybrid import mamba_heads
 from megatron.core.transformer.layer_patterns import LayerParts, is_chunked, is_windowed, layer_parts
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -123,9 +124,20 @@ def _gated_delta_net(config: TransformerConfig, keys: float) -> float:
     return projections + taps * (queries_keys + values) + 4 * value_heads * dk * dv
 
 
+def _mamba(config: TransformerConfig, keys: float) -> float:
+    """Returns the multiplications of a Mamba-2 mixer for a token, as if its recurrence went token by token: 7
+    operations, or 3.5 multiplications with their additions, for each value of the state."""
+    channels, groups = mamba_heads(config) * config.mamba_head_dim, config.mamba_num_groups
+    written_and_read = 2 * groups * config.mamba_state_dim
+    projections = config.hidden_size * (3 * channels + written_and_read + mamba_heads(config))
+    convolution = (channels + written_and_read) * config.mamba_conv_kernel_dim
+    return projections + convolution + 3.5 * channels * config.mamba_state_dim
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
     "attention": _attention,
     "gated_delta_net": _gated_delta_net,
+    "mamba": _mamba,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
 multiplications for a token."""

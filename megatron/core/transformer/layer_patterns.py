@@ -15,15 +15,59 @@ class LayerParts(NamedTuple):
     The specs of the branches are in `models/gpt/gpt_layer_specs.py`, their costs in `layer_costs.py`, by these names.
     """
 
-    token_mixer: Literal["attention", "gated_delta_net"] | None
+    token_mixer: Literal["attention", "gated_delta_net", "mamba"] | None
     """The branch that lets tokens see each other."""
     channel_mixer: Literal["mlp", "moe"] | None
     """The branch that transforms each token by itself."""
 
 
+HYBRID_LAYERS = {
+    "M": LayerParts("mamba", None),
+    "*": LayerParts("attention", None),
+    "-": LayerParts(None, "mlp"),
+    "E": LayerParts(None, "moe"),
+}
+"""What a layer is made of for each letter of a `hybrid_layer_pattern`."""
+
+STAGE_BORDER = "|"
+"""Ends a pipeline stage in a `hybrid_layer_pattern`."""
+
+
+def hybrid_letters(config: Any) -> str | None:
+    """Returns the letter of each layer of a hybrid model; None for other models."""
+    pattern = config.hybrid_layer_pattern
+    return None if pattern is None else pattern.replace(STAGE_BORDER, "")
+
+
+def stages_of_pattern(pattern: str | None) -> str | None:
+    """Returns the `pipeline_model_parallel_layout` of the stages that a `hybrid_layer_pattern` marks; None if it marks
+    none."""
+    if pattern is None or STAGE_BORDER not in pattern:
+        return None
+    return "E" + STAGE_BORDER.join("t" * len(stage) for stage in pattern.split(STAGE_BORDER)) + "L"
+
+
+def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
+    """Returns the pattern of a hybrid model with these shares of attention and MLP layers; the others are Mamba-2
+    layers. Runs of other layers between the attention layers are equally long, and Mamba-2 layers are spread evenly
+    over the rest, from the first layer on: 56 layers with shares of 0.08 and 0.5 are those of Waleffe et al. 2024
+    (arXiv:2406.07887)."""
+    attention = round(num_layers * attention_ratio)
+    mamba = max(0, num_layers - attention - round(num_layers * mlp_ratio))
+    others = num_layers - attention
+    places = {int(index * others / mamba + 0.5) for index in range(mamba)}
+    rest = ["M" if index in places else "-" for index in range(others)]
+    for index in range(attention):
+        rest.insert(int((index + 1) * others / (attention + 1) + 0.5) + index, "*")
+    return "".join(rest)
+
+
 def layer_parts(config: Any, layer_number: int) -> LayerParts:
     """Returns what a layer (counted from 1) is made of. Layers of multi-token prediction are made as the decoder's
     last."""
+    letters = hybrid_letters(config)
+    if letters is not None:
+        return HYBRID_LAYERS[letters[as_decoder_layer(config, layer_number) - 1]]
     return LayerParts(_token_mixer(config, layer_number), "moe" if has_experts(config, layer_number) else "mlp")
 
 
@@ -83,7 +127,9 @@ def _holds(config: Any, layer_number: int, name: str, entry: int = 1) -> bool:
 
 def has_experts(config: Any, layer_number: int) -> bool:
     """Returns whether a layer (counted from 1) has experts instead of one MLP: by `moe_layer_freq` the first layer and
-    every N-th from there, or those with a 1 in the list."""
+    every N-th from there, or those with a 1 in the list; in a hybrid model those with this letter."""
+    if config.hybrid_layer_pattern is not None:
+        return layer_parts(config, layer_number).channel_mixer == "moe"
     if config.num_moe_experts is None:
         return False
     layer_number = as_decoder_layer(config, layer_number)

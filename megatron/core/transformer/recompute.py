@@ -26,6 +26,7 @@ from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mamba_mixer import MambaMixer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recomputed import DiscardedOutput, DiscardedResults, Recomputed
 
@@ -128,7 +129,7 @@ def _recompute_norms(layer: Any, modules: Sequence[str]) -> None:
 
 def _recompute_heads(layer: Any, modules: Sequence[str]) -> None:
     """Keeps none of the queries, keys and values that are computed from latents."""
-    if not getattr(layer, "has_token_mixer", True) or isinstance(layer.self_attention, GatedDeltaNet):
+    if not getattr(layer, "has_token_mixer", True) or isinstance(layer.self_attention, GatedDeltaNet | MambaMixer):
         return
     expand = _part(layer, "mla_up_proj", "self_attention.expand")
     core_attention = _part(layer, "mla_up_proj", "self_attention.core_attention")

@@ -17,6 +17,7 @@ from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config import (
     architecture,
     attention,
+    hybrid,
     initialization,
     latent_attention,
     low_precision,
@@ -30,6 +31,7 @@ from megatron.core.transformer.config import (
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.fusions import FusionConfig
+from megatron.core.transformer.config.hybrid import HybridConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
 from megatron.core.transformer.config.latent_attention import LatentAttentionConfig
@@ -40,6 +42,7 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig, has_prediction_stage
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
+from megatron.core.transformer.layer_patterns import hybrid_letters, stages_of_pattern
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,7 @@ class TransformerConfig(
     MoEConfig,
     RouterConfig,
     TokenMixerConfig,
+    HybridConfig,
     InferenceConfig,
     ModelParallelConfig,
 ):
@@ -63,8 +67,9 @@ class TransformerConfig(
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
     `add_qkv_bias` (True with `add_bias_linear`), `params_dtype`, the three init methods; the number of virtual pipeline
     stages and `mtp_standalone`, if a layout or a schedule determines them. Output projections are initialized with a
-    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model. With
-    `use_mup` also `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`, whatever they are.
+    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model, or in a
+    hybrid model, whose layers are added to the residual stream once, by sqrt(num_layers). With `use_mup` also
+    `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`, whatever they are.
 
     Raises UserError if a value is impossible or its feature is not implemented yet.
     """
@@ -74,6 +79,7 @@ class TransformerConfig(
         super().__post_init__()
         if wide_residual:  # which is what stages hand on
             self.pipeline_dtype = torch.promote_types(self.params_dtype, torch.float32)
+        self._derive_hybrid()
         refuse(transformer_problems(self), self)
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
@@ -92,6 +98,16 @@ class TransformerConfig(
             initialization.scale_with_width(self)
         self._derive_init_methods()
 
+    def _derive_hybrid(self) -> None:
+        """Sets what the letters of a hybrid model's layers say: their number, and the pipeline stages."""
+        if self.is_hybrid_model and self.hybrid_layer_pattern is None:
+            self.hybrid_layer_pattern = "M" * self.num_layers
+        letters = hybrid_letters(self)
+        self.is_hybrid_model = letters is not None
+        self.num_layers = self.num_layers or len(letters or "")
+        if self.pipeline_model_parallel_layout is None and self.pipeline_model_parallel_size > 1:
+            self.pipeline_model_parallel_layout = stages_of_pattern(self.hybrid_layer_pattern)
+
     def _derive_init_methods(self) -> None:
         if self.embedding_init_method is None:
             if self.embedding_init_method_std is None and self.init_method is not None:
@@ -103,7 +119,8 @@ class TransformerConfig(
         if self.init_method is None:
             self.init_method = Normal(std)
         if self.output_layer_init_method is None:
-            self.output_layer_init_method = Normal(std / math.sqrt(2.0 * self.num_layers))
+            added = self.num_layers if self.is_hybrid_model else 2.0 * self.num_layers
+            self.output_layer_init_method = Normal(std / math.sqrt(added))
 
 
 def transformer_problems(config: Any) -> Iterator[str]:
@@ -123,6 +140,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         router,
         token_mixers,
         low_precision,
+        hybrid,
     ):
         yield from concern.validate(config)
     if all((getattr(config, name) or 0) >= 1 for name in ("num_layers", "hidden_size", "num_attention_heads")):

@@ -7,6 +7,7 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 from megatron.core.pipeline_parallel.stages import virtual_stages
+from megatron.core.transformer.layer_patterns import evenly_mixed, hybrid_letters, stages_of_pattern
 from megatron.training.config.settings import Settings
 
 
@@ -67,6 +68,27 @@ def _two_stacks(s: Settings) -> None:
         ):
             s.values[field] = value
             s.provenance[field] = "flag"
+
+
+def _hybrid(s: Settings) -> str | None:
+    """The layers of a hybrid model, their number, and the pipeline stages that they mark."""
+    note, ratios = None, (s.hybrid_attention_ratio, s.hybrid_mlp_ratio)
+    fit = all(0.0 <= ratio <= 1.0 for ratio in ratios) and (s.num_layers or 0) > 0
+    if s.hybrid_layer_pattern is None and (s.is_hybrid_model or any(ratios)) and fit:
+        s.set_derived("hybrid_layer_pattern", evenly_mixed(s.num_layers, *ratios))
+        note = f"the layers of the hybrid model are --hybrid-layer-pattern {s.hybrid_layer_pattern}"
+    elif s.hybrid_layer_pattern is not None and any(ratios):
+        note = "--hybrid-attention-ratio and --hybrid-mlp-ratio: have no effect beside --hybrid-layer-pattern"
+    letters = hybrid_letters(s)
+    if letters is None:
+        return note
+    if not s.is_hybrid_model:
+        s.set_derived("is_hybrid_model", True)
+    if s.num_layers is None:
+        s.set_derived("num_layers", len(letters))
+    if s.pipeline_model_parallel_layout is None and s.pipeline_model_parallel_size > 1:
+        s.set_derived("pipeline_model_parallel_layout", stages_of_pattern(s.hybrid_layer_pattern))
+    return note
 
 
 def _mlp_width(s: Settings) -> None:
@@ -278,6 +300,7 @@ def _other_defaults(s: Settings) -> str | None:
 _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _other_defaults,
     _encoder_spellings,
+    _hybrid,
     _mlp_width,
     _heads,
     _positions,

@@ -61,6 +61,13 @@ class ModelConfig:
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
+    hybrid_attention_ratio: float = flag(0.0, families=["gpt"])
+    """Make a hybrid model in which this share of the layers is attention, evenly spread; --hybrid-layer-pattern says
+    each layer."""
+
+    hybrid_mlp_ratio: float = flag(0.0, families=["gpt"])
+    """Make a hybrid model in which this share of the layers is an MLP, evenly spread among Mamba-2 layers."""
+
     group_query_attention: bool = False
     """Share keys and values among groups of query heads; --num-query-groups sets the number of groups."""
 
@@ -163,6 +170,10 @@ class ModelConfig:
         `transformer`, which may be None."""
         sizes = ("max_position_embeddings", "make_vocab_size_divisible_by")
         yield from too_small(self, (*sizes, "rotary_base", "rotary_seq_len_interpolation_factor"), 1)
+        shares = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+        yield from too_small(self, shares, 0)
+        if self.hybrid_attention_ratio + self.hybrid_mlp_ratio > 1.0:
+            yield "{hybrid_attention_ratio} and {hybrid_mlp_ratio} are shares of the layers; together at most 1 works"
         given = [f"{{{field}}}" for field in _ACTIVATIONS if getattr(self, field)]
         if len(given) > 1:
             yield f"{' and '.join(given)} choose different activations; give one"

@@ -48,8 +48,9 @@ def bert(s: Settings) -> Iterator[str]:
         yield f"{{bert_num_tokentypes}} must be at least {fewest}{with_head}"
     if s.mtp_num_layers:
         yield "{mtp_num_layers}: BERT predicts no token further ahead; leave it out"
-    if s.multi_latent_attention:
-        yield "{multi_latent_attention}: not yet for BERT; leave it out"
+    for field in ("multi_latent_attention", "hybrid_layer_pattern"):
+        if getattr(s, field):
+            yield f"{{{field}}}: not yet for BERT; leave it out"
 
 
 def encoder_and_decoder(s: Settings) -> Iterator[str]:

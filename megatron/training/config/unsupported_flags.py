@@ -166,9 +166,9 @@ _NOT_YET = {
         disable-dsa-indexer-rotate-activation disable-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon
         dsa-indexer-k-norm-fp32 dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset dsa-indexer-topk-freq
         dsa-kernel-backend gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
-        hybrid-attention-ratio hybrid-layer-pattern hybrid-mlp-ratio hybrid-override-pattern
-        mamba-training-ssm-states-dtype mtp-hybrid-override-pattern no-dsa-indexer-rotate-activation
-        no-dsa-indexer-scoring-relu""",
+        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu""",
+    "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
+    "hybrid models predict one token": "mtp-hybrid-override-pattern",
     "all layers have one description": """
         heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path""",
     "layers have one residual stream": """
@@ -233,7 +233,7 @@ _FIELDS_TO_COME = (
     ("*cuda-graph*", "CUDA graphs are not supported"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("main-grads-dtype", "gradients are accumulated in float32"),
-    ("dsa-* linear-* *mamba* is-hybrid-model experimental-attention-variant", "attention is the only token mixer"),
+    ("dsa-* linear-* experimental-attention-variant", "attention is the only token mixer"),
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
     ("use-legacy-models", "there are no models but those of megatron.core"),

@@ -29,6 +29,7 @@ def _has_experts_and(holds: Callable[[Values], bool]) -> Callable[[Values], bool
 
 _IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
     "multi-token prediction (--mtp-num-layers)": lambda v: bool(v["mtp_num_layers"]),
+    "layers of one branch (--hybrid-layer-pattern)": lambda v: v["hybrid_layer_pattern"] is not None,
     "Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)": _has_experts_and(
         lambda v: "sinkhorn" in listed(v["moe_router_load_balancing_type"])
     ),

@@ -1,32 +1,27 @@
-"""Gated delta nets in models: layouts against one process in float64, packed documents, recompute, refusals.
+"""Gated delta nets in models: packed documents, causality, recompute, refusals.
 
-`tests/core/models/test_model_options_against_transformers.py` compares their numbers with Qwen3-Next.
+`tests/core/models/test_model_options_against_transformers.py` compares their numbers with Qwen3-Next, `tests/parity`
+layouts with one process.
 """
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.boxes import error, fill, part_of, whole_gradients, whole_values
 from support.kept_memory import kept_bytes
-from support.pool import Pool
-from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 
 from megatron.core.exceptions import UserError
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, gpt_layer_spec_of
-from megatron.core.parameters import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+VOCABULARY = 37
 SIZES = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
@@ -36,23 +31,15 @@ SIZES = {
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 3,
 }
-TP2 = {"tensor_model_parallel_size": 2}
-LAYOUTS = {"tp2": TP2, "tp2 sp": {**TP2, "sequence_parallel": True}}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
-
-
-def build(groups: ProcessGroupCollection | None = None, **settings: Any) -> GPTModel:
+def build(**settings: Any) -> GPTModel:
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp64": True, "normalization": "RMSNorm"}
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, **{**plain, **SIZES, **settings}
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    return GPTModel(config, spec, VOCABULARY, ROW * ROWS, position_embedding_type="rope", pg_collection=groups)
+    return GPTModel(config, spec, VOCABULARY, 16, position_embedding_type="rope")
 
 
 def randomize(model: GPTModel) -> None:
@@ -60,36 +47,6 @@ def randomize(model: GPTModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.4)
-
-
-def errors_on_a_rank(expected: dict[str, Any], layout: dict[str, Any], packed: bool) -> dict[str, float]:
-    groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
-    model = build(groups, **layout)
-    for parameter in model.parameters():
-        initial = parameter.detach().view(-1)[: info_of(parameter).box.numel]
-        assert torch.equal(initial, part_of(expected["initial"][info_of(parameter).name], parameter).reshape(-1))
-    fill(model, expected["values"])
-    errors = {"loss": error(loss_of_part(model, groups, packed), expected["loss"])}
-    for parameter in model.parameters():
-        info, gradient = info_of(parameter), parameter.grad
-        assert gradient is not None, info.name
-        if "tp" in info.partial_gradient_axes:
-            torch.distributed.all_reduce(gradient, group=groups.tp)
-        box = gradient.reshape(-1)[: info.box.numel].view(info.box.shape)
-        errors[info.name] = error(box, part_of(expected["gradients"][info.name], parameter))
-    return errors
-
-
-@pytest.mark.parametrize(("layout", "packed"), [("tp2", False), ("tp2 sp", True)])
-def test_equals_one_process(layout: str, packed: bool, pool: Pool) -> None:
-    whole = build()
-    expected: dict[str, Any] = {"initial": whole_values(whole)}
-    randomize(whole)
-    expected |= {"values": whole_values(whole), "loss": loss_of_part(whole, None, packed)}
-    expected |= {"gradients": whole_gradients(whole)}
-    for errors in pool.run(errors_on_a_rank, 2, expected, LAYOUTS[layout], packed):
-        wrong = {key: value for key, value in errors.items() if not value < 1e-11}
-        assert len(errors) > 15 and not wrong, wrong
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,21 @@ import pytest
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import (
     LayerParts,
+    evenly_mixed,
     has_experts,
     has_rope,
     is_chunked,
     is_windowed,
     layer_flags,
     layer_parts,
+    stages_of_pattern,
 )
 
 
 def config(**fields: Any) -> Any:
     names = ("window_size", "window_attn_skip_freq", "attention_chunk_size", "attention_chunk_skip_freq")
-    none = dict.fromkeys((*names, "no_rope_freq", "num_moe_experts", "experimental_attention_variant"))
+    names = (*names, "no_rope_freq", "num_moe_experts", "experimental_attention_variant", "hybrid_layer_pattern")
+    none = dict.fromkeys(names)
     return SimpleNamespace(**{**none, "moe_layer_freq": 1, "num_layers": 4, **fields})
 
 
@@ -66,6 +69,21 @@ def test_parts_of_a_layer() -> None:
     assert kinds[:2] == [LayerParts("gated_delta_net", "mlp"), LayerParts("attention", "mlp")]
     assert kinds[2:] == [LayerParts("gated_delta_net", "moe"), *[LayerParts("attention", "moe")] * 2]
     assert layer_parts(config(), 1) == LayerParts("attention", "mlp")
+
+
+def test_layers_of_a_hybrid_model() -> None:
+    hybrid = config(num_moe_experts=8, hybrid_layer_pattern="M*|-E")
+    parts = [("mamba", None), ("attention", None), (None, "mlp"), (None, "moe")]
+    assert [tuple(layer_parts(hybrid, number)) for number in range(1, 5)] == parts
+    assert layers(has_experts, num_moe_experts=8, hybrid_layer_pattern="EM|*-") == [1]
+    assert stages_of_pattern("M*|-E|M") == "Ett|tt|tL" and stages_of_pattern("M*") is stages_of_pattern(None) is None
+
+
+def test_shares_are_spread_as_in_a_published_model() -> None:
+    published = "M-M-M--M-M*-M-M-M-M--M*-M-M-M-M-M*--M-M-M-M-M*-M--M-M-M-"
+    assert evenly_mixed(56, 0.08, 0.5) == published
+    assert evenly_mixed(3, 0.0, 0.0) == "MMM" and evenly_mixed(3, 1.0, 0.0) == "***" and evenly_mixed(2, 0, 1) == "--"
+    assert evenly_mixed(4, 0.25, 0.5) in ("M-*-", "M*--")
 
 
 def test_a_list_has_an_entry_for_each_layer() -> None:

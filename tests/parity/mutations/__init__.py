@@ -9,6 +9,7 @@ from parity.mutations.bert import BERT
 from parity.mutations.context import CONTEXT
 from parity.mutations.data import DATA
 from parity.mutations.experts import EXPERTS, ROUTERS
+from parity.mutations.hybrids import HYBRIDS
 from parity.mutations.mixers import MIXERS
 from parity.mutations.mutation import Mutation
 from parity.mutations.pipeline import PIPELINE
@@ -20,5 +21,5 @@ __all__ = ["MUTATIONS", "Mutation"]
 
 MUTATIONS = [
     *(*TENSOR, *PIPELINE, *CONTEXT, *DATA, *MODEL_OPTIONS, *LATENT, *ROUTERS, *EXPERTS),
-    *(*PREDICTING, *MIXERS, *BERT, *T5),
+    *(*PREDICTING, *MIXERS, *HYBRIDS, *BERT, *T5),
 ]

@@ -63,7 +63,7 @@ def test_help_about_flags_that_do_nothing_here() -> None:
         "--data-parallel-random-init": "Not supported yet: initial weights are equal",
         "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
         "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
-        "--hybrid-layer-pattern": "--hybrid-layer-pattern: not yet: attention is the only",
+        "--mtp-hybrid-override-pattern": "--mtp-hybrid-override-pattern: not yet: hybrid models predict",
         "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
         "--xyzzy": "--help --xyzzy: neither a flag nor a section",
     }

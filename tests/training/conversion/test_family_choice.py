@@ -36,6 +36,7 @@ DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
 )
 DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 --linear-num-value-heads 4"
+HYBRID = "--mamba-head-dim 8 --mamba-num-groups 2"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "activation_func_clamp_value": ("--quick-geglu --activation-func-clamp-value 0.1",),
@@ -69,6 +70,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "glu_linear_offset": ("--quick-geglu --glu-linear-offset 1.0", "--glu-linear-offset 1.0"),
     "hidden_dropout": ("--hidden-dropout 0.25",),
     "hidden_size": ("--hidden-size 48",),
+    "hybrid_attention_ratio": (f"{HYBRID} --hybrid-attention-ratio 0.5",),
+    "hybrid_layer_pattern": (f"{HYBRID} --hybrid-layer-pattern M*",),
+    "hybrid_mlp_ratio": (f"{HYBRID} --hybrid-mlp-ratio 0.5",),
     "init_method_std": ("--init-method-std 0.5",),
     "kv_channels": ("--kv-channels 12",),
     "layernorm_epsilon": ("--norm-epsilon 0.5",),
@@ -84,6 +88,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         }.items()
     },
     "logit_scale": ("--logit-scale 0.5",),
+    "is_hybrid_model": (f"{HYBRID} --is-hybrid-model",),
+    "mamba_conv_kernel_dim": (f"{HYBRID} --is-hybrid-model --mamba-conv-kernel-dim 3",),
+    "mamba_head_dim": ("--is-hybrid-model --mamba-head-dim 8",),
+    "mamba_min_time_step": (f"{HYBRID} --is-hybrid-model --mamba-min-time-step 0.1",),
+    "mamba_num_groups": ("--is-hybrid-model --mamba-head-dim 8 --mamba-num-groups 4",),
+    "mamba_num_heads": (f"{HYBRID} --is-hybrid-model --mamba-num-heads 4",),
+    "mamba_state_dim": (f"{HYBRID} --is-hybrid-model --mamba-state-dim 8",),
     "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 16",),
     "max_position_embeddings": ("--max-position-embeddings 32",),
     "min_offloaded_tensor_size": ("--min-offloaded-tensor-size 8",),

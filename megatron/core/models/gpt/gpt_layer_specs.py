@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_patterns import layer_parts
+from megatron.core.transformer.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -209,9 +210,17 @@ def _gated_delta_net(config: TransformerConfig, attn_mask_type: AttnMaskType) ->
     return ModuleSpec(module=GatedDeltaNet, submodules=parts)
 
 
+def _mamba(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpec:
+    if attn_mask_type is not AttnMaskType.causal:
+        raise UserError("Mamba-2 layers are causal: their tokens cannot see later ones, as an encoder's do")
+    parts = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(module=MambaMixer, submodules=parts)
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]] = {
     "attention": _attention_of,
     "gated_delta_net": _gated_delta_net,
+    "mamba": _mamba,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
 spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""

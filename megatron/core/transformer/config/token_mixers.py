@@ -1,10 +1,10 @@
-"""Token mixers other than softmax attention: sparse and linear attention, state space layers."""
+"""Token mixers other than softmax attention: sparse and linear attention."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, too_small
 from megatron.core.flag_grammars import layer_pattern
 from megatron.core.rank_grid import nearest_divisors
 
@@ -54,24 +54,6 @@ class TokenMixerConfig:
 
     linear_num_value_heads: int | None = flag(32, only_with=_DELTA)
     """Number of value heads of a gated delta rule layer; a multiple of --linear-num-key-heads."""
-
-    is_hybrid_model: bool = not_yet(False)
-    """The model mixes attention, MLP and state space layers."""
-
-    mamba_state_dim: int = flag(128, only_with="is_hybrid_model")
-    """State size of a Mamba layer."""
-
-    mamba_head_dim: int = flag(64, only_with="is_hybrid_model")
-    """Width of one head of a Mamba layer."""
-
-    mamba_num_groups: int = flag(8, only_with="is_hybrid_model")
-    """Number of groups of a Mamba layer."""
-
-    mamba_num_heads: int | None = flag(None, only_with="is_hybrid_model")
-    """Number of heads of a Mamba layer. Default: derived from the hidden size."""
-
-    use_mamba_mem_eff_path: bool = flag(True, off="--disable-mamba-mem-eff-path", only_with="is_hybrid_model")
-    """Compute Mamba layers in one fused kernel."""
 
 
 _DELTA_SIZES = (

@@ -92,6 +92,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         },
         ROPE,
     ),
+    "Mamba-2": (
+        2,
+        {"hybrid_layer_pattern": "MM", "mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_state_dim": 3},
+        {"position_embedding_type": "none"},
+    ),
     "no weights in norms": (2, {**LLAMA, "normalization": "LayerNorm", "norm_affine": False}, ROPE),
 }
 

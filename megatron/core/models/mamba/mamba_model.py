@@ -1,0 +1,76 @@
+"""Hybrid language models under Megatron-LM's name."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.transformer.layer_patterns import evenly_mixed
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MambaModel(GPTModel):
+    """A GPTModel whose layers have one branch each: Mamba-2, attention, MLP or experts, in the order of a pattern.
+
+    The pattern is that of `hybrid_override_pattern`; or that of the two ratios, if one of them is not 0; or
+    `config.hybrid_layer_pattern`. A config for the first two has `is_hybrid_model` set. `mamba_stack_spec` is the
+    function of this name, or returns other layers for the same arguments. The other arguments are those of GPTModel.
+
+    Raises UserError for an impossible pattern.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mamba_stack_spec: Callable[..., TransformerBlockSubmodules],
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        hybrid_attention_ratio: float = 0.0,
+        hybrid_mlp_ratio: float = 0.0,
+        hybrid_override_pattern: str | None = None,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: Literal["learned_absolute", "rope", "none"] = "none",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        vocab_padding_multiple: int | None = None,
+    ) -> None:
+        pattern = hybrid_override_pattern
+        if pattern is None and (hybrid_attention_ratio or hybrid_mlp_ratio):
+            pattern = evenly_mixed(config.num_layers, hybrid_attention_ratio, hybrid_mlp_ratio)
+        if pattern is not None and pattern != config.hybrid_layer_pattern:
+            if not config.is_hybrid_model:
+                raise UserError("MambaModel: the config is not that of a hybrid model; make it with is_hybrid_model")
+            config = dataclasses.replace(config, hybrid_layer_pattern=pattern)
+        groups = pg_collection or default_collection()
+        layers = mamba_stack_spec(config, vp_stage=vp_stage, pp_rank=groups.rank("pp"))
+        super().__init__(
+            config,
+            layers,
+            vocab_size,
+            max_sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            position_embedding_type=position_embedding_type,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+            vocab_padding_multiple=vocab_padding_multiple,
+        )

@@ -1,0 +1,139 @@
+"""Hybrid models: layers of one branch each, in the order of a pattern, and the sizes of Mamba-2 layers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config_fields import flag, literal_text, too_small
+from megatron.core.rank_grid import divisors
+from megatron.core.transformer.layer_patterns import HYBRID_LAYERS, STAGE_BORDER, hybrid_letters
+
+_HYBRID = "hybrid_layer_pattern"
+
+
+@dataclass(kw_only=True)
+class HybridConfig:
+    """The layers of a hybrid model and the sizes of its Mamba-2 layers."""
+
+    hybrid_layer_pattern: str | None = None
+    """Make a hybrid model: one letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts). Each layer
+    is its norm, this one part and a residual. A | ends a pipeline stage."""
+
+    is_hybrid_model: bool | None = flag(None, on="--is-hybrid-model")
+    """Make a hybrid model; without --hybrid-layer-pattern and ratios all its layers are Mamba-2 layers."""
+
+    mamba_state_dim: int = flag(128, only_with=_HYBRID)
+    """Number of values that the state of a Mamba-2 layer keeps for each channel."""
+
+    mamba_head_dim: int = flag(64, only_with=_HYBRID)
+    """Channels of one head of a Mamba-2 layer."""
+
+    mamba_num_groups: int = flag(8, only_with=_HYBRID)
+    """Groups of heads of a Mamba-2 layer. Heads of a group share what is written to and read from their states, and are
+    normed together; tensor and context parallel ranks divide the groups."""
+
+    mamba_num_heads: int | None = flag(None, only_with=_HYBRID)
+    """Heads of a Mamba-2 layer. Default: 2 * hidden size / --mamba-head-dim."""
+
+    mamba_conv_kernel_dim: int = flag(4, only_with=_HYBRID)
+    """Number of tokens that the convolution of a Mamba-2 layer reads, its own included."""
+
+    mamba_min_time_step: float = flag(0.0, only_with=_HYBRID)
+    """Smallest step size of a Mamba-2 layer; smaller ones are raised to it."""
+
+    use_mamba_mem_eff_path: bool = flag(
+        True,
+        off="--disable-mamba-mem-eff-path",
+        no_effect="what a Mamba-2 layer keeps for backward is chosen by --recompute-granularity",
+    )
+    """Compute Mamba-2 layers in one fused kernel."""
+
+
+def mamba_heads(config: Any) -> int:
+    """Returns the number of heads of a Mamba-2 layer."""
+    return int(config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim)
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible value of `HybridConfig`; `config` has the fields of TransformerConfig."""
+    letters = hybrid_letters(config)
+    if letters is None:
+        return
+    unknown = sorted(set(letters) - set(HYBRID_LAYERS))
+    if unknown:
+        yield f"{{hybrid_layer_pattern}}: {literal_text(_unknown(unknown[0]))}"
+        return
+    if config.num_layers and len(letters) != config.num_layers:
+        yield (
+            f"{{hybrid_layer_pattern}} has {len(letters)} layers, {{num_layers}}; give one letter for each layer, or "
+            "leave {num_layers:name} out"
+        )
+    yield from _expert_problems(config, letters)
+    if config.norm_placement.startswith("parallel"):
+        yield "{norm_placement}: layers of a {hybrid_layer_pattern:name} have one branch each; pre works"
+    if config.use_mup:
+        yield "{use_mup}: not yet with {hybrid_layer_pattern:name}; leave it out"
+    if config.mtp_num_layers:
+        yield "{mtp_num_layers}: not yet with {hybrid_layer_pattern:name}; leave it out"
+    if getattr(config, "experimental_attention_variant", None) is not None:
+        yield "{experimental_attention_variant} does not go with {hybrid_layer_pattern:name}, whose letters say all"
+    if getattr(config, "num_encoder_layers", None):
+        yield "{hybrid_layer_pattern:name}: a model with an encoder has layers of attention and MLP; leave it out"
+    if "M" in letters and (config.hidden_size or 0) >= 1:
+        yield from _mamba_problems(config)
+
+
+_NOT_YET = {
+    "/": "layers of multi-token prediction after a /; leave them out",
+    "D": "D, sparse attention with an indexer; * is attention",
+    "G": "G, a gated delta rule layer; M is a Mamba-2 layer",
+}
+"""Megatron-LM's further letters."""
+
+
+def _unknown(letter: str) -> str:
+    known = ", ".join(f"{known} ({parts.token_mixer or parts.channel_mixer})" for known, parts in HYBRID_LAYERS.items())
+    if letter in _NOT_YET:
+        return f"not yet: {_NOT_YET[letter]}"
+    return f"{letter!r} is no layer; the letters are {known}, and {STAGE_BORDER} between pipeline stages"
+
+
+def _expert_problems(config: Any, letters: str) -> Iterator[str]:
+    experts = config.num_moe_experts is not None
+    if "E" in letters and not experts:
+        yield "{hybrid_layer_pattern} has layers of experts (E); {num_moe_experts:name} says how many experts they have"
+    if experts and "E" not in letters:
+        yield "{num_moe_experts}: {hybrid_layer_pattern} has no layer of experts (E)"
+    if config.moe_layer_freq not in (None, 1):
+        yield "{moe_layer_freq} does not go with {hybrid_layer_pattern:name}, whose letters E are the layers of experts"
+
+
+def _mamba_problems(config: Any) -> Iterator[str]:
+    """Yields a problem unless the heads of a Mamba-2 layer divide into its groups, and these over the ranks."""
+    sizes = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_conv_kernel_dim")
+    problems = [*too_small(config, sizes, 1), *too_small(config, ("mamba_min_time_step",), 0)]
+    if problems:
+        yield from problems
+        return
+    heads, groups = mamba_heads(config), config.mamba_num_groups
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    if config.mamba_num_heads is None and 2 * config.hidden_size % config.mamba_head_dim:
+        yield (
+            f"{{mamba_head_dim}} does not divide the {2 * config.hidden_size} channels of a Mamba-2 layer, twice "
+            "{hidden_size}; give another one, or {mamba_num_heads:name}"
+        )
+    elif heads % groups:
+        nearest = min(divisors(heads), key=lambda divisor: abs(divisor - groups))
+        yield f"{{mamba_num_groups}} does not divide the {heads} heads of a Mamba-2 layer; {nearest} does"
+    elif tensor >= 1 and groups % tensor:
+        nearest = max(size for size in divisors(groups) if size < tensor)
+        yield (
+            f"{{tensor_model_parallel_size}} does not divide {{mamba_num_groups}}, the groups of heads of a Mamba-2 "
+            f"layer; {nearest} does"
+        )
+    elif tensor >= 1 and context >= 1 and groups // tensor % context:
+        nearest = max(size for size in divisors(groups // tensor) if size < context)
+        yield (
+            f"{{context_parallel_size}} does not divide the {groups // tensor} groups of a Mamba-2 layer "
+            f"({{mamba_num_groups:name}}) on a tensor parallel rank; {nearest} does"
+        )

@@ -1,0 +1,194 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a token mixer whose heads keep a state that fades by what they read."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.backends import Backend, choose_backend
+from megatron.core.collectives import group_rank, group_size
+from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
+from megatron.core.exceptions import UserError
+from megatron.core.ops.precision import widened
+from megatron.core.ops.ssd.chunked import ssd
+from megatron.core.parameters import Constant, Initializer, LogUniform
+from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
+from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
+from megatron.core.tokens import Tokens, document_numbers
+from megatron.core.transformer.attention_projections import build_heads_projection
+from megatron.core.transformer.causal_conv1d import CausalConv1d
+from megatron.core.transformer.config.hybrid import mamba_heads
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MambaMixerSubmodules:
+    """Specs of the linear layers of a Mamba-2 mixer."""
+
+    in_proj: Spec
+    out_proj: Spec
+
+
+class MambaMixer(MegatronModule):
+    """A Mamba-2 layer without its norm and residual.
+
+    For a token u, with z, x, B, C, dt = W_in u and a state S [n, p] for each head:
+
+        x, B, C = silu(causal convolution of x, B and C)
+        step    = max(softplus(dt + dt_bias), mamba_min_time_step)
+        S       = exp(-exp(A_log) step) S + step B x^T
+        y       = S^T C + D x
+        output  = W_out norm(y * silu(z))
+
+    There are `mamba_num_groups` groups of heads, each with one B and C of `mamba_state_dim` values; a head has
+    `mamba_head_dim` channels p. The RMSNorm is over the channels of a group. The rows of `in_proj` are, for each group:
+    z and x of its heads, B, C, the dt of its heads; those of `conv1d` are x, B and C. So tensor parallel ranks divide
+    the groups. Context parallel ranks exchange their parts of the rows for some groups of whole rows (all-to-all).
+    """
+
+    recomputed_part = "scan"
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.backend = backend or choose_backend(config)
+        groups = pg_collection or default_collection()
+        self.cp_group = groups.cp if groups.size("cp") > 1 else None
+        heads, state = mamba_heads(config), config.mamba_state_dim
+        self.groups = part_size(config.mamba_num_groups, groups.tp, "mamba_num_groups")
+        part_size(self.groups, self.cp_group, "mamba_num_groups on a tensor parallel rank, over context parallel ranks")
+        shared = heads // config.mamba_num_groups
+        channels = shared * config.mamba_head_dim
+        self.widths = [channels, channels + 2 * state, shared]
+        """Rows of `in_proj` for one group: z; x, B and C; dt."""
+        rows = (config.mamba_num_groups, sum(self.widths))
+        self.in_proj = build_heads_projection(
+            submodules.in_proj,
+            config,
+            config.hidden_size,
+            rows,
+            bias=False,
+            name="in_proj",
+            tp_group=groups.tp,
+            backend=self.backend,
+        )
+        self.conv1d = CausalConv1d(
+            config,
+            (config.mamba_num_groups, self.widths[1]),
+            config.mamba_conv_kernel_dim,
+            bias=True,
+            tp_group=groups.tp,
+            backend=self.backend,
+        )
+
+        def new_of_groups(size: int, init: Initializer) -> nn.Parameter:
+            box = split_box((size,), 0, groups.tp)
+            return new_parameter(config, box.shape, init, global_shape=(size,), box=box, sharded_axes=frozenset({"tp"}))
+
+        self.A_log = new_of_groups(heads, LogUniform(1.0, 16.0))
+        self.D = new_of_groups(heads, Constant(1.0))
+        self.dt_bias = new_of_groups(heads, TimeStepBias())
+        self.norm_weight = new_of_groups(heads * config.mamba_head_dim, Constant(1.0))
+        self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step)
+        self.out_proj = build_module(
+            submodules.out_proj,
+            heads * config.mamba_head_dim,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_comm_buffer_name="out_proj",
+            offer={"tp_group": groups.tp, "backend": self.backend},
+        )
+
+    def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
+        tokens; the states pass through this rank's groups of all tokens."""
+        _check_inputs(inputs)
+        tokens, ranks = inputs.tokens, group_size(self.cp_group)
+        projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.groups, -1)
+        if ranks > 1:
+            (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()  # [ranks * s, b, g / ranks, rows]
+            tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
+        document = document_numbers(tokens, hidden_states.device)
+        gate, mixed, step = projected.split(self.widths, -1)  # [s, b, g, ...] each
+        mixed = F.silu(self._convolved(mixed, document))
+        output = self.scan(mixed, step, *map(self._own, (self.dt_bias, self.A_log, self.D)), document)
+        normed = self._normed(output * F.silu(widened(gate))).to(hidden_states.dtype)  # [s, b, g, channels]
+        if ranks > 1:
+            normed = start_to_rows(normed, self.cp_group, ranks).wait()
+        return self.out_proj(normed.flatten(2).flatten(0, 1))
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Returns the part of a parameter of this rank's groups that a context parallel rank computes with."""
+        return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
+
+    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
+        weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
+        return self.backend.causal_conv(mixed.flatten(2), weight, bias, document).view(mixed.shape)
+
+    def _normed(self, gated: Tensor) -> Tensor:
+        """Returns the RMSNorm of [s, b, g, channels] over the channels of each group."""
+        mean_square = gated.square().mean(-1, keepdim=True)
+        weight = widened(self._own(self.norm_weight)).view(gated.shape[2:])
+        return gated * torch.rsqrt(mean_square + self.config.layernorm_epsilon) * weight
+
+
+class MambaScan(nn.Module):
+    """The recurrence of a Mamba-2 layer, without parameters of its own: the part that `--recompute-modules core_attn`
+    recomputes."""
+
+    def __init__(self, head_dim: int, state_dim: int, min_step: float) -> None:
+        super().__init__()
+        self.head_dim, self.state_dim, self.min_step = head_dim, state_dim, min_step
+
+    def forward(
+        self, mixed: Tensor, step: Tensor, step_bias: Tensor, log_rate: Tensor, skip: Tensor, document: Tensor | None
+    ) -> Tensor:
+        """Returns y [s, b, g, channels], in float32 at least, for x, B and C of each group [s, b, g, channels + 2 n],
+        dt [s, b, g, heads of a group], and dt_bias, A_log and D of each head."""
+        x, b, c = widened(mixed).split([mixed.shape[-1] - 2 * self.state_dim, self.state_dim, self.state_dim], -1)
+        heads = x.reshape(*x.shape[:2], -1, self.head_dim)  # [s, b, heads, p]
+        size = F.softplus(widened(step.flatten(2)) + widened(step_bias))
+        if self.min_step > 0.0:
+            size = size.clamp(min=self.min_step)
+        output, _ = ssd(heads, size, -widened(log_rate).exp(), b, c, document)
+        return (output + widened(skip)[:, None] * heads).reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class TimeStepBias:
+    """Initial values of dt_bias: softplus of them is a step size between 0.001 and 0.1, uniform in its logarithm."""
+
+    least: float = 0.001
+    most: float = 0.1
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        step = torch.empty_like(tensor).uniform_(math.log(self.least), math.log(self.most)).exp_()
+        return tensor.copy_(step + torch.log(-torch.expm1(-step)))
+
+
+def _check_inputs(inputs: LayerInputs) -> None:
+    """Raises UserError for what a state cannot respect."""
+    if inputs.inference_context is not None:
+        raise UserError("Mamba-2 layers have no cache for generation yet; compute whole rows instead")
+    if inputs.attention_mask is not None:
+        raise UserError(
+            "Mamba-2 layers cannot follow an attention_mask, because their states pass through all tokens of a row; "
+            "give documents as packed sequences (cu_seqlens) instead"
+        )

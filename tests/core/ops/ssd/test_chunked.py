@@ -1,0 +1,60 @@
+"""Mamba-2's recurrence in chunks against its definition, forward and backward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.ops.ssd.chunked import ssd
+from megatron.core.ops.ssd.recurrent import ssd_recurrent
+
+
+def arguments(length: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Returns random x, step sizes, rates, B and C for two rows, which all need gradients."""
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    drawn = [draw(length, 2, heads, 3), draw(length, 2, heads).exp(), -draw(heads).exp()]
+    drawn += [draw(length, 2, groups, 5), draw(length, 2, groups, 5)]
+    return [tensor.to(dtype).requires_grad_() for tensor in drawn]
+
+
+DOCUMENTS = {
+    "one": lambda length: None,
+    "several in a chunk": lambda length: torch.arange(length) // 3 + torch.arange(length) // 7,
+    "as long as chunks": lambda length: torch.arange(length) // 4,
+    "longer than chunks": lambda length: torch.arange(length) // 11,
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize(("length", "chunk"), [(1, 4), (13, 4), (16, 4), (23, 64)])
+def test_values_and_gradients_are_those_of_the_definition(length: int, chunk: int, documents: str) -> None:
+    inputs = arguments(length, heads=6, groups=2)
+    document = DOCUMENTS[documents](length)
+    results = []
+    for tensors in (ssd(*inputs, document, chunk=chunk), ssd_recurrent(*inputs, document)):
+        weights = [torch.linspace(-1.0, 1.0, tensor.numel(), dtype=torch.float64).view_as(tensor) for tensor in tensors]
+        results.append([*tensors, *torch.autograd.grad(tensors, inputs, weights)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+def test_strong_decays_lose_no_digits() -> None:
+    x, step, rate, b, c = arguments(40, 2, 1, torch.float32)
+    with torch.no_grad():
+        step[::5] *= 1000.0
+    found, _ = ssd(x, step, rate, b, c, chunk=16)
+    wanted, _ = ssd_recurrent(*(tensor.detach().double() for tensor in (x, step, rate, b, c)))
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
+    found.sum().backward()
+    assert all(tensor.grad.isfinite().all() for tensor in (x, step, rate, b, c))
+
+
+def test_half_types_are_rounded_once() -> None:
+    inputs = [tensor.detach() for tensor in arguments(33, 2, 2, torch.bfloat16)]
+    found, state = ssd(*inputs)
+    wanted, _ = ssd_recurrent(*(tensor.double() for tensor in inputs))
+    assert found.dtype is torch.bfloat16 and state.dtype is torch.float32
+    assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-4 * wanted.abs().max()).all()

@@ -1,0 +1,77 @@
+"""pretrain_mamba.py: flags of hybrid models, a run, its checkpoint, and what flags cannot say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import TINY, run_script
+
+import pretrain_mamba
+from megatron.core.transformer.layer_costs import flops_per_token, layer_cost
+from megatron.training.arguments import configure
+from megatron.training.config.resolution import ConfigurationError
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.providers import Providers
+
+PROVIDERS = Providers(pretrain_mamba.build_model, pretrain_mamba.build_datasets, pretrain_mamba.build_forward_step)
+MAMBA = "--mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4 --mamba-conv-kernel-dim 3 --mock-data"
+SIZES = f"{TINY.replace('--num-layers 2 ', '')} --train-iters 4 --position-embedding-type none {MAMBA}"
+
+
+def configured(flags: str, world_size: int = 1) -> Any:
+    environment = LaunchEnvironment(world_size, False)
+    return configure(f"{SIZES} {flags}".split(), None, pretrain_mamba.DEFAULTS, launch_environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--num-layers 3", "MMM"),
+        ("--hybrid-layer-pattern M*-", "M*-"),
+        ("--is-hybrid-model --num-layers 3 --hybrid-override-pattern M*-", "M*-"),
+        ("--num-layers 4 --hybrid-attention-ratio 0.25 --hybrid-mlp-ratio 0.5", "M-*-"),
+    ],
+)
+def test_the_ways_to_say_the_layers(flags: str, pattern: str) -> None:
+    transformer = configured(flags).transformer
+    assert transformer.hybrid_layer_pattern == pattern and transformer.num_layers == len(pattern)
+
+
+def test_a_bar_ends_a_pipeline_stage() -> None:
+    transformer = configured("--hybrid-layer-pattern MM*|M- --pipeline-model-parallel-size 2", 2).transformer
+    assert transformer.pipeline_model_parallel_layout == "Ettt|ttL"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--num-layers 4 --hybrid-layer-pattern M*-", "--hybrid-layer-pattern M*- has 3 layers, --num-layers 4; give"),
+        ("--hybrid-layer-pattern MX", "--hybrid-layer-pattern MX: 'X' is no layer; the letters are M (mamba)"),
+        ("--num-layers 2 --hybrid-attention-ratio 0.6 --hybrid-mlp-ratio 0.5", "are shares of the layers; together at"),
+        ("--num-layers 2 --mamba-num-heads 5", "--mamba-num-groups 2 does not divide the 5 heads of a Mamba-2 layer"),
+        ("--num-layers 2 --tensor-model-parallel-size 4", "does not divide --mamba-num-groups 2, the groups of heads"),
+    ],
+)
+def test_impossible_patterns_and_sizes_are_named(flags: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        configured(flags, 4)
+    assert said in str(caught.value)
+
+
+def test_costs_of_each_kind_of_layer() -> None:
+    transformer = configured("--hybrid-layer-pattern M*-").transformer
+    mamba, attention, mlp = (layer_cost(transformer, number, 16) for number in (1, 2, 3))
+    h, channels, states = 32, 64, 2 * 2 * 4
+    assert mamba == h * (3 * channels + states + 8) + 3 * (channels + states) + 3.5 * channels * 4
+    assert attention == 4 * h * h + 2 * h * 8 and mlp == 8 * h * h
+    assert flops_per_token(transformer, 128, 16) == 6 * (mamba + 4 * h * h + 2 * h * 8 + mlp + h * 128)
+
+
+def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    flags = "--hybrid-layer-pattern M*-M --no-load-rng --fp64 --disable-mamba-mem-eff-path --mamba-min-time-step 0.01"
+    whole = run_script(flags, PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
+    assert whole.losses[-1] < whole.losses[0]
+    save = f"{flags} --save {tmp_path} --save-interval 2"
+    run_script(f"{save} --exit-interval 2", PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
+    rest = run_script(f"{save} --load {tmp_path}", PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
+    assert rest.losses == whole.losses[2:]
