@@ -42,6 +42,7 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--encoder-tensor-model-parallel-size",
     # newer than the releases
     "--validation-set-names",
+    "--hybrid-layer-pattern",
     "--use-mup",
     "--mup-base-hidden-size",
     "--mup-width-mult",
@@ -66,6 +67,7 @@ MODEL_OPTIONS = {
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
     "--nope-temperature-floor", "--geglu",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
+    "--mamba-conv-kernel-dim", "--mamba-min-time-step",
     "--moe-router-group-score-topk", "--moe-expert-mlp-bias", "--no-moe-expert-mlp-bias",
 }  # fmt: skip
 """Ours too: what models need beyond the published fields (docs/models.md)."""
@@ -75,6 +77,7 @@ OTHER_DEFAULT = {
     "--ckpt-format": "safetensors",
     "--transformer-impl": "auto",
     "--distributed-backend": None,  # by device
+    "--is-hybrid-model": None,  # as false; the default of pretrain_mamba.py is true
     "--no-persist-layer-norm": True,  # published the other way round, as a flag that says no
     # published as None, which is as false
     "--no-save-optim": False,

@@ -85,6 +85,7 @@ def test_a_flag_is_answered_as_the_page_says(spelling: str) -> None:
 
 NEEDS_A_WORD = {"--batch-size", "--model-parallel-size", "--checkpoint-num-layers", "--yarn-beta-fast"} | {
     "--activations-checkpoint-num-layers", "--yarn-beta-slow", "--yarn-original-max-position-embeddings",
+    "--hybrid-override-pattern",
 }  # fmt: skip
 """Flags that are translated into one with a value."""
 
