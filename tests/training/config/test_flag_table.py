@@ -28,6 +28,7 @@ PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_fl
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--config",
     "--layout-invariant",
+    "--hang-timeout-seconds",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",
     "--relu",
@@ -65,7 +66,7 @@ MODEL_OPTIONS = {
     "--logit-scale",
     "--final-logit-softcapping", "--attn-logit-softcapping", "--softmax-scale", "--clip-qkv", "--qk-norm-scope",
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
-    "--nope-temperature-floor", "--geglu",
+    "--nope-temperature-floor", "--geglu", "--latent-layernorm-epsilon",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
     "--mamba-conv-kernel-dim", "--mamba-min-time-step",
     "--moe-router-group-score-topk", "--moe-expert-mlp-bias", "--no-moe-expert-mlp-bias",

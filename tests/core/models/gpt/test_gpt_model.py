@@ -278,6 +278,17 @@ def test_refusals_name_the_value() -> None:
         build({"attention_backend": AttnBackend.flash, "softmax_type": "learnable"}, {})
 
 
+def test_a_padding_mask_concerns_experts_only() -> None:
+    ids = torch.arange(6).view(1, 6)
+    mask = torch.tensor([[False] * 4 + [True] * 2])
+    dense, _ = build({}, {})
+    assert torch.equal(dense(ids, padding_mask=mask), dense(ids))
+    experts = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=2)
+    model = GPTModel(experts, get_gpt_layer_local_spec(num_experts=2), 17, 16)
+    with pytest.raises(UserError, match="not yet: padding_mask in a router"):
+        model(ids, padding_mask=mask)
+
+
 def test_the_factor_of_an_embedding_is_rounded_as_its_weights_are() -> None:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "use_cpu_initialization": True}
     config = TransformerConfig(embedding_multiplier=3072**0.5, bf16=True, params_dtype=torch.bfloat16, **sizes)
