@@ -111,9 +111,12 @@ def no_waiting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_waiting")
-@pytest.mark.parametrize("optimizer_name", ["adam", "sgd"])
+@pytest.mark.parametrize("optimizer_name", ["adam", "sgd", "muon", "narrow"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp64"])
 def test_steps_do_not_wait_for_the_device(precision: str, optimizer_name: str) -> None:
+    narrow = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16}
+    chosen: dict[str, Any] = narrow if optimizer_name == "narrow" else {"optimizer": optimizer_name}
+    chosen |= {"muon_extra_scale_factor": 0.2}
     flags = {precision: True} if precision != "fp32" else {}
     config = TransformerConfig(
         num_layers=2,
@@ -130,7 +133,7 @@ def test_steps_do_not_wait_for_the_device(precision: str, optimizer_name: str) -
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
     optimizer_config = OptimizerConfig(
         lr=0.01,
-        optimizer=optimizer_name,
+        **chosen,
         fp16=precision == "fp16",
         bf16=precision == "bf16",
         log_num_zeros_in_grad=True,
