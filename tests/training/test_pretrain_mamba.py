@@ -68,7 +68,8 @@ def test_costs_of_each_kind_of_layer() -> None:
 
 
 def test_a_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
-    flags = "--hybrid-layer-pattern M*-M --no-load-rng --fp64 --disable-mamba-mem-eff-path --mamba-min-time-step 0.01"
+    flags = "--hybrid-layer-pattern M*-M --fp64 --disable-mamba-mem-eff-path --mamba-min-time-step 0.01"
+    flags += " --global-batch-size 2 --eval-iters 0"
     whole = run_script(flags, PROVIDERS, base=SIZES, args_defaults=pretrain_mamba.DEFAULTS)
     assert whole.losses[-1] < whole.losses[0]
     save = f"{flags} --save {tmp_path} --save-interval 2"

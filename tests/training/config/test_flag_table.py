@@ -44,6 +44,8 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     # newer than the releases
     "--validation-set-names",
     "--hybrid-layer-pattern",
+    "--hybrid-attention-ratio",
+    "--hybrid-mlp-ratio",
     "--use-mup",
     "--mup-base-hidden-size",
     "--mup-width-mult",
