@@ -1,9 +1,19 @@
 # Sourced by the examples of BERT and T5: prepares a text as sentences of WordPiece tokens, once.
 #
-# Reads CHECKPOINTS, WORDS (size of a vocabulary that is trained here), DATA (a .jsonl file, a prepared prefix, or SAMPLE:
-# the pages of docs/) and VOCAB_FILE. Sets DATA to the prefix of the prepared text, and VOCAB_FILE.
+# Reads CHECKPOINTS, WORDS (size of a vocabulary that is trained here), SPLIT, VOCAB_FILE and DATA: a .jsonl file, a
+# prepared prefix, SAMPLE (the pages of docs/) or MOCK (made-up data). Sets SOURCE, flags of the data, and VOCAB_FILE.
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+if [ "${LAUNCHER:-}" = srun ] && { [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; }; then
+    echo "$DATA: each rank would prepare it; run this script once on one node before, and give the prefix" >&2
+    exit 2
+fi
+if [ "$DATA" = MOCK ] && [ -z "${VOCAB_FILE:-}" ]; then
+    VOCAB_FILE=$CHECKPOINTS/made_up_vocab_$WORDS.txt
+    mkdir -p "$CHECKPOINTS"
+    { printf '%s\n' '[PAD]' '[UNK]' '[CLS]' '[SEP]' '[MASK]' && seq -f 'word%g' $((WORDS - 5)); } >"$VOCAB_FILE.$$"
+    mv "$VOCAB_FILE.$$" "$VOCAB_FILE"
+fi
 if [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; then
     PREPARED=$CHECKPOINTS/data
     mkdir -p "$PREPARED"
@@ -21,3 +31,4 @@ if [ "$DATA" = SAMPLE ] || [[ "$DATA" == *.jsonl ]]; then
         --tokenizer-type BertWordPieceLowerCase --vocab-file "$VOCAB_FILE"
     DATA=$PREPARED/text_text_sentence
 fi
+if [ "$DATA" = MOCK ]; then SOURCE=(--mock-data); else SOURCE=(--data-path "$DATA" --split $SPLIT); fi

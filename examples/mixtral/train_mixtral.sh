@@ -1,9 +1,9 @@
 #!/bin/bash
-# Train Mixtral:   ./train_mixtral.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py]
+# Train Mixtral:   ./train_mixtral.sh [CHECKPOINTS [TOKENIZER [DATA]]] [flags of pretrain_gpt.py]
 #
-# CHECKPOINTS  folder to save to and to resume from
-# TOKENIZER    folder with a tokenizer.json, or MOCK: text is token ids
-# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: random data
+# CHECKPOINTS  folder to save to and to resume from; default: one under runs/
+# TOKENIZER    folder with a tokenizer.json, or MOCK (the default): text is token ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK (the default): made-up data
 # flags        are added after those of this script, and override them
 #
 # Environment variables:
@@ -14,8 +14,7 @@
 # PRETRAINED      folder of a checkpoint to start from, such as an import from the hub
 set -euo pipefail
 
-CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
-shift 3
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh" # CHECKPOINTS, TOKENIZER, DATA
 
 case ${SIZE:-8x7b} in
 8x7b)

@@ -1,9 +1,10 @@
 #!/bin/bash
-# Train T5:   ./train_t5.sh CHECKPOINTS TEXT [flags of pretrain_t5.py]
+# Train T5:   ./train_t5.sh [CHECKPOINTS [TEXT]] [flags of pretrain_t5.py]
 #
-# CHECKPOINTS  folder to save to and to resume from
+# CHECKPOINTS  folder to save to and to resume from; default: one under runs/
 # TEXT         a .jsonl file, which is prepared in CHECKPOINTS/data the first time; a prefix that tools/preprocess_data.py
-#              --split-sentences wrote, with its VOCAB_FILE; or SAMPLE: the pages of docs/, to try
+#              --split-sentences wrote, with its VOCAB_FILE; SAMPLE: the pages of docs/, to try;
+#              or MOCK (the default): made-up data
 # flags        are added after those of this script, and override them
 #
 # Environment variables:
@@ -13,8 +14,8 @@
 # TP, PP          tensor and pipeline parallel sizes; the first pipeline stages have the encoder
 set -euo pipefail
 
-CHECKPOINTS=$1 DATA=$2
-shift 2
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh" # CHECKPOINTS, and TEXT as TOKENIZER
+DATA=$TOKENIZER
 
 BATCH=512 WORDS=30522 SPLIT=949,50,1
 case ${SIZE:-220m} in
@@ -55,7 +56,7 @@ TRAINING=(
 )
 TEXT=(
     --tokenizer-type BertWordPieceLowerCase --vocab-file "${VOCAB_FILE:?is the vocab.txt of the prepared text}"
-    --vocab-extra-ids 100 --data-path "$DATA" --split $SPLIT
+    --vocab-extra-ids 100 "${SOURCE[@]}"
 )
 SCRIPT=pretrain_t5.py
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh" # starts the processes

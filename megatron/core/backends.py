@@ -304,7 +304,8 @@ def _is(situation: Situation, device_type: str, training: bool, packed: bool) ->
 def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
     """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
 
-    Raises UserError if `attention_backend` is flash or fused and that kernel cannot compute training on unpacked rows.
+    Raises UserError if `attention_backend` is flash or fused, there is a GPU and that kernel cannot compute training on
+    unpacked rows. On a CPU the next kernel computes what it cannot, and the log names it with the reason.
     """
     return _plan(backend.attention[config.attention_backend], variant, config)
 
@@ -321,7 +322,7 @@ def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) 
         choices[situation] = _choose_kernel(candidates, variant, situation)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     asked, got = config.attention_backend, choices[Situation(device_type, config.params_dtype, True, False)]
-    if asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
+    if device_type == "cuda" and asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
         dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
         reasons = literal_text("; ".join(got.refusals))
         problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"

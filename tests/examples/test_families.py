@@ -1,4 +1,4 @@
-"""The scripts of examples/mixtral and examples/qwen run as they stand, and their sizes are the published models'."""
+"""The scripts of examples/ run as they stand with made-up data, and their sizes are the published models'."""
 
 import os
 import re
@@ -15,17 +15,32 @@ from megatron.training.conversion.exporting import export_model
 from pretrain_gpt import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
-MIXTRAL, QWEN = ROOT / "examples/mixtral/train_mixtral.sh", ROOT / "examples/qwen/train_qwen3.sh"
+MIXTRAL, QWEN = ROOT / "examples/mixtral/train_mixtral.sh", ROOT / "examples/qwen3/train_qwen3.sh"
+GPT3, LLAMA = ROOT / "examples/gpt3/train_gpt3.sh", ROOT / "examples/llama/train_llama.sh"
+DEEPSEEK = ROOT / "examples/deepseek_v3/train_deepseek_v3.sh"
+LLAMA_FP8 = ROOT / "examples/llama/train_llama3_8b_fp8.sh"
 
 PARAMETERS = {
+    (GPT3, "345m"): 354_823_168,
+    (GPT3, "175b"): 174_604_259_328,
+    (LLAMA, "llama2-7b"): 6_738_415_616,
+    (LLAMA, "llama2-13b"): 13_015_864_320,
+    (LLAMA, "llama2-70b"): 68_976_648_192,
+    (LLAMA, "llama3-8b"): 8_030_261_248,
+    (LLAMA, "llama3-70b"): 70_553_706_496,
+    (DEEPSEEK, "671b"): 671_026_404_352 + 11_610_067_968,
     (MIXTRAL, "8x7b"): 46_702_792_704,
     (QWEN, "0.6b"): 596_049_920,
     (QWEN, "8b"): 8_190_735_360,
     (QWEN, "30b-a3b"): 30_532_122_624,
 }
-"""Of the models on the hub, as their pages and indexes say."""
+"""Of the models on the hub or in their papers; DeepSeek-V3's with its prediction layer, without the copies of
+embedding and head that the hub has."""
 
 TINY = {
+    (GPT3, "tiny"): None,
+    (LLAMA, "tiny"): "LlamaForCausalLM",
+    (DEEPSEEK, "tiny"): None,
     (MIXTRAL, "tiny"): "MixtralForCausalLM",
     (QWEN, "tiny"): "Qwen3ForCausalLM",
     (QWEN, "tiny-moe"): "Qwen3MoeForCausalLM",
@@ -35,7 +50,7 @@ TINY = {
 def run(script: Path, size: str, folder: Path, *flags: str, **environment: str) -> str:
     path = f"{commands()}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [script, folder, "MOCK", "MOCK", *flags],
+        [script, folder, *flags],
         env={**os.environ, "PATH": path, "SIZE": size, "OMP_NUM_THREADS": "1", **environment},
         cwd=folder.parent,
         capture_output=True,
@@ -54,9 +69,9 @@ def each(cases: Iterable[tuple[Path, str]], quick: Container[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("script", "size"), each(PARAMETERS, {"8x7b", "30b-a3b"}))
+@pytest.mark.parametrize(("script", "size"), each(PARAMETERS, {"345m", "llama3-8b", "30b-a3b"}))
 def test_sizes_are_those_of_the_hub(script: Path, size: str, tmp_path: Path) -> None:
-    said = run(script, size, tmp_path / "c", "--dry-run", GPUS_PER_NODE="1", TP="1", EP="1")
+    said = run(script, size, tmp_path / "c", "--dry-run", GPUS_PER_NODE="1", NNODES="1", TP="1", PP="1", EP="1")
     assert f"parameters  {PARAMETERS[script, size]:,}; " in said
 
 
@@ -65,9 +80,51 @@ def test_it_trains_and_goes_on_and_is_of_its_family(script: Path, size: str, tmp
     """On two processes; what it saved is exported as the family's architecture."""
     port = str(free_port())
     flags = ("--train-iters", "6", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
+    flags += () if script in (GPT3, MIXTRAL, QWEN) else ("--lr-warmup-iters", "1")
     first = run(script, size, tmp_path / "c", *flags, "--exit-interval", "3", MASTER_PORT=port)
     assert re.search(r"iteration +3/ +6 .* lm loss: ", first)
     second = run(script, size, tmp_path / "c", *flags, MASTER_PORT=port)
     assert "loaded checkpoint of iteration" in second and re.search(r"iteration +6/ +6 .* lm loss: ", second)
+    if TINY[script, size] is None:
+        return
     done = export_model(tmp_path / "c", tmp_path / "theirs", build_model, log=lambda sentence: None)
     assert done.architecture == TINY[script, size]
+
+
+SMALL = {
+    "NUM_LAYERS": "1", "HIDDEN_SIZE": "32", "FFN_HIDDEN_SIZE": "64", "NUM_HEADS": "4", "NUM_QUERY_GROUPS": "2",
+    "KV_CHANNELS": "8", "SEQ_LENGTH": "16", "GLOBAL_BATCH_SIZE": "2", "GPUS_PER_NODE": "1",
+}  # fmt: skip
+
+
+def test_the_fp8_script_of_megatron_lm(tmp_path: Path) -> None:
+    """Its four arguments, its variables, and its older name."""
+    samples = {"train": 4, "lr-decay": 4, "lr-warmup": 0}
+    flags = [word for name, count in samples.items() for word in (f"--{name}-samples", str(count))]
+    flags += ["--eval-iters", "1", "--vocab-size", "63", "--num-workers", "0"]
+    older = LLAMA_FP8.with_name("train_llama3_8b_h100_fp8.sh")
+    said = run(older, "", tmp_path / "c", str(tmp_path / "tb"), "MOCK", "MOCK", *flags, **SMALL)
+    assert re.search(r"iteration +2/ +2 .* lm loss: ", said) and list((tmp_path / "tb").iterdir())
+    assert (tmp_path / "c/latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    words = " ".join(LLAMA_FP8.read_text().split())
+    for quoted in (
+        "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather",
+        "--sequence-parallel", "--apply-layernorm-1p", "--decoupled-lr", "--split \"'99,1,0'\"",
+    ):  # fmt: skip
+        assert quoted in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "size", "gibibytes"), [(GPT3, "175b", 25), (LLAMA, "llama3-70b", 24), (DEEPSEEK, "671b", 60)]
+)
+def test_a_rank_of_the_default_layout_has_room(script: Path, size: str, gibibytes: int, tmp_path: Path) -> None:
+    said = run(script, size, tmp_path / "c", "--dry-run")
+    memory = re.search(r"^memory +([\d.]+) GiB", said, flags=re.M)
+    assert memory is not None and float(memory[1]) < gibibytes
+
+
+def test_every_folder_has_a_page_that_names_its_script() -> None:
+    for script in sorted((ROOT / "examples").glob("*/train_*.sh")):
+        assert script.name in (script.parent / "README.md").read_text(), script
+        assert os.access(script, os.X_OK)

@@ -1,20 +1,53 @@
-"""Commands of Megatron-LM's guides run as they are quoted, shortened in size by flags at their end."""
+"""Commands of Megatron-LM's guides run as they are quoted, shortened in size by flags at their end.
 
+SHOWN lists all of them, with the tests that run them; those about training are in this file.
+"""
+
+import ast
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.command_lines import configured
 from support.launch import launch
 from support.programs import python
+from support.runs import GPT, run_script
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training.dry_run.rank_memory import rank_memory
+from megatron.training.tokenizer.null import NullTokenizer
 
 ROOT = Path(__file__).parents[2]
 BPE = ROOT / "tests/data/golden/corpus/gpt2bpe"
+
+SHOWN = {
+    "C1": ("tools/test_preprocess_data.py", "test_the_command_of_the_course"),
+    "C2": ("training/test_megatron_lm_guides.py", "test_the_oldest_guide_trains_on_a_cpu"),
+    "C3": ("tools/test_preprocess_data.py", "test_the_command_with_a_hugging_face_folder"),
+    "C4": ("examples/test_run_simple_mcore_train_loop.py", "test_one_process_and_two", "test_under_torchrun"),
+    "C5": ("examples/test_families.py", "test_the_fp8_script_of_megatron_lm"),
+    "C6": ("examples/test_megatron_lm_loop.py", "test_two_ranks_and_a_plain_process", "test_the_quoted_size"),
+    "C7": ("training/test_megatron_lm_guides.py", "test_a_dry_run_needs_no_other_rank"),
+    "C8": ("training/test_megatron_lm_guides.py", "test_flags_of_overlap_are_on_or_say_what_is_missing"),
+    "C9": ("training/test_megatron_lm_guides.py", "test_fp8_is_emulated_on_a_cpu"),
+    "C10": (
+        "training/test_megatron_lm_guides.py",
+        "test_experts_over_eight_ranks",
+        "test_each_of_eight_ranks_holds_eight_experts",
+    ),
+    "C11": (
+        "training/test_megatron_lm_guides.py",
+        "test_an_installation_needs_no_compiler",
+        "test_what_an_installation_brings",
+    ),
+}
+"""The tests of each command, by its number."""
 
 CODEPARROT = (
     "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768 "
@@ -40,6 +73,14 @@ def pretrain(flags: str, folder: Path, **environment: str) -> "subprocess.Comple
         timeout=240,
         check=False,
     )
+
+
+def test_every_command_has_its_tests() -> None:
+    assert list(SHOWN) == [f"C{number}" for number in range(1, 12)]
+    for number, (file, *names) in SHOWN.items():
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert found.issuperset(names), number
 
 
 def test_the_oldest_guide_trains_on_a_cpu(tmp_path: Path) -> None:
@@ -90,14 +131,59 @@ def test_a_dry_run_needs_no_other_rank(tmp_path: Path) -> None:
     assert "--dry-run: for 16 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.stdout
 
 
+EXPERTS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 "
+    "--train-iters 2 --eval-iters 0 --log-interval 1 "
+    "--expert-model-parallel-size 8 --num-experts 64 --moe-router-topk 2"
+)
+
+
 @pytest.mark.slow
 def test_experts_over_eight_ranks(tmp_path: Path) -> None:
-    flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50257 --num-layers 2 --hidden-size 32 "
-    flags += "--num-attention-heads 2 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 "
-    flags += "--train-iters 2 --eval-iters 0 --log-interval 1 "
-    flags += "--expert-model-parallel-size 8 --num-experts 64 --moe-router-topk 2"
-    program = launch(flags, 8, tmp_path, base="")
+    program = launch(EXPERTS, 8, tmp_path, base="")
     assert program.exit_codes() == [0] * 8, program.output(0)
     said = program.output(0) + program.output(7)
     assert "iteration        2/       2" in said
     assert "--expert-model-parallel-size" not in said  # it is honoured as it is
+
+
+def test_each_of_eight_ranks_holds_eight_experts() -> None:
+    config = configured(EXPERTS, base="", ranks=8)
+    for entry in rank_memory(config, GPT, NullTokenizer(50257, None, None), 50304):
+        weights = [info for info in entry.shard.infos if "ep" in info.sharded_axes and "bias" not in info.name]
+        assert sum(info.box.shape[0] for info in weights) == 8 * 2 * 2  # experts, layers, products
+
+
+def test_fp8_is_emulated_on_a_cpu() -> None:
+    flags = "--mock-data --train-iters 3 --eval-iters 0 --bf16"
+    exact = run_script(flags, GPT).losses
+    rounded = run_script(f"{flags} --fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max", GPT)
+    assert len(rounded.losses) == 3 and rounded.losses != exact
+    assert rounded.losses == pytest.approx(exact, rel=0.05)
+
+
+def test_what_an_installation_brings() -> None:
+    """The extras that the guides name exist, no extension is compiled, and the build needs what is installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert {"mlm", "dev"} <= project["project"]["optional-dependencies"].keys()
+    assert project["build-system"]["requires"] == ["setuptools>=68"]
+    assert not [file for kind in ("c", "cpp", "cu", "pyx") for file in (ROOT / "megatron").rglob(f"*.{kind}")]
+
+
+@pytest.mark.slow
+def test_an_installation_needs_no_compiler(tmp_path: Path) -> None:
+    """`pip install --no-build-isolation .[mlm,dev]`, where what it depends on is installed."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    install = [sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+    install += ["--disable-pip-version-check", "--target", str(tmp_path / "installed"), ".[mlm,dev]"]
+    environment = {**os.environ, "CC": "/no/compiler", "CXX": "/no/compiler"}
+    done = subprocess.run(install, cwd=source, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    code = "import megatron.core; print(megatron.core.__file__)"
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path / "installed")), done.stderr

@@ -13,6 +13,7 @@ from megatron.core.datasets.index_cache import Arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masking import MaskingRule
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.mock_sentences import MockSentences
 from megatron.core.datasets.sample_map import (
     LONGEST_SENTENCE,
     SampleMapPlan,
@@ -71,8 +72,6 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         self.refuse_missing(_REQUIRED)
         assert self.masking_probability is not None and self.short_sequence_probability is not None
         assert self.masking_max_ngram is not None
-        if self.mock:
-            raise UserError("--mock-data: BERT and T5 have no made-up data; give --data-path")
         if not 0 < self.masking_probability < 1:
             raise UserError(
                 f"--mask-prob {self.masking_probability}: expected a fraction between 0 and 1, such as 0.15"
@@ -187,8 +186,9 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> Any:
-        """Opens the .bin and .idx files of a prefix."""
-        assert dataset_path is not None
+        """Opens the .bin and .idx files of a prefix, or makes up documents."""
+        if dataset_path is None:
+            return MockSentences(config.tokenizer)
         return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
 
     def __len__(self) -> int:
@@ -299,4 +299,4 @@ class MaskedWordPieceDataset(MegatronDataset):
         )
 
     def _label(self) -> str:
-        return f"{self.dataset_path} ({self.index_split.name} split)"
+        return f"{self.dataset_path or 'mock data'} ({self.index_split.name} split)"

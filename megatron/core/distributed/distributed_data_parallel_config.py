@@ -8,6 +8,9 @@ from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsup
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
+_UNREGISTERED = "buffers are not registered with NCCL, which sends from copies of its own; the results are equal"
+
+
 @dataclass
 class DistributedDataParallelConfig:
     """Settings of `DistributedDataParallel`. Raises UserError for a value that is not supported yet."""
@@ -102,7 +105,7 @@ class DistributedDataParallelConfig:
     )
     """With --use-megatron-fsdp: keep transposed fp8 weights between micro-batches."""
 
-    nccl_ub: bool = not_yet(False, on="--use-nccl-ub")
+    nccl_ub: bool = flag(False, on="--use-nccl-ub", no_effect=_UNREGISTERED)
     """Register communication buffers with NCCL, so that it reads them in place."""
 
     fsdp_double_buffer: bool = flag(False, no_effect="the weights of each layer are gathered into memory of its own")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.config_file import read_config_file
+from megatron.training.config.data import DATA_SOURCES
 from megatron.training.config.flag_table import GROUPS, Flag, flag_table, flags_by_spelling
 from megatron.training.config.help_text import help_about, help_text
 from megatron.training.config.retired import REFUSED, RETIRED, Occurrence, text_of, translate_all
@@ -66,6 +67,7 @@ def read_command_line(
     replaced = list(_replaced_flags(occurrences))
     occurrences, warnings = translate_all(occurrences)
     line.warnings += [*warnings, *replaced]
+    occurrences = _without_replaced_data(line, occurrences)
     foreign += _take_all(line, occurrences, theirs, ignore_unknown_args)
     if parser is not None:
         _take_foreign(line, parser, foreign)
@@ -149,6 +151,26 @@ def _replaced_flags(occurrences: Iterable[Occurrence]) -> Iterator[str]:
         if earlier is not None and (_value(flag, earlier) != _value(flag, occurrence)):
             yield f"{text_of(occurrence)} replaces {text_of(earlier)}, which stands before it on the command line"
         last[flag.field] = occurrence
+
+
+def _without_replaced_data(line: CommandLine, occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Returns the flags without those of data sets that a later --mock-data replaces, and adds a line about each. So a
+    command can be tried by flags at its end."""
+    places = [place for place, occurrence in enumerate(occurrences) if occurrence.spelling == "--mock-data"]
+    if not places:
+        return list(occurrences)
+    kept = []
+    for place, occurrence in enumerate(occurrences):
+        flag = flags_by_spelling().get(occurrence.spelling)
+        if flag is not None and flag.field in DATA_SOURCES and place < places[-1]:
+            line.warnings.append(f"--mock-data replaces {text_of(occurrence)}, which stands before it")
+        else:
+            kept.append(occurrence)
+    for source in DATA_SOURCES & line.from_files:
+        line.values[source] = None
+        line.from_files.discard(source)
+        line.warnings.append(f"--mock-data replaces {line.given.pop(source)} of the config file")
+    return kept
 
 
 def _value(flag: Flag, occurrence: Occurrence) -> Any:

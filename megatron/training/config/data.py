@@ -11,6 +11,8 @@ from megatron.core.exceptions import UserError
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 _WHOLE = ("data_path", "data_args_path", "per_split_data_args_path")
+DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
+"""Fields that name data sets."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -44,7 +46,7 @@ class DataConfig:
     """Folder for index caches; a folder beside each data set when not given."""
 
     mock_data: bool = False
-    """Train on made-up data, to try a run without a data set."""
+    """Train on made-up data, to try a run without a data set. Replaces the data sets of flags before it."""
 
     seq_length: int
     """Tokens in a sample. Required."""

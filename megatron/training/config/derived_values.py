@@ -145,6 +145,8 @@ def _ranks(s: Settings) -> str | None:
     if s.num_moe_experts is not None:  # whole grids of experts too
         expert_tensor = s.expert_tensor_parallel_size or sizes[0]
         least = math.lcm(model_size, expert_tensor * s.expert_model_parallel_size * sizes[1])
+    if s.use_distributed_optimizer or s.use_megatron_fsdp or s.use_torch_fsdp2:
+        least *= max(1, s.num_distributed_optimizer_instances)
     if s.dry_run and not s.launch_environment.world_size_is_given and least > 1:
         s.set_derived("world_size", least)
         note = f"--dry-run: for {least} ranks, the fewest for this layout; set WORLD_SIZE=N for another number"

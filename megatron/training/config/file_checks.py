@@ -12,17 +12,19 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
 from megatron.training.config.settings import Settings
+from megatron.training.config.tokenizer import TokenizerConfig
 
 
 def files_exist(s: Settings) -> Iterator[str]:
     """Every data file and tokenizer file exists."""
     if not s.launch_environment.looks_at_files:
         return
+    read = s.build(TokenizerConfig).files
     for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
         path = getattr(s, field)
-        if path is not None and not Path(path).is_file():
+        if path is not None and not Path(path).is_file() and (field in read or field.endswith("_path")):
             yield f"{{{field}}}: no such file"
-    if s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
+    if "tokenizer_model" in read and s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
         yield "{tokenizer_model}: no such file or folder"
     for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
@@ -72,13 +74,13 @@ def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
 
 def paths_are_not_empty(s: Settings) -> Iterator[str]:
     """No path is an empty word, which a shell makes of a variable that is not set. It would mean the working folder."""
-    for field in _PATHS:
+    for field in PATHS:
         value = getattr(s, field)
         if value == "" or (isinstance(value, list) and "" in value):
             yield f'{{{field}:name}} "" is an empty path, perhaps of a shell variable that is not set; give a path'
 
 
-_PATHS = (
+PATHS = (
     "save",
     "load",
     "pretrained_checkpoint",
@@ -95,6 +97,7 @@ _PATHS = (
     "metrics_path",
     "tensorboard_dir",
 )
+"""Fields that name files and folders."""
 
 
 def checkpoint_folders_are_folders(s: Settings) -> Iterator[str]:

@@ -8,12 +8,13 @@ from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.settings import Settings
+from megatron.training.config.tokenizer import TokenizerConfig
 
 
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
     yield from _declared(s)
-    for rule in (_attention, _experts, _expert_overlap, _data, _evaluation):
+    for rule in (_attention, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
         yield from rule(s)
 
 
@@ -114,6 +115,13 @@ def _data(s: Settings) -> Iterator[str]:
     for field in ("valid_data_path", "test_data_path"):
         if s.eval_iters == 0 and getattr(s, field) is not None:
             yield f"{{{field}}}: has no effect with {{eval_iters}}"
+
+
+def _tokenizer(s: Settings) -> Iterator[str]:
+    config = s.build(TokenizerConfig)
+    for field in ("vocab_file", "merge_file", "tokenizer_model"):
+        if getattr(s, field) is not None and field not in config.files:
+            yield f"{{{field}}}: has no effect with {{tokenizer_type:name}} {config.family}, which does not read it"
 
 
 def _evaluation(s: Settings) -> Iterator[str]:

@@ -22,8 +22,6 @@ def masked_words(s: Settings) -> Iterator[str]:
     shortest, contents = _SHORTEST[s.model_family]
     if s.seq_length is not None and s.seq_length < shortest:
         yield f"{{seq_length}}: a sample of {name} has {contents}; give {shortest} or more"
-    if s.mock_data:
-        yield f"{{mock_data}}: {name} has no made-up data; give {{data_path:name}}"
     if s.model_family == "t5" and s.decoder_seq_length is None:
         yield "{decoder_seq_length:name} is missing: the tokens of the decoder's part of a sample, such as 128"
 

@@ -164,6 +164,15 @@ class TokenizerConfig:
         return self.tokenizer_type or "GPT2BPETokenizer"
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """The fields that name files which the tokenizer reads."""
+        if self.family == "GPT2BPETokenizer":
+            return "vocab_file", "merge_file"
+        if self.family in BERT_TYPES:
+            return ("vocab_file",)
+        return ("tokenizer_model",) if self.family in _FILES else ()
+
+    @property
     def adds_special_tokens(self) -> bool:
         """Whether a SentencePieceTokenizer has more tokens than its model."""
         return self.family == "SentencePieceTokenizer" and (

@@ -247,7 +247,6 @@ _FIELDS_TO_COME = (
     ("*nccl* *registration distributed-timeout-*", "NCCL has its own buffers, settings and one time limit"),
     ("*kitchen*", "it needs a package of NVIDIA"),
     ("batch-invariant-mode", "kernels are chosen for speed, not for equal rounding at every batch size"),
-    ("disable-bf16-reduced-*", "matrix products have the precision that torch gives them"),
     ("moe-enable-routing-replay", "each forward routes its tokens itself"),
     ("log-progress record-memory-history", "it is not written"),
 )

@@ -194,6 +194,8 @@ def set_torch(config: PretrainConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
+    reduced = not config.transformer.disable_bf16_reduced_precision_matmul
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
     if config.logging.logging_level is not None:
         logging.getLogger().setLevel(config.logging.logging_level)
 

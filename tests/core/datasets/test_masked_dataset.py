@@ -162,7 +162,6 @@ WRONG = [
     (BERT, {"sequence_length": 4}, "--seq-length 4: BERT's samples have three special tokens and at least two"),
     (T5, {"sequence_length": 3}, "--encoder-seq-length 3: a sample of T5 has at least two tokens; give 4 or more"),
     (T5, {"sequence_length": 512, "sequence_length_decoder": 80}, "153 are always enough"),
-    (BERT, {"blend": None}, "--mock-data: BERT and T5 have no made-up data; give --data-path"),
 ]
 
 

@@ -6,7 +6,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.exceptions import UserError
 
 
-@pytest.mark.parametrize("name", ["check_for_large_grads", "nccl_ub"])
+@pytest.mark.parametrize("name", ["check_for_large_grads"])
 def test_features_still_to_come_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=name):
         DistributedDataParallelConfig(**{name: True})

@@ -1,6 +1,7 @@
 """Words to values: kinds of flags, mistakes, retired flags, arguments of scripts."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 from support.command_lines import problems_of
@@ -48,6 +49,23 @@ def test_equals_signs_and_negative_numbers() -> None:
 
 def test_the_last_of_two_wins() -> None:
     assert read("--lr 1 --lr 2")["lr"] == 2.0
+
+
+def test_made_up_data_replaces_the_data_sets_before_it(tmp_path: Path) -> None:
+    """So that any command can be tried by flags at its end. In the other order it is a contradiction."""
+    line = read_command_line(["--data-path", "1", "a", "--valid-data-path", "b", "--mock-data"])
+    assert line.values["data_path"] is line.values["valid_data_path"] is None and line.values["mock_data"]
+    assert line.warnings == [
+        "--mock-data replaces --data-path 1 a, which stands before it",
+        "--mock-data replaces --valid-data-path b, which stands before it",
+    ]
+    later = read_command_line(["--mock-data", "--data-path", "a"])
+    assert later.values["data_path"] == ["a"] and later.values["mock_data"] and not later.warnings
+    file = tmp_path / "run.yaml"
+    file.write_text("data_path: [a]\n")
+    from_file = read_command_line(["--config", str(file), "--mock-data"])
+    assert from_file.values["data_path"] is None and "data_path" not in from_file.given
+    assert from_file.warnings == ["--mock-data replaces --data-path of the config file"]
 
 
 def test_quotes_that_a_shell_left_in_a_word_reach_the_value() -> None:

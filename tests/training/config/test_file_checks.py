@@ -71,13 +71,12 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     words += ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "/no/vocab", "--merge-file", "/no/merges"]
     with pytest.raises(ConfigurationError) as caught:
         configure(
-            [*words, "--tokenizer-model", "/no/model"],
+            words,
             launch_environment=LaunchEnvironment(1, False, looks_at_files=True),
         )
     assert caught.value.problems == [
         "--vocab-file /no/vocab: no such file",
         "--merge-file /no/merges: no such file",
-        "--tokenizer-model /no/model: no such file or folder",
         f"--data-path {tmp_path}/corpus.idx: no such file; there is {tmp_path}/corpus_text_document",
         f"--data-path {tmp_path}/half.bin: no such file",
     ]
@@ -101,3 +100,14 @@ def test_validation_sets_with_a_loss_each(flags: str, problem: str) -> None:
     assert len(found := problems_of(f"{base} {flags}", looks=False)) == 1 and problem in found[0]
     if "--valid-data-path" in flags:
         assert not problems_of(f"{base} --valid-data-path a b c --validation-set-names x y z", looks=False)
+
+
+def test_files_that_the_tokenizer_does_not_read_may_be_missing() -> None:
+    folder = SMALL.replace("NullTokenizer", "HuggingFaceTokenizer --tokenizer-model /no/model")
+    assert problems_of(folder) == ["--tokenizer-model /no/model: no such file or folder"]
+    assert problems_of(f"{SMALL} --vocab-file /no/such --merge-file /no/such --tokenizer-model /no/such") == []
+    words = SMALL.replace("NullTokenizer", "GPT2BPETokenizer").replace("--vocab-size 100", "")
+    assert problems_of(f"{words} --vocab-file /no/a --merge-file /no/b --data-args-path /no/c --mock-data") == [
+        "--vocab-file /no/a: no such file",
+        "--merge-file /no/b: no such file",
+    ]

@@ -55,6 +55,11 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
         ),
         ("--manual-gc-interval 5", "--manual-gc-interval 5: has no effect without --manual-gc"),
         ("--eval-interval 5 --eval-iters 0", "--eval-interval 5: has no effect with --eval-iters 0"),
+        (
+            "--vocab-file /no/such",
+            "--vocab-file /no/such: has no effect with --tokenizer-type NullTokenizer, which does",
+        ),
+        ("--use-nccl-ub", "--use-nccl-ub: buffers are not registered with NCCL"),
     ],
 )
 def test_a_flag_without_effect_is_accepted_with_a_reason(flags: str, note: str) -> None:

@@ -21,7 +21,6 @@ def configured(family: str | None, flags: str, base: str = DATA):
     [
         ("bert", "--seq-length 4", DATA, "--seq-length 4: a sample of BERT has three special tokens and at least two"),
         ("t5", "--seq-length 3 --decoder-seq-length 9", DATA, "--seq-length 3: a sample of T5 has at least two tokens"),
-        ("bert", "", SMALL, "--mock-data: BERT has no made-up data; give --data-path"),
         ("t5", "", DATA, "--decoder-seq-length is missing: the tokens of the decoder's part"),
         ("bert", "--mask-prob 0", DATA, "--mask-prob 0.0: expected a fraction between 0 and 1, such as 0.15"),
         ("bert", "--short-seq-prob 2", DATA, "--short-seq-prob 2.0: expected a fraction from 0 to 1, such as 0.1"),

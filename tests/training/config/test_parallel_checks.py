@@ -203,5 +203,8 @@ def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
     alone = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(1, False, False))
     assert alone.world_size == 8 and alone.grid.data == 1
     assert "--dry-run: for 8 ranks, the fewest for this layout; set WORLD_SIZE=N for another number" in alone.notes
+    instances = ["--vocab-size", "50", "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2"]
+    two = configure([*words.split(), *instances], launch_environment=LaunchEnvironment(1, False, False))
+    assert two.world_size == 16 and two.grid.data == 2
     told = configure([*words.split(), "--vocab-size", "50"], launch_environment=LaunchEnvironment(16, False))
     assert told.world_size == 16 and told.grid.data == 2

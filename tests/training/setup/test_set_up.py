@@ -55,10 +55,13 @@ def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # kept, since it is set already
     before = logging.getLogger().level
     try:
-        set_torch(config_of("--train-iters 9 --deterministic-mode --logging-level 35"))
+        flags = "--deterministic-mode --logging-level 35 --disable-bf16-reduced-precision-matmul"
+        set_torch(config_of(f"--train-iters 9 {flags}"))
         assert torch.are_deterministic_algorithms_enabled() and logging.getLogger().level == 35
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
         set_torch(config_of("--train-iters 9"))
         assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     finally:
         logging.getLogger().setLevel(before)
 

@@ -47,8 +47,9 @@ class FusionConfig:
     )
     """Apply the squared relu of experts and the router's weights in one kernel."""
 
-    disable_bf16_reduced_precision_matmul: bool = not_yet(False)
-    """Disable reduced-precision accumulation in bfloat16 matrix products."""
+    disable_bf16_reduced_precision_matmul: bool = False
+    """GPU, bf16: add up the parts of a matrix product that cuBLAS computes apart in float32, not in bfloat16. Sets
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction."""
 
     clone_scatter_output_in_embedding: bool = flag(
         True,

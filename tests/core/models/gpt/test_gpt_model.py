@@ -274,8 +274,6 @@ def test_refusals_name_the_value() -> None:
     gpt, _ = build({}, {})
     with pytest.raises(UserError, match=r"17 tokens in a row, but the model has learned positions for 16"):
         gpt(torch.zeros(1, 17, dtype=torch.int64))
-    with pytest.raises(UserError, match=r"attention_backend flash cannot compute this attention"):
-        build({"attention_backend": AttnBackend.flash, "softmax_type": "learnable"}, {})
 
 
 def test_a_padding_mask_concerns_experts_only() -> None:

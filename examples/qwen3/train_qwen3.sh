@@ -1,21 +1,20 @@
 #!/bin/bash
-# Train Qwen3:   ./train_qwen3.sh CHECKPOINTS TOKENIZER DATA [flags of pretrain_gpt.py]
+# Train Qwen3:   ./train_qwen3.sh [CHECKPOINTS [TOKENIZER [DATA]]] [flags of pretrain_gpt.py]
 #
-# CHECKPOINTS  folder to save to and to resume from
-# TOKENIZER    folder with a tokenizer.json, or MOCK: text is token ids
-# DATA         prefix that tools/preprocess_data.py wrote, or MOCK: random data
+# CHECKPOINTS  folder to save to and to resume from; default: one under runs/
+# TOKENIZER    folder with a tokenizer.json, or MOCK (the default): text is token ids
+# DATA         prefix that tools/preprocess_data.py wrote, or MOCK (the default): made-up data
 # flags        are added after those of this script, and override them
 #
 # Environment variables:
-# SIZE            0.6b, 8b (default), 30b-a3b (experts), or tiny and tiny-moe, which train on any laptop
+# SIZE            0.6b, 8b (default), 30b-a3b and 235b-a22b (experts), or tiny and tiny-moe, which train on any laptop
 # GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   the processes, as for torchrun
 # TP, PP, EP      tensor, pipeline and expert parallel sizes
 # SEQ_LENGTH      tokens of a sample
 # PRETRAINED      folder of a checkpoint to start from, such as an import from the hub
 set -euo pipefail
 
-CHECKPOINTS=$1 TOKENIZER=$2 DATA=$3
-shift 3
+source "$(dirname "${BASH_SOURCE[0]}")/../arguments.sh" # CHECKPOINTS, TOKENIZER, DATA
 
 UNTIED=--untie-embeddings-and-output-weights VOCABULARY=151936 BATCH=256
 LONGEST=(--seq-length "${SEQ_LENGTH:-4096}" --max-position-embeddings 40960)
@@ -37,6 +36,12 @@ case ${SIZE:-8b} in
     EXPERTS=(--num-experts 128 --moe-ffn-hidden-size 768 --moe-router-topk 8)
     : "${TP:=1}" "${PP:=1}" "${EP:=8}"
     ;;
+235b-a22b)
+    MODEL=(--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --num-query-groups 4)
+    MODEL+=(--kv-channels 128 "${LONGEST[@]}" $UNTIED)
+    EXPERTS=(--num-experts 128 --moe-ffn-hidden-size 1536 --moe-router-topk 8)
+    : "${NNODES:=8}" "${TP:=1}" "${PP:=8}" "${EP:=8}"
+    ;;
 tiny | tiny-moe)
     MODEL=(--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2)
     MODEL+=(--kv-channels 32 --seq-length "${SEQ_LENGTH:-64}" --max-position-embeddings 64)
@@ -50,7 +55,7 @@ tiny | tiny-moe)
     : "${TP:=2}" "${PP:=1}" "${EP:=1}"
     ;;
 *)
-    echo "SIZE=$SIZE is unknown; use 0.6b, 8b, 30b-a3b, tiny or tiny-moe" >&2
+    echo "SIZE=$SIZE is unknown; use 0.6b, 8b, 30b-a3b, 235b-a22b, tiny or tiny-moe" >&2
     exit 2
     ;;
 esac
@@ -65,6 +70,7 @@ LAYOUT=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 )
 [ "$TP" -gt 1 ] && LAYOUT+=(--sequence-parallel)
+[ "$PP" -gt 1 ] && LAYOUT+=(--pipeline-model-parallel-layout auto) # stages of about equal cost
 if [ ${#EXPERTS[@]} -gt 0 ]; then
     MODEL+=("${EXPERTS[@]}" --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001 --moe-router-dtype fp32)
     LAYOUT+=(--expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1)
