@@ -68,7 +68,7 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class LatentNorms:
-    """Epsilon of the norms; that of the latents' norms is 1e-6 in transformers whatever config.json says."""
+    """Epsilon of the norms. That of the latents' norms is always 1e-6 in transformers."""
 
     reads = EPSILON.reads
 

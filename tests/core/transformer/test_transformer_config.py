@@ -52,6 +52,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_router_norm_topk_prob",
     "moe_router_group_score_topk",
     "moe_expert_mlp_bias",
+    "latent_layernorm_epsilon",
     "use_mup",
     "mup_width_mult",
     "mup_base_hidden_size",
