@@ -4,6 +4,7 @@ The sampler alone decides the order. Workers read whole micro-batches in turn, a
 so the number of workers does not change the data.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -14,9 +15,18 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.core.exceptions import UserError
 from megatron.training.data.batch import collate_gpt
 from megatron.training.data.samplers import CyclicSampler, DataParallelShard, MegatronCyclicSampler, SequentialSampler
+from megatron.training.launch.process_state import kill_if_stopped, process_state
 from megatron.training.launch.signals import shield_worker
 
 DataloaderType = Literal["single", "cyclic", "external"]
+
+
+_LOOK_SECONDS = 5.0
+"""Time between two looks at the workers. A worker that is stopped at two looks is ended."""
+
+
+class WorkerStopped(RuntimeError):
+    """A process that reads data was stopped from outside, and would never send another micro-batch."""
 
 
 class SampleError(RuntimeError):
@@ -28,21 +38,46 @@ class MicroBatchIterator(Iterator[Any]):
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self._iterator: Iterator[Any] | None = iter(loader)
+        self._workers: Sequence[Any] = getattr(self._iterator, "_workers", ())
+        self._stopped: int | None = None
+        """Process id of a worker that was stopped."""
+        self._closed = threading.Event()
+        if self._workers:
+            threading.Thread(target=self._watch_workers, name="data-workers", daemon=True).start()
 
     def __next__(self) -> Any:
         if self._iterator is None:
             raise StopIteration
         try:
             return next(self._iterator)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if self._stopped is not None and isinstance(error, Exception):
+                raise WorkerStopped(
+                    f"the data worker with process id {self._stopped} was stopped by a signal (SIGSTOP or SIGTSTP) for "
+                    f"more than {_LOOK_SECONDS:g} s"
+                ) from error
             raise
+
+    def _watch_workers(self) -> None:
+        """Ends workers that stay stopped: torch waits for them without end, also inside of a read. A terminal that
+        suspends the run stops all its processes, and these go on one after the other; hence two looks."""
+        before: set[int] = set()
+        while not self._closed.wait(_LOOK_SECONDS):
+            stopped = {worker.pid for worker in self._workers if process_state(worker.pid) == "stopped"}
+            for pid in stopped & before:
+                self._stopped = pid
+                kill_if_stopped(pid)
+            before = stopped
 
     def close(self) -> None:
         """Ends the workers and the iterator."""
         # torch does this when the last reference is dropped, but a traceback may keep one for long.
+        self._closed.set()
+        for worker in self._workers:
+            kill_if_stopped(worker.pid)  # torch's SIGTERM does not reach it, and the program would wait for it
         getattr(self._iterator, "_shutdown_workers", lambda: None)()
-        self._iterator = None
+        self._iterator, self._workers = None, ()
 
     def __enter__(self) -> "MicroBatchIterator":
         return self

@@ -3,7 +3,8 @@
 A `SignalWatch` has two phases. Before `training` is entered (arguments, data indices, loading) a signal raises
 SystemExit(128 + number) at the present statement, so that half-written files are removed; if the program is inside a
 call that does not return to Python, a thread ends the process some seconds later. Inside `training` the signal is
-remembered, and `exit.ExitAgreement` makes all ranks stop after the same step.
+remembered, and `exit.ExitAgreement` makes all ranks stop after the same step. A signal that comes when training has
+ended is remembered, too, and changes nothing.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
+"""What launchers, schedulers and terminals send to end a run. SIGHUP stays ignored where it is (nohup)."""
 
 SECOND_PRESS_AFTER = 1.0
 """Seconds before a second SIGINT counts as impatience: a launcher repeats the one that the terminal sent already."""
@@ -49,7 +51,9 @@ class SignalWatch:
         os.set_blocking(writer, False)
         self._pipe = reader, writer
         self._previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, self._handle) for number in self.signals}
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        watched = [number for number in self.signals if number != signal.SIGHUP or not ignored]
+        self._previous = {number: signal.signal(number, self._handle) for number in watched}
         threading.Thread(target=self._enforce, args=(reader,), name="signal-watch", daemon=True).start()
         _Watching.current = self
         return self
@@ -66,12 +70,14 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Remembers signals inside the context. A signal that came before it was obeyed already."""
+        """Remembers signals inside the context, and after it unless it ends with an exception. A signal that came
+        before it was obeyed already."""
         self._training = True
         try:
             yield
-        finally:
+        except BaseException:
             self._training = False
+            raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.received is None
@@ -124,10 +130,11 @@ def shield_worker(grace: int = 60) -> None:
     """Keeps a process that loads data alive when a signal goes to the whole process group.
 
     Launchers and terminals signal the group, and the training process needs its data workers until all ranks stop.
-    SIGINT and SIGUSR2 are ignored; after SIGTERM the worker lives for `grace` seconds, or until a second SIGTERM.
+    The other signals that end a run are ignored; after SIGTERM the worker lives for `grace` seconds, or until a second
+    SIGTERM.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in set(DEFAULT_SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def terminate(number: int, frame: FrameType | None) -> None:

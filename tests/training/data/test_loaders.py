@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.training.data import loaders
 from megatron.training.data.loaders import SampleError, build_data_iterator
 from megatron.training.data.step_data import StepData
 
@@ -153,6 +154,21 @@ def test_workers_end_with_the_iterator_and_not_with_a_signal():
     assert not set(multiprocessing.active_children()) - others
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGSTOP, "was stopped by a signal"), (signal.SIGKILL, "(killed by signal|exited unexpectedly)")],
+    ids=["stopped", "killed"],
+)
+def test_a_worker_that_is_gone_is_an_error(monkeypatch, number, said):
+    monkeypatch.setattr(loaders, "_LOOK_SECONDS", 0.2)
+    others = set(multiprocessing.active_children())
+    iterator = build_data_iterator(Patient(), micro_batch_size=1, num_workers=1, collate=torch.stack)
+    os.kill(next(iterator).item(), number)
+    with pytest.raises(RuntimeError, match=said):
+        list(iterator)
+    assert not set(multiprocessing.active_children()) - others
 
 
 def test_the_users_own_loader_passes_through():

@@ -110,7 +110,9 @@ def finish(processes):
     return [output.strip().splitlines()[-1] for output, _ in outputs], outputs
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name
+)
 def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path, number):
     processes = start(tmp_path, 3, "signal")
     for process in processes:

@@ -1,0 +1,152 @@
+"""tools/launch.py: a run that fails starts again from its newest checkpoint, and not for ever."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.programs import commands
+from support.runs import TINY
+
+from megatron.core.exceptions import UserError
+from tools import launch
+from tools.launch import Launcher, folder_to_save, main, newest_iteration, resuming
+
+RUN = """
+import os, signal, subprocess, sys, time
+folder, plan = sys.argv[1], sys.argv[2].split(",")
+what = "wait"
+if "RANK" not in os.environ:
+    with open(f"{folder}/starts", "a+") as file:
+        file.write(" ".join(sys.argv[3:]) + "\\n")
+        file.seek(0)
+        what = plan[len(file.readlines()) - 1]
+if what == "wait":
+    if "RANK" not in os.environ:
+        sys.exit(subprocess.call([sys.executable, "-IS", *sys.argv], env={**os.environ, "RANK": "0"}))
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    open(f"{folder}/waits", "w").close()
+    time.sleep(60)
+if what.startswith("saves"):
+    open(f"{folder}/newest", "w").write(what.removeprefix("saves"))
+    sys.exit(1)
+sys.exit(int(what))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes the launcher of a run that follows a plan."""
+
+    def newest(save: Path) -> int | None:
+        file = tmp_path / "newest"
+        return int(file.read_text()) if file.exists() else None
+
+    monkeypatch.setattr(launch, "newest_iteration", newest)
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+
+    def make(plan: str) -> Launcher:
+        words = [sys.executable, "-IS", str(script), str(tmp_path), plan, "--finetune", "--save", "d", "--load=other"]
+        return Launcher(words, Path("d"), wait_seconds=0.0, say=lambda text: None)
+
+    return make
+
+
+def starts(folder: Path) -> list[str]:
+    return (folder / "starts").read_text().splitlines()
+
+
+FIRST, AGAIN = "--finetune --save d --load=other", "--save d --load d"
+
+
+def test_a_restart_continues_from_the_checkpoint(launcher, tmp_path: Path) -> None:
+    assert launcher("1,saves10,1,1,saves20,1,0").run() == 0
+    assert starts(tmp_path) == [FIRST, FIRST, *[AGAIN] * 5]
+
+
+def test_three_fast_failures_in_a_row_are_the_end(launcher, tmp_path: Path) -> None:
+    assert launcher("saves10,1,3,4,0").run() == 4
+    assert len(starts(tmp_path)) == 4
+
+
+def test_a_slow_failure_is_not_counted(launcher, tmp_path: Path) -> None:
+    slow = launcher("1,1,1,1,0")
+    slow.fast_seconds = 0.0
+    assert slow.run() == 0 and len(starts(tmp_path)) == 5
+
+
+def test_a_mistake_is_not_tried_again(launcher, tmp_path: Path) -> None:
+    assert launcher("2,0").run() == 2 and len(starts(tmp_path)) == 1
+
+
+def test_a_signal_goes_to_a_rank_and_is_the_end(launcher, tmp_path: Path) -> None:
+    def send() -> None:
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.getsignal(signal.SIGUSR1)
+    threading.Thread(target=send, daemon=True).start()
+    begun = time.monotonic()
+    assert launcher("wait,0").run() == 128 + signal.SIGUSR1
+    assert time.monotonic() - begun < 50 and signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_words_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "torchrun",
+        "p.py",
+        "--ckpt-step",
+        "5",
+        "--save",
+        "a",
+        "--no-load-optim",
+        "--load",
+        "b",
+        "--lr",
+        "1",
+        "--save=c",
+    ]
+    assert folder_to_save(command) == Path("c")
+    assert resuming(command, Path("c")) == ["torchrun", "p.py", "--save", "a", "--lr", "1", "--save=c", "--load", "c"]
+    with pytest.raises(UserError, match="--save DIR"):
+        folder_to_save(["torchrun"])
+    assert main(["--", "torchrun"]) == 2 and "has no --save DIR" in capsys.readouterr().err
+    assert main(["/no/program", "--save", str(tmp_path)]) == 2
+    assert "/no/program cannot be started: No such file" in capsys.readouterr().err
+    assert newest_iteration(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    """A real run of two ranks, one of which is killed once."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from support.runs import GPT\n"
+        "from megatron.training import pretrain\n"
+        "from megatron.training.hooks.hook import Hook\n"
+        "from megatron.training.providers import Providers\n"
+        "class Killed(Hook):\n"
+        "    def after_step(self, iteration):\n"
+        "        if iteration == 3 and os.environ['RANK'] == '1' and '--load' not in sys.argv:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "parts = GPT.build_model, GPT.build_datasets, GPT.build_forward_step\n"
+        "pretrain(Providers(*parts, build_hooks=lambda context: [Killed()]))\n"
+    )
+    root = Path(__file__).parents[2]
+    flags = f"{TINY} --mock-data --train-iters 5 --eval-iters 0 --save {tmp_path / 'c'} --save-interval 2".split()
+    torchrun = [str(commands() / "torchrun"), "--nproc-per-node", "2", "--standalone", str(script), *flags]
+    tool = [str(commands() / "python"), "tools/launch.py", "--wait-seconds", "0", *torchrun]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}"}
+    done = subprocess.run(tool, cwd=root, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert "its newest checkpoint is that of iteration 2" in done.stderr
+    assert "the run ends: rank 1 of 2 ended in training" in done.stderr
+    assert newest_iteration(tmp_path / "c") == 5

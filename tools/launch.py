@@ -1,0 +1,206 @@
+"""Starts a run, and starts it again from its newest whole checkpoint when it fails.
+
+python tools/launch.py torchrun --nproc-per-node 8 pretrain_gpt.py --save checkpoints --save-interval 500 ...
+
+The command needs --save. Once that folder has a whole checkpoint, the command is started with `--load` of it, and
+without the flags that belong to a first start (--finetune, --ckpt-step, --no-load-optim, --no-load-rng, another
+--load). After three fast failures in a row (--fast-failures) the tool gives up: those that end within five minutes
+(--fast-seconds) without a newer checkpoint. A mistake in the command line (exit code 2) is not tried again.
+
+A signal (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2) is passed to one rank, and all ranks save a checkpoint and end. The
+tool then ends with 128 + the signal's number, and otherwise with the command's exit code.
+"""
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
+from megatron.core.exceptions import UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1, "--load": 1}
+"""Flags that a restart leaves out, with the number of their values."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    args = _parser().parse_args(argv)
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    try:
+        save = folder_to_save(command)
+        launcher = Launcher(command, save, args.fast_failures, args.fast_seconds, args.wait_seconds)
+        return launcher.run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage="launch.py [flags] COMMAND ...", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fast-failures", type=int, default=3, metavar="N", help="Fast failures in a row to give up.")
+    parser.add_argument(
+        "--fast-seconds", type=float, default=300.0, help="A failure is fast if it comes sooner, without a checkpoint."
+    )
+    parser.add_argument("--wait-seconds", type=float, default=5.0, help="Pause before a restart.")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="The command of the run.")
+    return parser
+
+
+def folder_to_save(command: Sequence[str]) -> Path:
+    """Returns the folder of the command's --save. Raises UserError without one."""
+    found = None
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == "--save":
+            found = following
+        elif word.startswith("--save="):
+            found = word.removeprefix("--save=")
+    if not found:
+        raise UserError("the command has no --save DIR; without checkpoints a restart begins from nothing")
+    return Path(found)
+
+
+def resuming(command: Sequence[str], save: Path) -> list[str]:
+    """Returns the command that continues from the newest checkpoint in `save`."""
+    words, skip = [], 0
+    for word in command:
+        name = word.partition("=")[0]
+        if skip:
+            skip -= 1
+        elif name in FIRST_START_ONLY:
+            skip = 0 if "=" in word else FIRST_START_ONLY[name]
+        else:
+            words.append(word)
+    return [*words, "--load", str(save)]
+
+
+def newest_iteration(save: Path) -> int | None:
+    """Returns the iteration of the newest whole checkpoint in a folder, None if there is none."""
+    try:
+        found = find_checkpoint(save, log=lambda text: None)
+    except UserError:  # only broken ones
+        return None
+    return None if found is None else found.manifest.iteration
+
+
+class Launcher:
+    """A run that is started again when it fails.
+
+    Args:
+        command: the command of a first start.
+        save: folder of its checkpoints.
+        fast_failures: number of fast failures in a row after which it gives up.
+        fast_seconds: a failure is fast if it comes sooner, without a newer checkpoint.
+        wait_seconds: pause before a restart.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        save: Path,
+        fast_failures: int = 3,
+        fast_seconds: float = 300.0,
+        wait_seconds: float = 5.0,
+        say: Callable[[str], object] = lambda text: print(f"launch: {text}", file=sys.stderr, flush=True),
+    ) -> None:
+        self.command, self.save, self.say = command, save, say
+        self.fast_failures, self.fast_seconds, self.wait_seconds = fast_failures, fast_seconds, wait_seconds
+        self.received: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Runs the command until it ends well, gives up or is told to end. Returns the exit code."""
+        previous = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        fast = 0
+        while True:
+            before, started = newest_iteration(self.save), time.monotonic()
+            code = self._start(self.command if before is None else resuming(self.command, self.save))
+            after, seconds = newest_iteration(self.save), time.monotonic() - started
+            if self.received is not None:
+                self.say(
+                    f"{signal.Signals(self.received).name} ended the run; its newest checkpoint is {_named(after)}"
+                )
+                return 128 + self.received
+            if code == 0:
+                return 0
+            if code == 2:
+                self.say("exit code 2: a mistake in the command, its data or its checkpoints; it is not tried again")
+                return code
+            fast = fast + 1 if after == before and seconds < self.fast_seconds else 0
+            self.say(
+                f"the run failed after {seconds:.0f} s (exit code {code}); its newest checkpoint is {_named(after)}"
+            )
+            if fast >= self.fast_failures:
+                self.say(
+                    f"{fast} failures in a row in less than {self.fast_seconds:g} s, without a checkpoint: giving up"
+                )
+                return code
+            end = time.monotonic() + self.wait_seconds
+            while time.monotonic() < end and self.received is None:
+                time.sleep(min(0.1, self.wait_seconds))
+            if self.received is not None:
+                return 128 + self.received
+
+    def _start(self, command: Sequence[str]) -> int:
+        self.say(f"starting {shlex.join(command)}")
+        try:
+            self._process = subprocess.Popen(command)
+        except OSError as error:
+            raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        process = self._process
+        if process is not None and process.returncode is None:
+            for pid in one_rank(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+
+def one_rank(launcher: int) -> list[int]:
+    """Returns the process of one rank of the run that `launcher` (torchrun) has started; `launcher` itself if it has
+    none. The ranks of a run end together, whereas torchrun leaves them 30 seconds after a signal."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    generation = [launcher]
+    while generation:
+        for pid in sorted(generation):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if any(word.startswith(b"RANK=") for word in words):
+                    return [pid]
+        generation = [child for pid in generation for child in children.get(pid, ())]
+    return [launcher]
+
+
+def _named(iteration: int | None) -> str:
+    return "none" if iteration is None else f"that of iteration {iteration}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
