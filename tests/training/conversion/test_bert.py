@@ -144,7 +144,7 @@ FIRST = f"{EXACT} --norm-placement post_residual --embedding-norm"
         (f"{EXACT} --normalization RMSNorm", "--normalization is LayerNorm for MegatronBert"),
         (f"{EXACT} --kv-channels 24", "--kv-channels is 16 for"),
         (f"{EXACT} --num-experts 2", "no architecture that can be exported is a BERT with experts"),
-        (f"{EXACT} --embedding-norm", "--norm-placement is post_residual for BertForPreTraining and not set in"),
+        (f"{EXACT} --embedding-norm", "--embedding-norm is not set for MegatronBertForPreTraining"),
         (f"{EXACT} --logit-scale 0.5", "--logit-scale"),
         (f"{EXACT} --window-size 4,4", "--window-size"),
     ],
