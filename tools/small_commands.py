@@ -74,7 +74,7 @@ def _schedule_words(config: PretrainConfig, sizes: LayoutSizes) -> list[str]:
     if config.training.step_batch_size_schedule:
         words += ["--step-batch-size-schedule", f"0:{batch}"]
     if config.training.rampup_batch_size:
-        words += ["--rampup-batch-size", str(batch), str(batch), str(batch)]
+        words += ["--rampup-batch-size", *[str(batch // 2)] * 3]
     return words
 
 

@@ -127,13 +127,20 @@ def make_profiler(
     with_stack: bool = False,
     all_threads: bool = False,
 ) -> Hook | None:
-    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`.
+    """Returns the profiler that the flags ask for; None on a rank that is not in `ranks`, and, with a printed line, for
+    Nsight Systems on a machine without CUDA.
 
     With `all_threads` PyTorch's profiler also records computation on a CPU by threads other than the one that runs the
     steps. Raises UserError if the steps are not in order, or if PyTorch's traces have no `directory`.
     """
     _check_steps(start, end)
     if rank not in ranks:
+        return None
+    if not use_pytorch_profiler and not torch.cuda.is_available():
+        print(
+            "--profile: nothing is recorded, since Nsight Systems needs CUDA; --use-pytorch-profiler records here too",
+            flush=True,
+        )
         return None
     if not use_pytorch_profiler:
         return NsightProfiler(start, end, record_shapes=record_shapes)

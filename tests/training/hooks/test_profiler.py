@@ -75,6 +75,9 @@ def test_choice_of_profiler(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA can do it")
-def test_nsight_without_cuda_names_the_way():
+def test_nsight_without_cuda_names_the_way(capsys):
+    """A command written for GPUs also runs on a CPU."""
     with pytest.raises(UserError, match=r"--profile .* --use-pytorch-profiler"):
         NsightProfiler(10, 12)
+    assert make_profiler(rank=0, ranks=[0], start=1, end=2, use_pytorch_profiler=False, directory=None) is None
+    assert "--profile: nothing is recorded" in capsys.readouterr().out
