@@ -1,9 +1,10 @@
-"""Converts models between the Hugging Face hub's format and checkpoints of this project.
+"""Converts models of the Hugging Face hub and runs of Megatron-LM to checkpoints of this project, and back.
 
 python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
+python tools/checkpoint/convert.py import-megatron --load their-checkpoints --save converted [-- FLAGS OF THE RUN]
 
-Neither direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
+No direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
 layout. docs/checkpoints.md has an example to follow, and lists what can be converted.
 """
 
@@ -29,15 +30,18 @@ from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa
 from megatron.training.conversion.exporting import export_model  # noqa: E402
 from megatron.training.conversion.families import FAMILIES  # noqa: E402
 from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
+from megatron.training.conversion.megatron_import import import_run  # noqa: E402
 from megatron.training.conversion.verification import Comparison  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
 
 PROGRAM = "python tools/checkpoint/convert.py"
 KNOWN = ", ".join(family.architecture for family in FAMILIES)
 ABOUT = f"Converts models between the Hugging Face hub's format and ours, bit for bit. Architectures: {KNOWN}."
+ABOUT_MEGATRON = "Converts checkpoints of Megatron-LM to ours, bit for bit, without running their pickles."
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+ACTIONS = ("import", "export", "import-megatron")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -104,7 +108,27 @@ class ExportConfig:
     transformers and memory for the model in float32. If the logits differ, nothing is exported."""
 
 
-def missing(config: ImportConfig | ExportConfig, *names: str) -> list[str]:
+@dataclass(kw_only=True, frozen=True)
+class ImportMegatronConfig:
+    """Flags of an import from Megatron-LM. Flags of the run, behind `--`, replace those in the checkpoint."""
+
+    load: str | None = None
+    """Folder of Megatron-LM's checkpoints, as in its --save. Required."""
+
+    ckpt_step: int | None = None
+    """Iteration of the checkpoint. Default: the one that the tracker file names."""
+
+    save: str | None = None
+    """Folder to write the checkpoint to, as in a run's --save. Required."""
+
+    no_load_optim: bool = False
+    """Leave main weights and moments behind."""
+
+    file_size: int = flag(4 << 30, parse=size_in_bytes)
+    """Approximate size of each file of the checkpoint. Default: 4GiB."""
+
+
+def missing(config: ImportConfig | ExportConfig | ImportMegatronConfig, *names: str) -> list[str]:
     """Returns a problem for each of these flags that was not given."""
     return [f"{{{name}:name}} is required" for name in names if getattr(config, name) is None]
 
@@ -119,10 +143,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif words[:1] == ["export"]:
             section = Section("export", ExportConfig, lambda config: missing(config, "load", "hf_dir"))
             run_export(read_tool_flags(words[1:], [section], f"{PROGRAM} export [flags]", ABOUT).configs[0])
+        elif words[:1] == ["import-megatron"]:
+            cut = words.index("--") if "--" in words else len(words)
+            section = Section("import-megatron", ImportMegatronConfig, lambda config: missing(config, "load", "save"))
+            usage = f"{PROGRAM} import-megatron [flags] [-- flags of the run]"
+            own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON).configs[0]
+            run_import_megatron(own, words[cut + 1 :])
         elif words[:1] in (["--help"], ["-h"]):
-            print(f"usage: {PROGRAM} import|export [flags]\n\n{ABOUT}\n\nimport --help and export --help list flags")
+            actions = "|".join(ACTIONS)
+            print(f"usage: {PROGRAM} {actions} [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\nACTION --help lists its flags")
         else:
-            raise UserError(f"the first word must be import or export{f', not {words[0]}' if words else ''}")
+            raise UserError(f"the first word must be one of {', '.join(ACTIONS)}{f', not {words[0]}' if words else ''}")
     except UserError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -165,6 +196,27 @@ def run_export(config: ExportConfig) -> None:
     )
     print(f"{target}: {done.architecture}, {done.nbytes / 1e6:.1f} MB in {len(done.files)} files")
     print_comparison(done.comparison)
+
+
+def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> None:
+    """Imports a run of Megatron-LM, and prints where it stands and how to go on."""
+    root = Path(config.save or "")
+    done = import_run(
+        Path(config.load or ""),
+        root,
+        build_model,
+        step=config.ckpt_step,
+        flags=flags,
+        with_optimizer=not config.no_load_optim,
+        file_bytes=config.file_size,
+    )
+    print(f"{done.saved.folder}: {done.saved.nbytes / 1e6:.1f} MB in {done.saved.seconds:.1f} s")
+    print(f"flags of the run, in {root / FLAGS}:\n  {shlex.join(done.flags)}")
+    if done.state is None:
+        print(f"to train it, give these flags, --pretrained-checkpoint {root} and the flags of a run, in any layout")
+    else:
+        at = f"iteration {done.state.iteration}, sample {done.state.consumed_train_samples}"
+        print(f"the run goes on at {at}: give its flags and --load {root}, in any layout")
 
 
 def print_comparison(comparison: Comparison | None) -> None:

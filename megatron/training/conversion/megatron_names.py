@@ -1,0 +1,99 @@
+"""Names and shapes of Megatron-LM's checkpoints for the canonical tensors of a model.
+
+Their torch_dist format stacks the tensors of all layers along a leading axis, under a name without the layer's number,
+if all layers have the same tensors. Norms have the names of Transformer Engine's fused layers, where these exist. Their
+shapes are ours with some neighbouring axes merged (the heads of `linear_qkv`, the gate and up halves of `linear_fc1`),
+so the elements have the same order; the vocabulary is padded.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Canonical tensors with a row per token id."""
+
+_LAYER = re.compile(r"(?P<stack>.*?\blayers)\.(?P<layer>\d+)\.(?P<rest>.*)")
+_FUSED = (
+    (r"(^|\.)input_layernorm\.(\w+)$", r"\1self_attention.linear_qkv.layer_norm_\2"),
+    (r"(^|\.)pre_mlp_layernorm\.(\w+)$", r"\1mlp.linear_fc1.layer_norm_\2"),
+    (r"(^|\.)q_layernorm\.(\w+)$", r"\1linear_q_up_proj.layer_norm_\2"),
+    (r"(^|\.)kv_layernorm\.(\w+)$", r"\1linear_kv_up_proj.layer_norm_\2"),
+)
+"""Norms that Transformer Engine computes together with the linear layer behind them."""
+_ALIASES = (
+    (r"\bmlp\.experts\.(?=linear_)", "mlp.experts.experts."),
+    (r"\.transformer_layer\.", ".mtp_model_layer."),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where their checkpoint holds a canonical tensor."""
+
+    name: str
+    layer: int | None
+    """Index in the leading axis, if the tensors of all layers are stacked."""
+
+
+def possible_places(name: str) -> Iterator[Place]:
+    """Yields the places where a checkpoint may hold a canonical tensor, the usual ones first."""
+    for spelling in _spellings(name):
+        found = _LAYER.fullmatch(spelling)
+        if found is not None:
+            yield Place(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+        yield Place(spelling, None)
+
+
+def _spellings(name: str) -> Iterator[str]:
+    names = [name]
+    for pattern, replacement in _ALIASES:
+        names += [other for other in (re.sub(pattern, replacement, known) for known in names) if other not in names]
+    for known in reversed(names):
+        fused = [re.sub(pattern, replacement, known) for pattern, replacement in _FUSED]
+        yield from (other for other in fused if other != known)
+        yield known
+
+
+def place_of(name: str, shapes: Mapping[str, Sequence[int]]) -> Place | None:
+    """Returns the place of a canonical tensor in a checkpoint whose tensors have these shapes; None if it has none."""
+    for place in possible_places(name):
+        if place.name in shapes and (place.layer is None or len(shapes[place.name]) > 1):
+            return place
+    return None
+
+
+def box_in(place: Place, theirs: Sequence[int], name: str, ours: Sequence[int]) -> Box:
+    """Returns the box of their tensor that has the elements of a canonical tensor, in the same order.
+
+    `theirs` and `ours` are the shapes of the whole tensors. Raises UserError if they do not fit, naming both.
+    """
+    inner = tuple(theirs) if place.layer is None else tuple(theirs[1:])
+    wanted = inner
+    if name in VOCABULARY and inner[0] > ours[0]:
+        wanted = (ours[0], *inner[1:])
+    layer_exists = place.layer is None or place.layer < theirs[0]
+    if not layer_exists or not merges_into(tuple(ours), wanted):
+        raise UserError(
+            f"{name} has shape {list(ours)} by the flags of the model, but {place.name} has shape {list(theirs)}"
+        )
+    if place.layer is None:
+        return Box((0,) * len(wanted), wanted)
+    return Box((place.layer, *(0,) * len(wanted)), (1, *wanted))
+
+
+def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
+    """Whether merging neighbouring dimensions of `ours` gives `theirs`."""
+    at = 0
+    for size in theirs:
+        product = 1
+        while at < len(ours) and product < size:
+            product *= ours[at]
+            at += 1
+        if product != size:
+            return False
+    return all(size == 1 for size in ours[at:]) and math.prod(ours) == math.prod(theirs)

@@ -1,0 +1,73 @@
+"""Arguments in a checkpoint of Megatron-LM become flags."""
+
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+from megatron.training.conversion.inert_pickle import Inert, Name
+from megatron.training.conversion.megatron_args import attributes, flags_of_arguments
+
+ARGUMENTS = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 96,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "max_position_embeddings": 16,
+    "add_bias_linear": False,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "num_experts": None,
+    "moe_router_topk": 2,
+    "position_embedding_type": "rope",
+    "rotary_base": 50000,
+    "untie_embeddings_and_output_weights": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": 40,
+    "padded_vocab_size": 128,
+    "seed": 5,
+    "lr": 1e-3,
+    "micro_batch_size": 1,
+    "global_batch_size": 4,
+    "train_iters": 8,
+    "tensor_model_parallel_size": 4,
+    "attention_backend": Inert(Name("megatron.core.transformer.enums", "AttnBackend"), (5,)),
+    "world_size": 8,
+    "save": "elsewhere",
+    "data_path": ["a", "b"],
+    "bf16": True,
+    "a_script's own": 3,
+    "norm_epsilon": 1e-6,
+}
+
+
+def test_flags_give_the_model_and_the_schedule() -> None:
+    words = flags_of_arguments(Inert(Name("argparse", "Namespace"), state=ARGUMENTS))
+    config = configure([*words, "--mock-data", "--num-workers", "0"], launch_environment=LaunchEnvironment(1, False))
+    found = config.flat()
+    for name in (
+        "num_layers",
+        "ffn_hidden_size",
+        "rotary_base",
+        "seed",
+        "lr",
+        "train_iters",
+        "add_bias_linear",
+        "bf16",
+    ):
+        assert found[name] == ARGUMENTS[name], name
+    assert found["layernorm_epsilon"] == 1e-6 and found["gated_linear_unit"] is True
+    text = " ".join(words)
+    for other in (
+        "--tensor-model",
+        "--save",
+        "--data-path",
+        "--moe-router-topk",
+        "--num-query-groups",
+        "--attention-b",
+    ):
+        assert other not in text, other
+
+
+def test_no_arguments_no_flags() -> None:
+    assert flags_of_arguments(None) == [] and attributes(None) == {} and attributes({"seed": 1}) == {"seed": 1}
