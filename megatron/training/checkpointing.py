@@ -27,7 +27,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.global_vars import current_run
-from megatron.training.inspection.run_description import architecture_differences, check_architecture, describe_run
+from megatron.training.inspection.run_description import (
+    architecture_differences,
+    check_architecture,
+    describe_run,
+    setting_differences,
+)
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.state import TrainState
 
@@ -121,6 +126,7 @@ class Checkpoints:
         }
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         facts = {"config": describe_run(self.config), "layout": layout, "keep_last": self.flags.keep_last}
+        facts["keep_every"] = self.flags.save_retain_interval
         return chunks, {"step": state.iteration, "common": common, **facts}
 
     def _report_saved(self, iteration: int, saved: SaveResult) -> None:
@@ -221,6 +227,7 @@ class Checkpoints:
         common = loaded.manifest.common
         if self.flags.finetune or "train_state" not in common:
             return
+        self._say(*setting_differences(self.config, loaded.manifest.config))
         state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
             spelling = partial(schedule_flag, self.config)

@@ -3,6 +3,7 @@
 python tools/checkpoint/convert.py import --hf-dir Qwen3-8B --save converted
 python tools/checkpoint/convert.py export --load checkpoints --hf-dir my-model
 python tools/checkpoint/convert.py import-megatron --load their-checkpoints --save converted [-- FLAGS OF THE RUN]
+python tools/checkpoint/convert.py export-megatron --load checkpoints --save for-megatron-lm
 
 No direction asks for a layout: any layout loads an imported checkpoint, and an export reads checkpoints of any
 layout. docs/checkpoints.md has an example to follow, and lists what can be converted.
@@ -30,6 +31,7 @@ from megatron.training.config.tool_flags import Section, read_tool_flags  # noqa
 from megatron.training.conversion.exporting import export_model  # noqa: E402
 from megatron.training.conversion.families import FAMILIES  # noqa: E402
 from megatron.training.conversion.importing import FLAGS, import_model  # noqa: E402
+from megatron.training.conversion.megatron_export import export_run  # noqa: E402
 from megatron.training.conversion.megatron_import import import_run  # noqa: E402
 from megatron.training.conversion.verification import Comparison  # noqa: E402
 from tools.entry_scripts import build_model  # noqa: E402
@@ -37,11 +39,11 @@ from tools.entry_scripts import build_model  # noqa: E402
 PROGRAM = "python tools/checkpoint/convert.py"
 KNOWN = ", ".join(family.architecture for family in FAMILIES)
 ABOUT = f"Converts models between the Hugging Face hub's format and ours, bit for bit. Architectures: {KNOWN}."
-ABOUT_MEGATRON = "Converts checkpoints of Megatron-LM to ours, bit for bit, without running their pickles."
+ABOUT_MEGATRON = "Converts runs of Megatron-LM to checkpoints and back, bit for bit, without running their pickles."
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-ACTIONS = ("import", "export", "import-megatron")
+ACTIONS = ("import", "export", "import-megatron", "export-megatron")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -128,7 +130,24 @@ class ImportMegatronConfig:
     """Approximate size of each file of the checkpoint. Default: 4GiB."""
 
 
-def missing(config: ImportConfig | ExportConfig | ImportMegatronConfig, *names: str) -> list[str]:
+@dataclass(kw_only=True, frozen=True)
+class ExportMegatronConfig:
+    """Flags of an export to Megatron-LM."""
+
+    load: str | None = None
+    """Folder of checkpoints, as in a run's --save. Required."""
+
+    ckpt_step: int | None = None
+    """Iteration of the checkpoint. Default: the newest whole checkpoint."""
+
+    save: str | None = None
+    """Folder to write, with a tracker file; it must be empty or not exist. Required."""
+
+
+AnyConfig = ImportConfig | ExportConfig | ImportMegatronConfig | ExportMegatronConfig
+
+
+def missing(config: AnyConfig, *names: str) -> list[str]:
     """Returns a problem for each of these flags that was not given."""
     return [f"{{{name}:name}} is required" for name in names if getattr(config, name) is None]
 
@@ -149,6 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             usage = f"{PROGRAM} import-megatron [flags] [-- flags of the run]"
             own = read_tool_flags(words[1:cut], [section], usage, ABOUT_MEGATRON).configs[0]
             run_import_megatron(own, words[cut + 1 :])
+        elif words[:1] == ["export-megatron"]:
+            exporting = Section("export-megatron", ExportMegatronConfig, lambda config: missing(config, "load", "save"))
+            usage = f"{PROGRAM} export-megatron [flags]"
+            run_export_megatron(read_tool_flags(words[1:], [exporting], usage, ABOUT_MEGATRON).configs[0])
         elif words[:1] in (["--help"], ["-h"]):
             actions = "|".join(ACTIONS)
             print(f"usage: {PROGRAM} {actions} [flags]\n\n{ABOUT}\n{ABOUT_MEGATRON}\n\nACTION --help lists its flags")
@@ -217,6 +240,13 @@ def run_import_megatron(config: ImportMegatronConfig, flags: Sequence[str]) -> N
     else:
         at = f"iteration {done.state.iteration}, sample {done.state.consumed_train_samples}"
         print(f"the run goes on at {at}: give its flags and --load {root}, in any layout")
+
+
+def run_export_megatron(config: ExportMegatronConfig) -> None:
+    """Exports a run to Megatron-LM."""
+    done = export_run(Path(config.load or ""), Path(config.save or ""), step=config.ckpt_step)
+    what = "with optimizer state" if done.with_optimizer else "weights only"
+    print(f"{done.folder}: {done.nbytes / 1e6:.1f} MB, {what}, in the format torch_dist")
 
 
 def print_comparison(comparison: Comparison | None) -> None:

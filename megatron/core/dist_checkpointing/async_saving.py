@@ -146,6 +146,7 @@ def begin_save(
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
     keep_last: int | None = None,
+    keep_every: int | None = None,
     group: dist.ProcessGroup | None = None,
     disk: Disk | None = None,
     announce: Callable[[SaveResult], None] = lambda saved: None,
@@ -157,7 +158,7 @@ def begin_save(
     """
     ranks, disk = RankCoordinator(group), disk or Disk()
     temporary, notes = begin(ranks, disk, root, step, common)
-    publish = publisher(ranks, disk, step, common, config, layout, keep_last)
+    publish = publisher(ranks, disk, step, common, config, layout, keep_last, keep_every)
     result = SaveResult(root / folders.folder_name(step), 0, 0.0, notes)
     staged = ranks.run_on_all(lambda: memory.copy(assign_writes(chunks, ranks.global_rank)))
     return PendingSave(ranks, disk, temporary, staged, publish, result, announce)

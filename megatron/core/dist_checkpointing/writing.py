@@ -57,19 +57,21 @@ def save(
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
     keep_last: int | None = None,
+    keep_every: int | None = None,
     group: dist.ProcessGroup | None = None,
     disk: Disk | None = None,
 ) -> SaveResult:
     """Writes a checkpoint `root/iter_NNNNNNN` (or `root/release`). Collective: each rank passes its own chunks.
 
     `common`, `config` and `layout` are JSON objects; `common` must be equal on all ranks. With `keep_last`, all
-    checkpoints older than the newest `keep_last` complete ones (including this one) are deleted afterwards. Returns
-    once the checkpoint is complete on disk and the tracker file names it. If one rank fails (disk full, no permission),
-    all ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
+    checkpoints older than the newest `keep_last` complete ones (including this one) are deleted afterwards; with
+    `keep_every`, those whose iteration is a multiple of it stay, and `keep_last` is 1 by default. Returns once the
+    checkpoint is complete on disk and the tracker file names it. If one rank fails (disk full, no permission), all
+    ranks raise UserError, earlier checkpoints stay as they were, and no partial files remain.
     """
     ranks, disk, started = RankCoordinator(group), disk or Disk(), time.monotonic()
     temporary, notes = begin(ranks, disk, root, step, common)
-    publish = publisher(ranks, disk, step, common, config, layout, keep_last)
+    publish = publisher(ranks, disk, step, common, config, layout, keep_last, keep_every)
     done = _write_and_publish(ranks, disk, temporary, chunks, publish)
     seconds = time.monotonic() - started
     return SaveResult(root / folders.folder_name(step), done["nbytes"], seconds, [*notes, *done["notes"]])
@@ -93,10 +95,11 @@ def publisher(
     config: Mapping[str, Any],
     layout: Mapping[str, Any],
     keep_last: int | None,
+    keep_every: int | None = None,
 ) -> Callable[[Path], dict[str, Any]]:
     """Returns the function that completes the temporary folder of a save, for rank 0."""
     contents = _Contents(ranks.size, common, config, layout)
-    return lambda temporary: _publish(disk, temporary, step, contents, keep_last)
+    return lambda temporary: _publish(disk, temporary, step, contents, keep_last, keep_every)
 
 
 def save_folder(
@@ -217,7 +220,14 @@ class _Contents:
     layout: Mapping[str, Any]
 
 
-def _publish(disk: Disk, temporary: Path, step: Step, contents: _Contents, keep_last: int | None) -> dict[str, Any]:
+def _publish(
+    disk: Disk,
+    temporary: Path,
+    step: Step,
+    contents: _Contents,
+    keep_last: int | None,
+    keep_every: int | None = None,
+) -> dict[str, Any]:
     """Writes the manifest, renames the folder, updates the tracker file and deletes old checkpoints."""
     root, folder = temporary.parent, temporary.parent / folders.folder_name(step)
     nbytes = _write_manifest(disk, temporary, folder, step if isinstance(step, int) else 0, contents)
@@ -229,7 +239,8 @@ def _publish(disk: Disk, temporary: Path, step: Step, contents: _Contents, keep_
         folders.write_tracker(disk, root, step)
     except OSError as error:
         raise cannot_point(root / folders.TRACKER, folder, error) from error
-    notes = [] if keep_last is None else keep_newest(disk, root, folder, keep_last)
+    keep = keep_last if keep_every is None else keep_last or 1
+    notes = [] if keep is None else keep_newest(disk, root, folder, keep, keep_every)
     return {"nbytes": nbytes, "notes": notes}
 
 
@@ -269,23 +280,29 @@ def _write_manifest(disk: Disk, temporary: Path, folder: Path, iteration: int, c
     return sum(index.data_size for index in indexes)
 
 
-def keep_newest(disk: Disk, root: Path, current: Path, count: int) -> list[str]:
-    """Deletes the checkpoints in `root` that are older than the newest `count` complete ones, `current` included.
+def keep_newest(disk: Disk, root: Path, current: Path, count: int, every: int | None = None) -> list[str]:
+    """Deletes the checkpoints in `root` that are older than the newest `count` complete ones, `current` included, but
+    for those whose iteration is a multiple of `every`.
 
     `current` is the checkpoint that was just saved. Folders of later iterations (after a run was set back), `release`,
     and folders without a manifest are kept. Returns sentences about what was deleted.
     """
-    ours = [f.path for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
+    found = [f for f in folders.candidates(root) if isinstance(f.step, int) and (f.path / MANIFEST).exists()]
+    ours = [f.path for f in found]
     complete, notes = 1, []
-    for path in ours[ours.index(current) + 1 :] if current in ours else ():
+    flags = f"--keep-last {count}" if every is None else f"--save-retain-interval {every}"
+    for folder in found[ours.index(current) + 1 :] if current in ours else ():
+        path = folder.path
         if complete < count:
             complete += _is_complete(path)
             continue
+        if every is not None and folder.iteration % every == 0:
+            continue
         try:
             folders.delete(disk, path)
-            notes.append(f"deleted {path.name} (--keep-last {count})")
+            notes.append(f"deleted {path.name} ({flags})")
         except OSError as error:
-            notes.append(f"could not delete {path} (--keep-last {count}): {error.strerror}")
+            notes.append(f"could not delete {path} ({flags}): {error.strerror}")
     return notes
 
 

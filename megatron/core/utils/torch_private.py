@@ -6,9 +6,9 @@ file of megatron/ or tools/ uses a private name.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
@@ -95,3 +95,44 @@ def local_group_named(name: str) -> Iterator[None]:
 def set_group_timeout(timeout: timedelta, group: ProcessGroup | None = None) -> None:
     """Sets how long collectives of a group (default: the world) may take."""
     distributed_c10d._set_pg_timeout(timeout, group)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints of torch.distributed.checkpoint
+
+
+class DistFolderWriter:
+    """Writes tensors and objects one by one into a data file of torch.distributed.checkpoint; makes its metadata."""
+
+    def __init__(self, data_file: str) -> None:
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        self._storage_info, self._types, self._data_file = filesystem._StorageInfo, metadata, data_file
+        self._entries: dict[str, Any] = {}
+        self._places: dict[Any, Any] = {}
+
+    def add_tensor(
+        self, file: BinaryIO, name: str, shape: Sequence[int], start: Sequence[int], values: torch.Tensor
+    ) -> None:
+        """Writes a box of the tensor `name`, which has this shape and begins at the index `start`."""
+        types = self._types
+        if name not in self._entries:
+            properties = types.TensorProperties(dtype=values.dtype)
+            self._entries[name] = types.TensorStorageMetadata(properties, torch.Size(shape), [])
+        box = types.ChunkStorageMetadata(torch.Size(start), values.size())
+        self._entries[name].chunks.append(box)
+        self._write(file, types.MetadataIndex(name, torch.Size(start)), values)
+
+    def add_object(self, file: BinaryIO, name: str, value: Any) -> None:
+        """Writes an object."""
+        self._entries[name] = self._types.BytesStorageMetadata()
+        self._write(file, self._types.MetadataIndex(name), value)
+
+    def metadata(self) -> Any:
+        """Returns the object whose pickle is the folder's `.metadata`."""
+        return self._types.Metadata(self._entries, storage_data=self._places)
+
+    def _write(self, file: BinaryIO, index: Any, value: Any) -> None:
+        begin = file.tell()
+        torch.save(value, file)
+        self._places[index] = self._storage_info(self._data_file, begin, file.tell() - begin)

@@ -35,8 +35,9 @@ class CheckpointConfig:
     keep_last: int | None = flag(None, only_with="save")
     """Number of checkpoints to keep. Older ones are deleted once a newer one is complete. All when not given."""
 
-    save_retain_interval: int | None = flag(None, no_effect="not yet: all checkpoints are kept, or --keep-last of them")
-    """Keep only checkpoints whose iteration is a multiple of this."""
+    save_retain_interval: int | None = flag(None, only_with="save")
+    """Keep only checkpoints whose iteration is a multiple of this, and the newest (with --keep-last: the newest ones).
+    The others are deleted once a newer one is complete."""
 
     load: str | None = None
     """Folder to load from; its newest complete checkpoint is loaded. If it contains none, a new run starts and a line
@@ -141,7 +142,7 @@ class CheckpointConfig:
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no folder."""
-        yield from too_small(self, ("save_interval", "keep_last"), 1)
+        yield from too_small(self, ("save_interval", "keep_last", "save_retain_interval"), 1)
         yield from too_small(self, ("ckpt_step",), 0)
         for field in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
             if getattr(self, field) not in (None, False) and self.load is None and self.pretrained_checkpoint is None:

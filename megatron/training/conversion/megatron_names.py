@@ -97,3 +97,23 @@ def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
         if product != size:
             return False
     return all(size == 1 for size in ours[at:]) and math.prod(ours) == math.prod(theirs)
+
+
+def exported_place(name: str, stacked: bool) -> Place:
+    """Returns the place that a canonical tensor of a GPT model gets in an export, with or without stacked layers."""
+    for pattern, replacement in (*_ALIASES[:1], *_FUSED[:2]):
+        name = re.sub(pattern, replacement, name)
+    found = _LAYER.fullmatch(name)
+    if found is None or not stacked:
+        return Place(name, None)
+    return Place(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+
+
+def exported_shape(name: str, shape: Sequence[int], divisor: int) -> tuple[int, ...]:
+    """Returns the shape that a canonical tensor gets in an export: matrices [out, in], biases [out], both with a
+    leading axis for experts, and a vocabulary that `divisor` divides."""
+    experts, rest = (tuple(shape[:1]), tuple(shape[1:])) if ".experts.linear_" in name else ((), tuple(shape))
+    if name in VOCABULARY:
+        rest = (-(-rest[0] // divisor) * divisor, *rest[1:])
+    is_matrix = len(rest) > 1 and name.endswith("weight")
+    return (*experts, math.prod(rest[:-1]), rest[-1]) if is_matrix else (*experts, math.prod(rest))

@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
+from megatron.training.config.command_line import read_command_line
 from megatron.training.config.flag_table import Flag, flag_table, parent_of, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -225,6 +226,61 @@ def architecture_differences(config: PretrainConfig, described: Mapping[str, Any
         for name in differing
         if not (_goes_with(name, differing) and None in (ours.get(name), theirs.get(name)))
     ]
+
+
+COMPARED = (
+    "seed",
+    "bf16",
+    "fp16",
+    "fp64",
+    "seq_length",
+    "global_batch_size",
+    "rampup_batch_size",
+    "mock_data",
+    "data_path",
+    "train_data_path",
+    "valid_data_path",
+    "data_args_path",
+    "per_split_data_args_path",
+    "split",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "optimizer",
+    "clip_grad",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "attention_dropout",
+    "hidden_dropout",
+    "calculate_per_token_loss",
+    "eod_mask_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
+"""Fields with which a resumed run may differ from the run before, but then goes on otherwise than that one would."""
+
+
+def setting_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for each of `COMPARED`, and for each version, that differs from another run's description."""
+    if "command_line" not in described:
+        return []
+    ours = read_command_line(command_line_of(config), ignore_unknown_args=True).values
+    theirs = read_command_line(described["command_line"], ignore_unknown_args=True).values
+    pairs = [(spelling_of(name), ours[name], theirs[name]) for name in COMPARED]
+    pairs += [(name, describe_run(config)[name], described.get(name)) for name in ("torch", "python")]
+    return [
+        f"{name} is {_shown_or_unset(now)} in this run and was {_shown_or_unset(before)} when the checkpoint was saved"
+        for name, now, before in pairs
+        if now != before
+    ]
+
+
+def _shown_or_unset(value: Any) -> str:
+    return "not set" if value is None else value_text(value)
 
 
 def _goes_with(field: str, others: Container[str | None]) -> bool:

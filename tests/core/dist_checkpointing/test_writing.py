@@ -90,6 +90,17 @@ def test_keep_last(tmp_path):
     assert saved.notes == ["deleted iter_0000020 (--keep-last 2)"]
 
 
+def test_retain_interval(tmp_path):
+    """--save-retain-interval: multiples stay, and the newest until a newer one is complete."""
+    for step in (10, 15, 20, 25, 30, 35):
+        saved = save_step(tmp_path, step, keep_every=20)
+    assert names(tmp_path) == ["iter_0000020", "iter_0000035", TRACKER]
+    assert saved.notes == ["deleted iter_0000030 (--save-retain-interval 20)"]
+    for step in (40, 45, 50):
+        save_step(tmp_path, step, keep_last=2, keep_every=20)
+    assert names(tmp_path) == ["iter_0000020", "iter_0000040", "iter_0000045", "iter_0000050", TRACKER]
+
+
 def test_a_checkpoint_that_was_moved_to_another_disk(tmp_path):
     """A link stands in its place. Once it is old, the link goes, and what it points to stays."""
     root, moved = tmp_path / "root", tmp_path / "moved"

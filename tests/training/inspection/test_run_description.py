@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from support.command_lines import SMALL, configured
 
 from megatron.core.exceptions import UserError
@@ -13,6 +14,7 @@ from megatron.training.inspection.run_description import (
     check_architecture,
     command_line_of,
     describe_run,
+    setting_differences,
 )
 
 FLAGS = [
@@ -107,3 +109,16 @@ def test_of_two_with_experts_the_routers_are_compared():
 
 def test_a_checkpoint_that_says_nothing_of_its_run_is_not_compared():
     assert architecture_differences(configured(), {}) == []
+
+
+def test_settings_with_which_a_run_goes_on_otherwise_are_named():
+    """--seed and the data: a resumed run may change them, and then a line says so."""
+    before = describe_run(configured("--seed 1 --split 90,10,0"))
+    assert setting_differences(configured("--seed 1 --split 90,10,0"), before) == []
+    assert setting_differences(configured("--clip-grad 0.5"), {**before, "torch": "1.0"}) == [
+        "--seed is 1234 in this run and was 1 when the checkpoint was saved",
+        "--split is not set in this run and was 90,10,0 when the checkpoint was saved",
+        "--clip-grad is 0.5 in this run and was 1.0 when the checkpoint was saved",
+        f"torch is {torch.__version__} in this run and was 1.0 when the checkpoint was saved",
+    ]
+    assert setting_differences(configured(""), {}) == []

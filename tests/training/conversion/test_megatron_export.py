@@ -1,0 +1,74 @@
+"""Exports to Megatron-LM, read by torch's own reader, and imported again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from training.conversion.megatron_runs import FLAGS, GOLDEN, same_bits, tensors_in
+from training.conversion.saved_models import save_checkpoint
+from training.conversion.test_torch_dist import read_by_torch
+
+from megatron.core.exceptions import UserError
+from megatron.training.conversion.megatron_export import export_run
+from megatron.training.conversion.megatron_import import ImportedRun, import_run
+from megatron.training.conversion.torch_archive import TorchArchive
+from megatron.training.conversion.torch_dist import DistFolder
+from pretrain_gpt import build_model
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def imported(name: str, root: Path) -> ImportedRun:
+    return import_run(GOLDEN / name, root, build_model, flags=FLAGS[name].split(), log=quiet)
+
+
+@pytest.mark.parametrize(
+    ("name", "iteration"),
+    [("gpt2style_optim", 1), ("llamastyle_distopt_fully_reshardable", 1), ("moe_fully_reshardable", 2)],
+)
+def test_there_and_back(name: str, iteration: int, tmp_path: Path) -> None:
+    """An import that is exported has the names, shapes and values that Megatron-LM wrote, but for padded rows."""
+    ours = imported(name, tmp_path / "ours")
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
+    assert done.folder == tmp_path / "theirs" / f"iter_{iteration:07d}" and done.with_optimizer
+    golden, made = read_by_torch(GOLDEN / name / done.folder.name), read_by_torch(done.folder)
+    missing = {key for key in made.keys() - golden.keys() if not key.startswith("optimizer.state.param.")}
+    assert not missing and golden.keys() <= made.keys()
+    for key, tensor in golden.items():
+        if "word_embeddings" in key or "output_layer" in key:  # rows are padded to a multiple of 128
+            assert made[key].shape == (128, tensor.shape[1]) and same_bits(made[key][: len(tensor)], tensor), key
+        else:
+            assert same_bits(made[key], tensor), key
+    assert DistFolder(done.folder).objects.keys() >= {
+        key for key in DistFolder(GOLDEN / name / done.folder.name).objects if "fc1._extra_state" in key
+    }
+    again = import_run(tmp_path / "theirs", tmp_path / "again", build_model, log=quiet)  # the flags are in it
+    first, second = tensors_in(ours.saved.folder), tensors_in(again.saved.folder)
+    assert first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)
+    assert again.state == ours.state
+
+
+def test_common_state_is_what_torch_loads(tmp_path: Path) -> None:
+    imported("gpt2style_optim", tmp_path / "ours")
+    folder = export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet).folder
+    common = torch.load(folder / "common.pt", weights_only=False)
+    assert common["iteration"] == 1 and common["checkpoint_version"] == 3.0 and common["args"].num_layers == 2
+    assert common["args"].consumed_train_samples == 4 and common["opt_param_scheduler"]["num_steps"] == 4
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0] and groups[0]["step"] == 1.0
+    assert TorchArchive(folder / "common.pt").load()["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
+    assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full" / "x").mkdir(parents=True)
+    with pytest.raises(UserError, match="full is not empty"):
+        export_run(tmp_path, tmp_path / "full")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        export_run(tmp_path / "none", tmp_path / "theirs")
+    save_checkpoint("--mtp-num-layers 1", tmp_path / "mtp")
+    with pytest.raises(UserError, match="not yet for --mtp-num-layers"):
+        export_run(tmp_path / "mtp", tmp_path / "theirs", log=quiet)
+    assert not (tmp_path / "theirs").exists()
