@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from megatron.core.dist_checkpointing.chunk import MASTER, is_weight, optimizer_
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
+from megatron.training.conversion.megatron_names import Found
 from megatron.training.conversion.torch_dist import DistFolder, DistTensor
-
-if TYPE_CHECKING:
-    from megatron.training.conversion.megatron_source import Found
 
 _FLAT = re.compile(
     r"(?P<group>(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_\d+\.dtype_\(.*\))"
@@ -65,7 +62,7 @@ def is_flat_state(name: str) -> bool:
 
 
 def find_flat_state(
-    folder: DistFolder, tensors: Mapping[str, DistTensor], shapes: Mapping[str, Sequence[int]], found: "Found"
+    folder: DistFolder, tensors: Mapping[str, DistTensor], shapes: Mapping[str, Sequence[int]], found: Found
 ) -> None:
     """Adds main weights and moments to `found`, whose weights are known. Raises UserError if a parameter is not found
     in the buffers, and for buffers of several model parallel ranks."""
@@ -119,7 +116,7 @@ def _buckets(folder: DistFolder, tensors: Mapping[str, DistTensor]) -> list[Buck
     return [grouped[key] for key in sorted(grouped)]
 
 
-def _parts(shapes: Mapping[str, Sequence[int]], found: "Found") -> list[_Part]:
+def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_Part]:
     """Returns the parameters in the order of the model; experts one by one."""
     parts = []
     for name, shape in shapes.items():
@@ -134,7 +131,7 @@ def _parts(shapes: Mapping[str, Sequence[int]], found: "Found") -> list[_Part]:
 class _Index:
     """Finds parameters by their first elements. Those of equal content are taken last first, as buffers hold them."""
 
-    def __init__(self, parts: Sequence[_Part], found: "Found") -> None:
+    def __init__(self, parts: Sequence[_Part], found: Found) -> None:
         self.found = found
         self.ambiguous: set[str] = set()
         self.by_signature: dict[bytes, list[_Part]] = defaultdict(list)

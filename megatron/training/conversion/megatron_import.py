@@ -28,7 +28,8 @@ from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.importing import FLAGS
 from megatron.training.conversion.megatron_args import attributes, flags_of_arguments
-from megatron.training.conversion.megatron_source import DistSource, Found, Source, SourceTensor, numbers_called
+from megatron.training.conversion.megatron_names import Found, SourceTensor
+from megatron.training.conversion.megatron_source import DistSource, Source, numbers_called
 from megatron.training.conversion.model import BuildModel, canonical_shapes
 from megatron.training.conversion.torch_dist import METADATA, DistFolder
 from megatron.training.inspection.run_description import describe_run

@@ -8,8 +8,11 @@ so the elements have the same order; the vocabulary is padded.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
@@ -38,6 +41,29 @@ class Place:
     name: str
     layer: int | None
     """Index in the leading axis, if the tensors of all layers are stacked."""
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor that can be read: its type, and a function that returns its elements, one-dimensional."""
+
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class Found:
+    """The tensors of a checkpoint by our names."""
+
+    tensors: dict[str, SourceTensor] = field(default_factory=dict)
+    """Weights by canonical name, and optimizer state by `optimizer_state_name`."""
+    dropped: set[str] = field(default_factory=set)
+    """Names of what is left behind on purpose: random states, and Transformer Engine's extra states."""
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
+        """Adds a tensor by our name."""
+        self.tensors[name] = SourceTensor(dtype, read)
 
 
 def possible_places(name: str) -> Iterator[Place]:

@@ -2,19 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
-
-import torch
-from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import MASTER, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.flat_buffers import find_flat_state, is_flat_state
-from megatron.training.conversion.megatron_names import box_in, place_of
+from megatron.training.conversion.megatron_names import Found, box_in, place_of
 from megatron.training.conversion.torch_archive import StoredTensor
 from megatron.training.conversion.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
 
@@ -24,29 +20,6 @@ KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "param": MASTER, "fp3
 _STATE = re.compile(rf"(?:chained_\d+\.)?optimizer\.state\.(?P<kind>{'|'.join(KINDS)})\.(?P<name>.*)")
 _GROUPS = re.compile(r".*\.dp_group_idx_\d+\.optimizer/shard_.*")
 _DROPPED = re.compile(r"(.*\.)?_extra_state(/.*)?|rng_state(/.*)?|rerun_state_machine_state(/.*)?")
-
-
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor that can be read: its type, and a function that returns its elements, one-dimensional."""
-
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-
-
-@dataclass
-class Found:
-    """The tensors of a checkpoint by our names."""
-
-    tensors: dict[str, SourceTensor] = field(default_factory=dict)
-    """Weights by canonical name, and optimizer state by `optimizer_state_name`."""
-    dropped: set[str] = field(default_factory=set)
-    """Names of what is left behind on purpose: random states, and Transformer Engine's extra states."""
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, name: str, dtype: torch.dtype, read: Callable[[], Tensor]) -> None:
-        """Adds a tensor by our name."""
-        self.tensors[name] = SourceTensor(dtype, read)
 
 
 class Source(Protocol):

@@ -15,6 +15,7 @@ from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 from tools.checkpoint.convert import main, size_in_bytes
 
+FIRST = "the first word must be one of import, export, import-megatron, export-megatron"
 SCRIPT = Path(__file__).resolve().parents[3] / "tools" / "checkpoint" / "convert.py"
 
 
@@ -72,8 +73,11 @@ def test_a_refused_export_is_an_error_and_exit_code_2(tmp_path: Path, capsys: py
 
 def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        ([], "error: the first word must be import or export\n"),
-        (["convert"], "error: the first word must be import or export, not convert\n"),
+        ([], f"error: {FIRST}\n"),
+        (
+            ["convert"],
+            "error: the first word must be one of import, export, import-megatron, export-megatron, not convert\n",
+        ),
         (["import", "--save", "x"], "error: --hf-dir is required\n"),
         (["export", "--load", "x", "--hf-dir", "y", "--max-shard-size", "5XB"], "5XB: not a size, such as 5GB"),
         (["import", "--hf-dir", str(tmp_path), "--save", "x"], f"error: {tmp_path} has no config.json"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.flat_buffers import find_flat_state, is_flat_state
-from megatron.training.conversion.megatron_source import Found
+from megatron.training.conversion.megatron_names import Found
 from megatron.training.conversion.torch_dist import DistFolder
 
 GROUP = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32)"
