@@ -69,7 +69,7 @@ class TransformerConfig(
     stages and `mtp_standalone`, if a layout or a schedule determines them. Output projections are initialized with a
     standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model, or in a
     hybrid model, whose layers are added to the residual stream once, by sqrt(num_layers). With `use_mup` also
-    `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`, whatever they are.
+    `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`; values given for them have no effect.
 
     Raises UserError if a value is impossible or its feature is not implemented yet.
     """
