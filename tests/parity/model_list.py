@@ -268,7 +268,7 @@ _DELTA = {
     "experimental_attention_variant": "gated_delta_net",
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,  # heads of few channels may be almost zero, and their division by their length amplifies
+    "linear_key_head_dim": 8,  # division by the length of a head that is almost zero amplifies rounding
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 3,
 }
@@ -278,7 +278,7 @@ MIXERS = [
     Model(
         "delta-packed",
         tied=True,
-        settings={**_DELTA, "linear_attention_freq": [1, 1, 1, 0], "layernorm_zero_centered_gamma": True},
+        settings={**_DELTA, "linear_attention_freq": [1, 0, 0, 1], "layernorm_zero_centered_gamma": True},
         packed=True,
         rows=2,
     ),
