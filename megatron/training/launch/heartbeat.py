@@ -114,7 +114,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
         _Generation.current = self
-        progress.on_phase = self._send_beat
+        progress.on_phase = self._phase_began
 
     # The main thread -------------------------------------------------------------------------------------------------
 
@@ -222,6 +222,11 @@ class Heartbeat:
         ]
         counts = [[channel.name, channel.ranks, channel.number] for channel in list(activity.channels.values())]
         return {"waits": waits, "counts": counts, "place": place_of_main_thread()}
+
+    def _phase_began(self) -> None:
+        self._send_beat()
+        if self._server is not None:
+            self._server.tell_phase(**self.progress.where())
 
     def _send_beat(self) -> None:
         waits = bool(activity.waits)

@@ -51,6 +51,14 @@ class HeartbeatServer:
         self._listener.close()
         self._selector.close()
 
+    def tell_phase(self, phase: str, iteration: int | None) -> None:
+        """Tells all ranks what rank 0 is at. The main thread calls this: rank 0 may be gone before another thread
+        runs."""
+        line = json.dumps({"type": "beat", "phase": phase, "iteration": iteration}).encode() + b"\n"
+        for connection in list(self._ranks):
+            with contextlib.suppress(OSError):
+                connection.send(line)
+
     def stop(self) -> None:
         """Ends the thread."""
         self._over = True
