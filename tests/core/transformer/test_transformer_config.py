@@ -53,6 +53,9 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_router_group_score_topk",
     "moe_expert_mlp_bias",
     "latent_layernorm_epsilon",
+    "hybrid_layer_pattern",
+    "mamba_conv_kernel_dim",
+    "mamba_min_time_step",
     "use_mup",
     "mup_width_mult",
     "mup_base_hidden_size",
@@ -62,7 +65,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "mup_attn_scale_power",
 }
 """Ours too: what models need beyond the published fields (docs/models.md)."""
-OTHER_DEFAULTS = {"transformer_impl": "auto"}
+OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}
 
 
 def small(**fields: Any) -> TransformerConfig:
@@ -177,7 +180,7 @@ def test_several_mistakes_come_together() -> None:
         ({"adam_eps": 0.0}, "adam_eps 0.0 must be larger than 0"),
         ({"clip_grad": -1.0}, "clip_grad -1.0 must be at least 0; 0 turns clipping off"),
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr 0.001 is larger than lr 0.0001"),
-        ({"optimizer": "muon"}, "optimizer muon: not yet; what works so far is adam or sgd"),
+        ({"optimizer": "lion"}, "optimizer lion"),
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
