@@ -54,6 +54,9 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_expert_mlp_bias",
     "latent_layernorm_epsilon",
     "hybrid_layer_pattern",
+    "muon_scalar_optimizer",
+    "muon_use_syrk",
+    "muon_coefficient_type",
     "mamba_conv_kernel_dim",
     "mamba_min_time_step",
     "use_mup",
@@ -180,7 +183,6 @@ def test_several_mistakes_come_together() -> None:
         ({"adam_eps": 0.0}, "adam_eps 0.0 must be larger than 0"),
         ({"clip_grad": -1.0}, "clip_grad -1.0 must be at least 0; 0 turns clipping off"),
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr 0.001 is larger than lr 0.0001"),
-        ({"optimizer": "lion"}, "optimizer lion"),
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},

@@ -45,6 +45,8 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     # newer than the releases
     "--validation-set-names",
     "--hybrid-layer-pattern",
+    "--mamba-conv-kernel-dim",
+    "--mamba-min-time-step",
     "--hybrid-attention-ratio",
     "--hybrid-mlp-ratio",
     "--use-mup",
@@ -53,7 +55,7 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--mup-embedding-mult",
     "--mup-output-mult",
     "--mup-base-head-dim",
-    "--mup-attn-scale-power", "--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--mamba-num-heads",
+    "--mup-attn-scale-power",
     "--muon-coefficient-type",
     "--muon-nesterov",
     "--muon-scalar-optimizer",
@@ -71,7 +73,6 @@ MODEL_OPTIONS = {
     "--attention-chunk-size", "--attention-chunk-skip-freq", "--alibi", "--alibi-factor", "--nope-temperature-scale",
     "--nope-temperature-floor", "--geglu",
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
-    "--mamba-conv-kernel-dim", "--mamba-min-time-step",
     "--moe-router-group-score-topk", "--moe-expert-mlp-bias", "--no-moe-expert-mlp-bias",
 }  # fmt: skip
 """Ours too: what models need beyond the published fields (docs/models.md)."""
