@@ -157,7 +157,7 @@ def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def power_of_two_scales(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the smallest powers of two (float32) that bring these largest absolute values into the range of a type.
-    A value that is not finite gets the smallest scale, and is stored as NaN or infinity."""
+    If a value is not finite, its whole block is stored as NaN or infinity."""
     bits = (amax / torch.full_like(amax, torch.finfo(dtype).max)).view(torch.int32)
     above = ((bits & 0x007FFFFF) != 0).to(torch.int32)
     return ((bits & 0x7F800000) + above * 0x00800000).clamp(min=0x00800000).view(torch.float32)
