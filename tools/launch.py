@@ -134,6 +134,8 @@ class Launcher:
         fast = 0
         while True:
             before, started = newest_iteration(self.save), time.monotonic()
+            if self.received is not None:  # while no process was there to pass it to
+                return 128 + self.received
             code = self._start(self.command if before is None else resuming(self.command, self.save))
             after, seconds = newest_iteration(self.save), time.monotonic() - started
             if self.received is not None:
@@ -167,6 +169,8 @@ class Launcher:
             self._process = subprocess.Popen(command)
         except OSError as error:
             raise UserError(f"{command[0]} cannot be started: {error.strerror}") from None
+        if self.received is not None:  # since the last look at it
+            self._pass_on(self.received, None)
         code = self._process.wait()
         return 128 - code if code < 0 else code
 

@@ -97,6 +97,12 @@ def test_a_signal_goes_to_a_rank_and_is_the_end(launcher, tmp_path: Path) -> Non
     assert time.monotonic() - begun < 50 and signal.getsignal(signal.SIGUSR1) == before
 
 
+def test_a_signal_before_a_start_is_the_end_too(launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the checkpoints are looked through, no process is there to pass it to."""
+    monkeypatch.setattr(launch, "newest_iteration", lambda save: os.kill(os.getpid(), signal.SIGUSR1))
+    assert launcher("0").run() == 128 + signal.SIGUSR1 and not (tmp_path / "starts").exists()
+
+
 def test_the_words_of_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "torchrun",
