@@ -182,10 +182,11 @@ class RerunStateMachine:
         """Returns the check as it is, or with an injected error. Only results of training steps get one."""
         if self.injector is None or self._step is None:
             return check
-        first = self._step.first
+        first, number = self._step.first, len(self._step.checks)
         if first is None:
             return self.injector.inject(check, again=False) if self.injector.is_due() else check
-        return self.injector.inject(check, again=True) if first[len(self._step.checks)].injected else check
+        injected = number < len(first) and first[number].injected
+        return self.injector.inject(check, again=True) if injected else check
 
     def is_unexpectedly_large(
         self, result: Tensor, threshold: float, context: str, num_samples: int = 100, resample: bool = False

@@ -172,3 +172,16 @@ def test_losses_are_validated_where_the_script_validates_nothing() -> None:
         machine.step(compute, lambda: True)
     machine.injector = None
     machine.validate_losses([{"lm loss": NAN}])  # nothing to inject: nothing is validated
+
+
+def test_a_second_computation_may_validate_more_results() -> None:
+    """An error is injected into the first result alone, again in the second computation."""
+    machine = RerunStateMachine(RerunMode.VALIDATE_RESULTS, RerunErrorInjector(1, "transient_error"))
+    counts = iter((1, 2))
+
+    def compute() -> str:
+        for _ in range(next(counts)):
+            machine.validate_result(torch.tensor(1.0), torch.isnan, "loss")
+        return "done"
+
+    assert machine.step(compute, lambda: True) == "done" and next(counts, None) is None
