@@ -27,6 +27,7 @@ _HARMLESS_BUILTINS = frozenset(
 _OLD_NAMES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Names of Python 2, which pickles up to protocol 2 have."""
 _MAX_KEY_LENGTH = 16
+_MAX_DIMS = 64
 
 
 class UnreadablePickle(UserError):
@@ -83,7 +84,7 @@ def read_pickle(content: bytes, source: str, constructors: dict[str, Construct] 
     """
     if len(content) > MAX_PICKLE_BYTES:
         raise UnreadablePickle(f"{source}: a pickle of {len(content)} bytes; {MAX_PICKLE_BYTES} are the most")
-    machine = _Machine(constructors or {})
+    machine = _Machine(constructors or {}, len(content))
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(content)):
             machine.execute(opcode.name, argument)
@@ -105,9 +106,10 @@ _LITERALS = frozenset(
 class _Machine:
     """The stack, the marks and the memo of a pickle."""
 
-    def __init__(self, constructors: dict[str, Construct]) -> None:
-        self.constructors = {"collections.OrderedDict": _ordered, "torch.Size": lambda args: tuple(args[0])}
-        self.constructors |= constructors
+    def __init__(self, constructors: dict[str, Construct], most_copies: int) -> None:
+        self.constructors = {"collections.OrderedDict": self._ordered, "torch.Size": _size} | constructors
+        self.copies_left = most_copies
+        """Items that may still be copied. A pickle has fewer items than bytes."""
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -223,6 +225,16 @@ class _Machine:
             case other:
                 raise UserError(f"a persistent id that is no storage ({type(other).__name__})")
 
+    def _ordered(self, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+        made: dict[Any, Any] = {}
+        for pair in arguments[0] if arguments else ():
+            self.copies_left -= 1
+            if self.copies_left < 0:
+                raise UserError("dicts with more items than the pickle has")
+            key, value = pair
+            _put(made, [key, value])
+        return made
+
     def _make(self, made_by: Any, arguments: Any) -> Any:
         if not isinstance(made_by, Name) or not isinstance(arguments, tuple):
             raise UserError("a call of something that is no name, or without arguments")
@@ -255,11 +267,11 @@ def _checked(module: Any, name: Any) -> Name:
     return Name(module, name)
 
 
-def _ordered(arguments: tuple[Any, ...]) -> dict[Any, Any]:
-    made: dict[Any, Any] = {}
-    for pair in arguments[0] if arguments else ():
-        _put(made, list(pair))
-    return made
+def _size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    (sizes,) = arguments
+    if len(sizes) > _MAX_DIMS:
+        raise UserError(f"a torch.Size of {len(sizes)} numbers")
+    return tuple(sizes)
 
 
 def _put(target: Any, values: list[Any]) -> None:
@@ -282,6 +294,14 @@ def _extend(target: Any, values: list[Any]) -> None:
         target += values
     else:
         raise TypeError(f"elements of a {type(target).__name__}")
+
+
+def shown(value: Any) -> str:
+    """Returns a value of a pickle for a message. Values inside others are shown only if they are numbers, texts or
+    names: the text of nested ones can have exponential length."""
+    parts = value if isinstance(value, list | tuple) else (value,)
+    plain = all(part is None or isinstance(part, str | int | float | Name) for part in parts)
+    return str(value)[:80] if plain else f"a {type(value).__name__}"
 
 
 def _checked_key(key: Any) -> Any:

@@ -108,10 +108,13 @@ class DistSource:
         return set(used)
 
 
-def numbers_called(value: Any, names: Sequence[str], depth: int = 8) -> Iterator[float]:
-    """Yields the numbers that stand under one of these keys anywhere in nested dicts and lists."""
-    if depth == 0:
+def numbers_called(value: Any, names: Sequence[str], depth: int = 8, seen: set[int] | None = None) -> Iterator[float]:
+    """Yields the numbers that stand under one of these keys anywhere in nested dicts and lists. What is shared is
+    looked at once."""
+    seen = set() if seen is None else seen
+    if depth == 0 or id(value) in seen:
         return
+    seen.add(id(value))
     if isinstance(value, dict):
         for key, item in value.items():
             if key in names and isinstance(item, int | float):
@@ -119,7 +122,7 @@ def numbers_called(value: Any, names: Sequence[str], depth: int = 8) -> Iterator
             elif key in names and isinstance(item, StoredTensor) and item.numel == 1:
                 yield item.read().item()
             else:
-                yield from numbers_called(item, names, depth - 1)
+                yield from numbers_called(item, names, depth - 1, seen)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from numbers_called(item, names, depth - 1)
+            yield from numbers_called(item, names, depth - 1, seen)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.inert_pickle import Name, Storage, read_pickle
+from megatron.training.conversion.inert_pickle import MAX_PICKLE_BYTES, Name, Storage, read_pickle, shown
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -32,7 +32,8 @@ _STORAGES = {
     "BoolStorage": torch.bool,
     "UntypedStorage": torch.uint8,
 }
-_DTYPES = {str(dtype): dtype for dtype in [*_STORAGES.values(), torch.float8_e4m3fn, torch.float8_e5m2]}
+DTYPES = {str(dtype): dtype for dtype in [*_STORAGES.values(), torch.float8_e4m3fn, torch.float8_e5m2]}
+"""Types of tensors by name."""
 _BLOCK = 16 << 20
 _MAX_DIMS = 16
 
@@ -87,6 +88,8 @@ class TorchArchive:
         """Returns the object: plain data, `Inert` records, and `StoredTensor`s. Raises UserError for anything
         unusual."""
         place, size, _ = self._member("data.pkl")
+        if size > MAX_PICKLE_BYTES:
+            raise UserError(f"{self.path}: data.pkl has {size} bytes; {MAX_PICKLE_BYTES} are the most")
         with self._open() as file:
             file.seek(place)
             content = file.read(size)
@@ -118,7 +121,7 @@ class TorchArchive:
         numbers = (offset, *shape[:_MAX_DIMS], *strides[:_MAX_DIMS])
         sound = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
         if not sound or len(shape) != len(strides) or len(shape) > _MAX_DIMS:
-            raise UserError(f"a tensor of shape {str(shape)[:80]} with strides {str(strides)[:80]}")
+            raise UserError(f"a tensor of shape {shown(shape)} with strides {shown(strides)}")
         found = dtype or _STORAGES[storage.kind]
         spans = zip(shape, strides, strict=True)
         last = offset + sum((size - 1) * stride for size, stride in spans) if math.prod(shape) else offset - 1
@@ -129,9 +132,9 @@ class TorchArchive:
 
     def _tensor_v3(self, arguments: tuple[Any, ...]) -> StoredTensor:
         dtype = arguments[6]
-        if not isinstance(dtype, Name) or str(dtype) not in _DTYPES:
-            raise UserError(f"a tensor of type {dtype}")
-        return self._tensor(arguments[:4], _DTYPES[str(dtype)])
+        if not isinstance(dtype, Name) or str(dtype) not in DTYPES:
+            raise UserError(f"a tensor of type {shown(dtype)}")
+        return self._tensor(arguments[:4], DTYPES[str(dtype)])
 
     def _open(self) -> BinaryIO:
         try:

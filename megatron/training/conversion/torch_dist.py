@@ -17,8 +17,15 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.geometry import intersect
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.inert_pickle import MAX_PICKLE_BYTES, Inert, UnreadablePickle, read_pickle
-from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
+from megatron.training.conversion.inert_pickle import (
+    MAX_PICKLE_BYTES,
+    Inert,
+    Name,
+    UnreadablePickle,
+    read_pickle,
+    shown,
+)
+from megatron.training.conversion.torch_archive import DTYPES, StoredTensor, TorchArchive
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -53,6 +60,7 @@ class DistTensor:
         Raises UserError if the stored boxes do not contain each element exactly once, or a file is damaged.
         """
         found, target = 0, torch.empty(box.shape, dtype=self.dtype)
+        filled: Tensor | None = None
         for stored, place in self.boxes.items():
             shared = intersect(stored, box)
             if shared is None:
@@ -65,6 +73,11 @@ class DistTensor:
                 values = _inside(source.read().view(stored.shape), stored, shared)
             _inside(target, box, shared).copy_(values)
             found += shared.numel
+            if shared.numel < box.numel:
+                filled = torch.zeros(box.shape, dtype=torch.bool) if filled is None else filled
+                _inside(filled, box, shared).fill_(True)
+        if filled is not None:
+            found = min(found, int(filled.sum()))  # fewer if boxes overlap
         if found != box.numel:
             raise UserError(f"{self.folder / METADATA}: {found} of {box.numel} elements of {self.name} are stored")
         return target.view(-1)
@@ -99,10 +112,10 @@ class DistFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         content = _read(path / METADATA)
-        metadata = read_pickle(content, str(path / METADATA), {"torch.Size": _size})
+        metadata = read_pickle(content, str(path / METADATA))
         try:
             self.tensors, self.objects = self._parse(metadata)
-        except (UnreadablePickle, TypeError, ValueError, AttributeError, KeyError) as error:
+        except (UnreadablePickle, TypeError, ValueError, AttributeError, LookupError) as error:
             raise UserError(f"{path / METADATA}: not the metadata of torch.distributed.checkpoint ({error})") from None
 
     @cached_property
@@ -126,6 +139,8 @@ class DistFolder:
         tensors: dict[str, DistTensor] = {}
         objects: dict[str, _Place] = {}
         for name, entry in metadata.attribute("state_dict_metadata").items():
+            if not isinstance(name, str):
+                raise ValueError(f"the name of a tensor is a {type(name).__name__}")
             if str(entry.made_by) == f"{_MODULE}.BytesStorageMetadata":
                 objects[name] = places[name, None]
             elif str(entry.made_by) == f"{_MODULE}.TensorStorageMetadata":
@@ -156,10 +171,13 @@ class DistFolder:
             offset = index.state.get("offset")  # absent for an object
             file, (begin, length) = info.attribute("relative_path"), _numbers(_pair(info))
             if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                raise ValueError(f"{str(file)[:80]!r} is not the name of a file in this folder")
+                raise ValueError(f"{shown(file)!r} is not the name of a file in this folder")
             if info.state.get("transform_descriptors"):
                 raise ValueError(f"{file} is transformed (compressed)")
-            found[index.attribute("fqn"), None if offset is None else _numbers(offset)] = _Place(file, begin, length)
+            name = index.attribute("fqn")
+            if not isinstance(name, str):
+                raise ValueError(f"the name of a tensor is a {type(name).__name__}")
+            found[name, None if offset is None else _numbers(offset)] = _Place(file, begin, length)
         return found
 
 
@@ -167,13 +185,9 @@ def _pair(info: Inert) -> tuple[Any, Any]:
     return info.attribute("offset"), info.attribute("length")
 
 
-def _size(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(arguments[0])
-
-
 def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
     if not isinstance(values, list | tuple) or not all(type(value) is int and 0 <= value < 1 << 62 for value in values):
-        raise ValueError(f"{str(values)[:80]} are no sizes")
+        raise ValueError(f"{shown(values)} are no sizes")
     return tuple(values)
 
 
@@ -181,10 +195,9 @@ def _dtype(properties: Any) -> torch.dtype:
     """Returns the type of a TensorProperties, whose state is a tuple, or a dict in older releases of torch."""
     state = properties.state
     name = state["dtype"] if isinstance(state, dict) else state[0]
-    dtype = getattr(torch, name.name, None) if name.module == "torch" else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a tensor of type {name}")
-    return dtype
+    if not isinstance(name, Name) or str(name) not in DTYPES:
+        raise ValueError(f"a tensor of type {shown(name)}")
+    return DTYPES[str(name)]
 
 
 def _read(path: Path) -> bytes:

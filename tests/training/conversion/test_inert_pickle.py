@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.conversion.inert_pickle import Inert, Name, UnreadablePickle, read_pickle
+from megatron.training.conversion.inert_pickle import Inert, Name, UnreadablePickle, read_pickle, shown
 
 
 class Reduced:
@@ -112,3 +112,21 @@ def test_sharing_does_not_multiply_memory() -> None:
     for _ in range(100):
         value = [value, value]
     assert read_pickle(pickle.dumps(value), "file")[0] is not None
+
+
+def test_calls_do_not_multiply_memory() -> None:
+    """A list that many calls would copy."""
+    pairs = [(number, None) for number in range(1000)]
+    calls = [Reduced(collections.OrderedDict, pairs) for _ in range(100)]
+    with pytest.raises(UnreadablePickle, match="dicts with more items than the pickle has"):
+        read_pickle(pickle.dumps(calls), "file")
+    with pytest.raises(UnreadablePickle, match=r"a torch.Size of 1000 numbers"):
+        read_pickle(b"\x80\x02ctorch\nSize\n](" + b"K\x01" * 1000 + b"e\x85R.", "file")
+
+
+def test_messages_do_not_show_what_is_nested() -> None:
+    value: Any = 1
+    for _ in range(200):
+        value = (value, value)
+    assert shown(value) == "a tuple" and shown(Inert(Name("a", "b"), value)) == "a Inert"
+    assert shown((1, "x")) == "(1, 'x')" and shown(Name("a", "b")) == "a.b"

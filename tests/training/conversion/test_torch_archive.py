@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.training.conversion import torch_archive
 from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
 
 
@@ -69,6 +70,11 @@ def tensor_pickle(*, kind: bytes = b"FloatStorage", numel: int = 4, offset: int 
     return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + storage + numbers + b"\x89}tR."
 
 
+NESTED: Any = 1
+for _ in range(16):
+    NESTED = (NESTED, NESTED)
+
+
 def test_damaged_and_hostile_archives(tmp_path: Path) -> None:
     good = tmp_path / "good.pt"
     torch.save(torch.arange(4.0), good)
@@ -82,6 +88,7 @@ def test_damaged_and_hostile_archives(tmp_path: Path) -> None:
         ("repeated elements", tensor_pickle(shape=(1 << 40,), strides=(0,)), "in a storage of 4 elements"),
         ("more dimensions than torch has", tensor_pickle(shape=(1,) * 90, strides=(1,) * 90), "a tensor of shape"),
         ("text as a size", tensor_pickle(shape=("4",), strides=(1,)), "a tensor of shape"),
+        ("nested numbers", tensor_pickle(shape=NESTED, strides=(1,)), "a tensor of shape a tuple with"),
         ("an unknown storage", tensor_pickle(kind=b"OsStorage", **normal), "a tensor of OsStorage"),
         ("a storage larger than its entry", tensor_pickle(numel=1 << 40, shape=(1 << 40,), strides=(1,)), "bytes"),
         ("a wider storage", tensor_pickle(kind=b"DoubleStorage", **normal), "data/0 has 16 bytes, a tensor needs 32"),
@@ -98,6 +105,13 @@ def test_damaged_and_hostile_archives(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=message):
             raise AssertionError((name, TorchArchive(path).load().read()))
+
+
+def test_a_long_pickle_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = saved(list(range(100)), tmp_path / "file.pt")
+    monkeypatch.setattr(torch_archive, "MAX_PICKLE_BYTES", 100)
+    with pytest.raises(UserError, match=r"data.pkl has \d+ bytes; 100 are the most"):
+        archive.load()
 
 
 def test_a_flipped_byte_and_a_short_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.torch_dist import DistFolder
+from megatron.training.conversion.torch_dist import DistFolder, DistTensor, _Place
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "torch_dist"
 """Two checkpoints that Megatron-LM 0.16.1 wrote after one step of Adam."""
@@ -83,6 +83,7 @@ def test_hostile_metadata(tmp_path: Path) -> None:
         (lambda m: set_(m.state_dict_metadata[name], size=torch.Size([1 << 50])), "not all of it"),
         (lambda m: set_(m.state_dict_metadata[name].chunks[0], sizes=torch.Size([65])), "is outside of it"),
         (lambda m: m.state_dict_metadata[name].chunks.append(m.state_dict_metadata[name].chunks[0]), ""),
+        (lambda m: m.state_dict_metadata.update({3: m.state_dict_metadata[name]}), "the name of a tensor is a int"),
         (lambda m: m.storage_data.clear(), "not the metadata of torch.distributed.checkpoint"),
         (lambda m: set_(m, planner_data=Runs()), "it names posix.system"),
         (lambda m: set_(m, state_dict_metadata=None), "not the metadata of torch.distributed.checkpoint"),
@@ -94,6 +95,18 @@ def test_hostile_metadata(tmp_path: Path) -> None:
         else:
             DistFolder(folder)
     assert not Path("hostile-metadata-ran").exists()
+
+
+def test_stored_boxes_that_overlap(tmp_path: Path) -> None:
+    """Together they have as many elements as the tensor, but the last element is nowhere."""
+    boxes = {}
+    for name, start, values in (("a", 0, torch.ones(3)), ("b", 2, torch.ones(1))):
+        torch.save(values, tmp_path / name)
+        boxes[Box((start,), tuple(values.shape))] = _Place(name, 0, (tmp_path / name).stat().st_size)
+    tensor = DistTensor("t", (4,), torch.float32, boxes, tmp_path)
+    with pytest.raises(UserError, match="3 of 4 elements of t are stored"):
+        tensor.read(Box.whole((4,)))
+    assert tensor.read(Box((0,), (2,))).tolist() == [1.0, 1.0]
 
 
 def test_bytes_of_another_tensor_and_a_missing_file(tmp_path: Path) -> None:
