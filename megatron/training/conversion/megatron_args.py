@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config_fields import value_text
-from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of
+from megatron.core.exceptions import UserError
+from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of, spelling_of
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
 from megatron.training.conversion.inert_pickle import Inert
 from megatron.training.inspection.run_description import words_of
@@ -64,6 +66,17 @@ def flags_of_arguments(arguments: Any) -> list[str]:
     return words
 
 
+def check_token_mixers(config: PretrainConfig, action: str) -> None:
+    """Raises UserError for layers whose names in Megatron-LM, or whose order of rows there, are not known."""
+    flat = config.flat()
+    for field in ("hybrid_layer_pattern", "experimental_attention_variant"):
+        if flat[field] is not None:
+            raise UserError(
+                f"{action}: not yet for {spelling_of(field)}: the names of these layers in Megatron-LM, and the order "
+                "of their rows, are not known"
+            )
+
+
 def attributes(arguments: Any) -> Mapping[str, Any]:
     """Returns the attributes of a namespace in a checkpoint; none if there is no namespace."""
     if isinstance(arguments, Inert) and isinstance(arguments.state, dict):
@@ -71,9 +84,11 @@ def attributes(arguments: Any) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    """Whether a value consists of numbers and texts. Lists are nested `depth` deep at most: shared ones can take
+    exponential time."""
     if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -86,4 +101,4 @@ def _is_read(flag: Flag, values: Mapping[str, Any]) -> bool:
         return True
     other, wanted = parent
     value = values.get(other.field, other.default)
-    return value_text(value) == wanted if wanted else value not in (other.default, False, None)
+    return value_text(value) in wanted.split("|") if wanted else value not in (other.default, False, None)

@@ -20,16 +20,17 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
-from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import MASTER, Chunk, is_optimizer_state, is_weight, optimizer_state_name
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import RELEASE, Step, folder_name, sibling_name, write_tracker
-from megatron.core.dist_checkpointing.planning import match
+from megatron.core.dist_checkpointing.planning import describe_names, match
 from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.core.utils.torch_private import DistFolderWriter
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.conversion.megatron_args import check_token_mixers
 from megatron.training.conversion.megatron_names import exported_place, exported_shape
 from megatron.training.trained_model import config_for_one_process
 
@@ -50,8 +51,9 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
     """Writes a checkpoint under `root` (the newest whole one, or that of `step`) into the folder `target`, in
     Megatron-LM's torch_dist format, with its tracker file.
 
-    The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Raises UserError if
-    `target` is not empty, and for models whose names Megatron-LM derives from its kernels, which cannot be known.
+    The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
+    is exported; a line says so if there is another. Raises UserError if `target` is not empty, and for models whose
+    names or order of rows in Megatron-LM cannot be known.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
@@ -65,7 +67,7 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
     try:
         folder = aside / folder_name(found)
         disk.make_directory(folder)
-        nbytes, with_optimizer = _write(checkpoint, config, folder)
+        nbytes, with_optimizer = _write(checkpoint, config, folder, log)
         write_tracker(disk, aside, found)
         disk.sync_directory(aside)
         disk.rename(aside, target)
@@ -83,12 +85,13 @@ def _check_model(config: PretrainConfig) -> None:
     for field, flag in (("multi_latent_attention", "--multi-latent-attention"), ("mtp_num_layers", "--mtp-num-layers")):
         if config.flat()[field]:
             raise UserError(f"export-megatron: not yet for {flag}: their names depend on Megatron-LM's kernels")
+    check_token_mixers(config, "export-megatron")
 
 
-def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path) -> tuple[int, bool]:
+def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, log: Log) -> tuple[int, bool]:
     """Writes all files of the folder; returns the bytes of the tensors, and whether there is optimizer state."""
     weights = [name for name in checkpoint.catalogue if is_weight(name)]
-    with_optimizer = any(optimizer_state_name(_MOMENTS[0], name) in checkpoint.catalogue for name in weights)
+    with_optimizer = _has_adam(checkpoint, weights, log)
     divisor = config.flat()["make_vocab_size_divisible_by"]
     plan = [item for kind in ("", MASTER, *_MOMENTS) if with_optimizer or not kind for item in _plan(checkpoint, kind)]
     layers = _layers(weights)
@@ -114,6 +117,19 @@ def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path) -> tupl
         json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1})
     )
     return nbytes, with_optimizer
+
+
+def _has_adam(checkpoint: Checkpoint, weights: Sequence[str], log: Log) -> bool:
+    """Whether the checkpoint holds the state of Adam, and of no other optimizer."""
+    ours = {optimizer_state_name(kind, name) for kind in (MASTER, *_MOMENTS) for name in weights}
+    other = [name for name in checkpoint.catalogue if is_optimizer_state(name) and name not in ours]
+    if other:
+        log(
+            f"left behind, all optimizer state: only Adam's can be exported, and there is {describe_names(other, 3)}; "
+            "start Megatron-LM with --no-load-optim"
+        )
+        return False
+    return any(optimizer_state_name(_MOMENTS[0], name) in checkpoint.catalogue for name in weights)
 
 
 def _plan(checkpoint: Checkpoint, kind: str) -> Iterator[tuple[str, str, str, torch.dtype]]:

@@ -27,7 +27,8 @@ from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.importing import FLAGS
-from megatron.training.conversion.megatron_args import attributes, flags_of_arguments
+from megatron.training.conversion.inert_pickle import shown
+from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
 from megatron.training.conversion.megatron_names import Found, SourceTensor
 from megatron.training.conversion.megatron_source import DistSource, Source, numbers_called
 from megatron.training.conversion.model import BuildModel, canonical_shapes
@@ -90,6 +91,7 @@ def import_run(
     checkpoint = open_source(folder)
     common = checkpoint.common()
     config, words = _config(common, flags, folder)
+    check_token_mixers(config, "import-megatron")
     vocab_size = config.tokenizer.model_vocab_size(build_tokenizer(config.tokenizer).vocab_size)
     shapes = canonical_shapes(config, build_model, vocab_size)
     found = checkpoint.find(shapes, with_optimizer)
@@ -172,7 +174,7 @@ def _state(
         return None, {}
     iteration = common.get("iteration", step)
     if iteration != step:
-        raise UserError(f"its folder says iteration {step}, its content {iteration}")
+        raise UserError(f"its folder says iteration {step}, its content {shown(iteration)}")
     given = attributes(common.get("args"))
     samples = _count(given, "consumed_train_samples")
     if samples is None:
@@ -189,6 +191,9 @@ def _state(
     )
     schedule = common.get("opt_param_scheduler")
     schedule = {key: schedule[key] for key in _SCHEDULE if key in schedule} if isinstance(schedule, dict) else {}
+    for key, value in schedule.items():
+        if value is not None and not isinstance(value, str | int | float):
+            raise UserError(f"opt_param_scheduler: {key} is a {type(value).__name__}")
     schedule.setdefault("num_steps", samples)
     optimizer = _optimizer_state(common.get("optimizer"), step, log) if _has_moments(found) else None
     if optimizer is None:

@@ -1,9 +1,15 @@
 """Arguments in a checkpoint of Megatron-LM become flags."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.conversion.inert_pickle import Inert, Name
-from megatron.training.conversion.megatron_args import attributes, flags_of_arguments
+from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
 
 ARGUMENTS = {
     "num_layers": 2,
@@ -67,6 +73,29 @@ def test_flags_give_the_model_and_the_schedule() -> None:
         "--attention-b",
     ):
         assert other not in text, other
+
+
+def test_settings_of_muon_come_along() -> None:
+    words = flags_of_arguments({**ARGUMENTS, "optimizer": "dist_muon", "muon_momentum": 0.8, "muon_num_ns_steps": 7})
+    text = " ".join(words)
+    assert "--muon-momentum 0.8" in text and "--muon-num-ns-steps 7" in text
+    assert "--muon" not in " ".join(flags_of_arguments({**ARGUMENTS, "muon_momentum": 0.8}))
+
+
+def test_shared_lists_take_no_exponential_time() -> None:
+    value: list[Any] = [1]
+    for _ in range(200):
+        value = [value, value]
+    assert "--moe-layer-freq" not in flags_of_arguments({**ARGUMENTS, "num_experts": 4, "moe_layer_freq": value})
+
+
+@pytest.mark.parametrize(("field", "value"), [("hybrid_layer_pattern", "M-"), ("experimental_attention_variant", "x")])
+def test_other_token_mixers_are_refused(field: str, value: str) -> None:
+    values = {"hybrid_layer_pattern": None, "experimental_attention_variant": None}
+    plain, other = (SimpleNamespace(flat=lambda given=given: given) for given in (values, {**values, field: value}))
+    check_token_mixers(plain, "import-megatron")
+    with pytest.raises(UserError, match=f"import-megatron: not yet for --{field.replace('_', '-')}: the names"):
+        check_token_mixers(other, "import-megatron")
 
 
 def test_no_arguments_no_flags() -> None:

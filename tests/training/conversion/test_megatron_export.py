@@ -1,18 +1,22 @@
 """Exports to Megatron-LM, read by torch's own reader, and imported again."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from training.conversion.megatron_runs import FLAGS, GOLDEN, same_bits, tensors_in
-from training.conversion.saved_models import save_checkpoint
+from training.conversion.saved_models import build_random, config_of, save_checkpoint
 from training.conversion.test_torch_dist import read_by_torch
 
+from megatron.core.dist_checkpointing.chunk import model_chunks
+from megatron.core.dist_checkpointing.writing import save
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.megatron_export import export_run
 from megatron.training.conversion.megatron_import import ImportedRun, import_run
 from megatron.training.conversion.torch_archive import TorchArchive
 from megatron.training.conversion.torch_dist import DistFolder
+from megatron.training.inspection.run_description import describe_run
 from pretrain_gpt import build_model
 
 
@@ -60,6 +64,22 @@ def test_common_state_is_what_torch_loads(tmp_path: Path) -> None:
     assert [group["wd_mult"] for group in groups] == [1.0, 0.0] and groups[0]["step"] == 1.0
     assert TorchArchive(folder / "common.pt").load()["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_state_of_another_optimizer_is_left_behind_and_a_line_says_so(tmp_path: Path) -> None:
+    """Muon: matrices have a momentum, all others the moments of Adam. Half of it would be a broken state."""
+    config = config_of("")
+    chunks = list(model_chunks(build_random(config), lambda info: ()))
+    state = [
+        dataclasses.replace(chunk, name=f"optimizer.{kind}.{chunk.name}")
+        for chunk in chunks
+        for kind in (("momentum_buffer",) if "linear" in chunk.name else ("exp_avg", "exp_avg_sq"))
+    ]
+    save(tmp_path / "ours", [*chunks, *state], step=1, common={}, config=describe_run(config), layout={})
+    said: list[str] = []
+    done = export_run(tmp_path / "ours", tmp_path / "theirs", log=said.append)
+    assert not done.with_optimizer and not [name for name in DistFolder(done.folder).tensors if "optimizer" in name]
+    assert len(said) == 1 and "there is optimizer.momentum_buffer.decoder.layers.0" in said[0], said
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
