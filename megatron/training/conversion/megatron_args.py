@@ -35,7 +35,16 @@ _FIELDS = (
     "bf16",
     "fp16",
     "init_method_std",
+    "use_mup",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
     "calculate_per_token_loss",
+    "eod_mask_loss",
+    "reset_position_ids",
+    "reset_attention_mask",
 )
 _LEFT = frozenset(
     "attention_backend cp_comm_type moe_token_dispatcher_type moe_grouped_gemm padded_vocab_size spec"  # noqa: SIM905

@@ -7,9 +7,17 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
+from megatron.training.config.flag_table import flag_table
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.conversion.inert_pickle import Inert, Name
-from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
+from megatron.training.conversion.megatron_args import (
+    _FIELDS,
+    _GROUPS,
+    attributes,
+    check_token_mixers,
+    flags_of_arguments,
+)
+from megatron.training.inspection.run_description import ARCHITECTURE, COMPARED, MODEL_OPTIONS
 
 ARGUMENTS = {
     "num_layers": 2,
@@ -80,6 +88,16 @@ def test_settings_of_muon_come_along() -> None:
     text = " ".join(words)
     assert "--muon-momentum 0.8" in text and "--muon-num-ns-steps 7" in text
     assert "--muon" not in " ".join(flags_of_arguments({**ARGUMENTS, "muon_momentum": 0.8}))
+
+
+def test_every_setting_of_the_function_comes_along() -> None:
+    """What a resumed run is compared by, but for the place of the data, and types that a run of theirs cannot have."""
+    elsewhere = {"fp64", "mock_data", "num_encoder_layers", "gated_linear_unit", "activation_func"}
+    wanted = {name for name in (*ARCHITECTURE, *MODEL_OPTIONS, *COMPARED) if not name.endswith("_path")} - elsewhere
+    assert not {name for name in wanted if flag_table()[name].group not in _GROUPS} - {*_FIELDS}
+    scaled = {"use_mup": True, "mup_base_hidden_size": 8, "mup_width_mult": 4.0, "reset_attention_mask": True}
+    words = flags_of_arguments({**ARGUMENTS, **scaled})
+    assert " ".join(words).endswith("--use-mup --mup-base-hidden-size 8 --reset-attention-mask")
 
 
 def test_shared_lists_take_no_exponential_time() -> None:
