@@ -110,7 +110,8 @@ def test_shared_lists_take_no_exponential_time() -> None:
 @pytest.mark.parametrize(("field", "value"), [("hybrid_layer_pattern", "M-"), ("experimental_attention_variant", "x")])
 def test_other_token_mixers_are_refused(field: str, value: str) -> None:
     values = {"hybrid_layer_pattern": None, "experimental_attention_variant": None}
-    plain, other = (SimpleNamespace(flat=lambda given=given: given) for given in (values, {**values, field: value}))
+    plain: Any = SimpleNamespace(flat=lambda: values)
+    other: Any = SimpleNamespace(flat=lambda: {**values, field: value})
     check_token_mixers(plain, "import-megatron")
     with pytest.raises(UserError, match=f"import-megatron: not yet for --{field.replace('_', '-')}: the names"):
         check_token_mixers(other, "import-megatron")
