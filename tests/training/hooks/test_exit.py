@@ -54,10 +54,11 @@ def test_a_non_finite_loss_ends_the_run_unsaved():
 
 
 LOOP = """
-import sys, time, torch, torch.distributed as dist
+import signal, sys, time, torch, torch.distributed as dist
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.launch.signals import SignalWatch
 rank, world, folder, source = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, whose processes ignore it
 with SignalWatch() as watch:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     trouble = lambda: source == "nan" and rank == 1 and iteration >= 5

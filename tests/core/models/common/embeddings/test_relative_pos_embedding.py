@@ -59,10 +59,11 @@ def layer(**settings: object) -> DotProductAttention:
     return DotProductAttention(config, 1, AttnMaskType.causal, "self")
 
 
-def test_the_choice_of_a_kernel_says_why() -> None:
+def test_the_choice_of_a_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer().describe(torch.device("cpu")) == (
         "unfused, since SDPA (CPU flash): it has no gradient of a relative position bias"
     )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="relative position bias"):
         layer(attention_backend=AttnBackend.flash)
 
