@@ -192,7 +192,7 @@ def test_the_kernel_asked_for_is_taken() -> None:
 @pytest.mark.parametrize("asked", [AttnBackend.flash, AttnBackend.fused])
 def test_what_cannot_be_honoured_is_refused(asked: AttnBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu = plan(AttentionVariant(1.0, True, dropout=0.1), asked=asked)
-    assert on_cpu.choices[Situation("cpu", torch.float32, True, False)].refusals  # which the log names
+    assert on_cpu.choices[Situation("cpu", torch.bfloat16, True, False)].refusals  # which the log names
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match=rf"attention_backend {asked.name} .* attention_dropout 0.1 to 0"):
         plan(AttentionVariant(1.0, True, dropout=0.1), asked=asked)
