@@ -23,6 +23,11 @@ class LayoutSizes:
         """Number of processes."""
         return self.tensor * self.context * self.pipeline * self.data
 
+    @property
+    def expert_data(self) -> int:
+        """Number of ranks with the same experts."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
+
     def __str__(self) -> str:
         split = f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline} x data {self.data}"
         if self.expert * self.expert_tensor == 1:

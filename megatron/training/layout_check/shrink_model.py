@@ -204,7 +204,7 @@ class ShrunkFlags:
         if transformer.recompute_num_layers is not None:
             words += ["--recompute-num-layers", str(min(2, transformer.recompute_num_layers))]
         if self.config.ddp.num_distributed_optimizer_instances > 1:
-            if sizes.data % 2:
+            if sizes.data % 2 or sizes.expert_data % 2:
                 self._leave_out("num_distributed_optimizer_instances")
             else:
                 words += ["--num-distributed-optimizer-instances", "2"]

@@ -185,3 +185,11 @@ def test_latents_stay_latents() -> None:
     plain = configure(small.plain_words, launch_environment=LaunchEnvironment(1, False)).transformer
     assert isinstance(plain, MLATransformerConfig)
     assert (plain.q_lora_rank, plain.kv_lora_rank, plain.rotary_scaling_factor) == (10, 12, 40)
+
+
+def test_instances_that_do_not_divide_the_replicas_of_experts_are_left_out():
+    flags = f"{DEEPSEEK} --expert-model-parallel-size 8 --use-distributed-optimizer"
+    flags += " --num-distributed-optimizer-instances 2"
+    small, layout, _ = small_of(flags, 32, processes=2)
+    assert (small.sizes.data, small.sizes.expert, small.sizes.expert_data) == (2, 2, 1)
+    assert layout.ddp.num_distributed_optimizer_instances == 1
