@@ -70,8 +70,8 @@ def measure_indices(num_documents: int, sequence_length: int) -> None:
     _, shuffling_samples = _timed(lambda: build_shuffle_index(plan, random))
     size = f"{num_documents:.0e} documents, {plan.num_samples} samples of {sequence_length} tokens"
     _row(f"sample index of {size}", f"{cutting:.2f} s")
-    _row("numpy's shuffle of these documents", f"{shuffling:.2f} s")
-    _row("numpy's shuffle of these samples", f"{shuffling_samples:.2f} s")
+    _row("shuffle of these documents", f"{shuffling:.2f} s")
+    _row("shuffle of these samples", f"{shuffling_samples:.2f} s")
 
 
 def measure_sample_map(num_sentences: int) -> None:

@@ -139,7 +139,7 @@ def build_shuffle_index(plan: SamplePlan, random: np.random.RandomState) -> np.n
 
 def shuffle(values: np.ndarray, random: np.random.RandomState) -> None:
     """Shuffles `values` [n] in place: like `random.shuffle`, bit for bit and with the same state of `random` after it,
-    and in a third of its time. n is at most 2^32.
+    and in less than half of its time. n is at most 2^32.
 
     The algorithm is Fisher and Yates' from the last element down. numpy draws the place for element i from the words
     of the Mersenne Twister, cut to the number of bits of i, until a word is at most i.
