@@ -192,6 +192,8 @@ class ParameterInfo:
     """Whether --decoupled-lr sets its learning rate."""
     is_table: bool = False
     """Whether its rows are looked up and not multiplied: positions, token types, biases of relative positions."""
+    is_depthwise: bool = False
+    """Whether each of its rows multiplies a channel of its own, as those of a depthwise convolution."""
     separate_heads: tuple[int, ...] = ()
     """For a fused projection [groups, heads, d, h]: how many of the heads are queries, gates, keys and values. Each of
     these is a matrix of its own."""
@@ -204,7 +206,7 @@ class ParameterInfo:
     @property
     def grows_with_width(self) -> bool:
         """Whether it is a matrix of a layer, the number of whose inputs grows with the width of the model (muP)."""
-        return self.decays and not (self.embedding_or_output or self.is_table)
+        return self.decays and not (self.embedding_or_output or self.is_table or self.is_depthwise)
 
 
 def declare(

@@ -18,7 +18,7 @@ MOMENTUM = "momentum_buffer"
 
 def takes_muon(parameter: nn.Parameter, info: ParameterInfo, config: OptimizerConfig) -> bool:
     """Whether Muon updates a parameter: matrices inside layers, and those of experts. Embeddings, the head, tables,
-    norms and biases are updated by AdamW."""
+    depthwise convolutions, norms and biases are updated by AdamW."""
     if config.optimizer not in MUON or not info.grows_with_width:
         return False
     return parameter.dim() == 2 or info.grid == "expert"

@@ -39,6 +39,7 @@ class CausalConv1d(nn.Module):
             global_shape=(*channels, kernel_size),
             box=with_columns(box, kernel_size),
             sharded_axes=frozenset({"tp"}),
+            is_depthwise=True,
         )
         self.register_parameter("bias", None)
         if bias:

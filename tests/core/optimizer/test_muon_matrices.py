@@ -27,6 +27,7 @@ def test_matrices_inside_layers_are_taken() -> None:
     assert not takes_muon(matrix, info((4, 6)), OptimizerConfig(optimizer="adam"))
     assert not takes_muon(matrix, info((4, 6), embedding_or_output=True), config())
     assert not takes_muon(matrix, info((4, 6), is_table=True), config())
+    assert not takes_muon(matrix, info((4, 6), is_depthwise=True), config())
     assert not takes_muon(vector, info((4,)), config())
     assert takes_muon(nn.Parameter(torch.ones(2, 4, 6)), info((2, 4, 6), grid="expert"), config())
 

@@ -17,3 +17,5 @@ def test_parameters_and_result() -> None:
     x, document = torch.randn(5, 1, 6, dtype=torch.float64), torch.tensor([0, 0, 1, 1, 1])
     assert torch.equal(conv(x, document), causal_conv(x, conv.weight, conv.bias, document))
     assert CausalConv1d(config, (2, 3), 4).bias is None
+    # Its rows are no matrix: muP leaves its learning rate alone, and Muon its updates.
+    assert info_of(conv.weight).decays and not info_of(conv.weight).grows_with_width
