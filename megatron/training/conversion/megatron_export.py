@@ -28,10 +28,11 @@ from megatron.core.dist_checkpointing.reading import fill_tensors
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.core.utils.torch_private import DistFolderWriter
-from megatron.training.config.flag_table import flag_table
+from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.megatron_args import check_token_mixers
 from megatron.training.conversion.megatron_names import exported_place, exported_shape
+from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
 from megatron.training.trained_model import config_for_one_process
 
 _DATA = "__0_0.distcp"
@@ -52,8 +53,8 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
     Megatron-LM's torch_dist format, with its tracker file.
 
     The rows of the vocabulary are padded with zeros as --make-vocab-size-divisible-by says. Only Adam's optimizer state
-    is exported; a line says so if there is another. Raises UserError if `target` is not empty, and for models whose
-    names or order of rows in Megatron-LM cannot be known.
+    is exported; a line says so if there is another. Raises UserError if `target` is not empty, for models whose names
+    or order of rows in Megatron-LM cannot be known, and for model options that Megatron-LM lacks.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is not empty; name a folder that is empty or does not exist")
@@ -62,6 +63,8 @@ def export_run(root: Path, target: Path, *, step: Step | None = None, log: Log =
         raise UserError(f"{root} holds no checkpoint")
     config = config_for_one_process(checkpoint.manifest.config, [], has_cuda=False)
     _check_model(config)
+    if config.optimizer.optimizer not in ("adam", "sgd"):
+        log(f"the moments of --optimizer {config.optimizer.optimizer} are left behind: its format there is not known")
     found: Step = checkpoint.manifest.iteration if "train_state" in checkpoint.manifest.common else RELEASE
     disk, aside = Disk(), sibling_name(target, "tmp")
     try:
@@ -86,6 +89,28 @@ def _check_model(config: PretrainConfig) -> None:
         if config.flat()[field]:
             raise UserError(f"export-megatron: not yet for {flag}: their names depend on Megatron-LM's kernels")
     check_token_mixers(config, "export-megatron")
+    own = ", ".join(spelling_of(name) for name in _own_options(config))
+    if own:
+        raise UserError(f"export-megatron: the model has {own}, without which Megatron-LM computes another function")
+
+
+_THEIR_OPTIONS = frozenset(
+    ("moe_latent_size", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_apply_probs_on_input")
+)
+"""Those of `MODEL_OPTIONS` that Megatron-LM has too."""
+_OWN_SWITCHES = ("relu", "geglu")
+"""Activations that Megatron-LM has no flag for."""
+_BY_WIDTH = ("softmax_scale", "embedding_multiplier", "logit_scale")
+"""What --use-mup sets, which Megatron-LM has."""
+
+
+def _own_options(config: PretrainConfig) -> list[str]:
+    """Returns the fields of the model's options that Megatron-LM has no flag for."""
+    values, turned = config.flat(), architecture_of(config)
+    own = [name for name in MODEL_OPTIONS if name in turned and name not in _THEIR_OPTIONS]
+    own += [name for name in _OWN_SWITCHES if values[name]]
+    own += ["softmax_scale"] if values["softmax_scale"] is not None else []
+    return [name for name in own if not (values["use_mup"] and name in _BY_WIDTH)]
 
 
 def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, log: Log) -> tuple[int, bool]:

@@ -81,8 +81,8 @@ def import_run(
     followed by `flags` (words of a command line), which replace them. Weights keep their type; main weights and moments
     come along unless `with_optimizer` is False. Iteration, samples, schedule and loss scale are those of the run.
 
-    Raises UserError, before anything is written, for a damaged or hostile file, and for tensors that are missing, left
-    over or of another shape, by name.
+    Raises UserError, before anything is written, for a damaged or hostile file, for tensors that are missing, left over
+    or of another shape, by name, and for token mixers other than attention.
     """
     mine = [found.path.name for found in list_folders(root)] if root.exists() else []
     if mine:

@@ -92,3 +92,23 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not yet for --mtp-num-layers"):
         export_run(tmp_path / "mtp", tmp_path / "theirs", log=quiet)
     assert not (tmp_path / "theirs").exists()
+
+
+HYBRID = "--hybrid-layer-pattern M- --mamba-head-dim 16 --mamba-num-groups 2"
+DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 2 --linear-num-value-heads 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (HYBRID, "not yet for --hybrid-layer-pattern"),
+        (DELTA, "not yet for --experimental-attention-variant"),
+        ("--norm-placement sandwich", "the model has --norm-placement, without which"),
+        ("--relu --logit-scale 2", "the model has --logit-scale, --relu, without which"),
+        ("--softmax-scale 0.5", "the model has --softmax-scale, without which"),
+    ],
+)
+def test_models_that_they_would_compute_otherwise_are_refused(flags: str, message: str, tmp_path: Path) -> None:
+    save_checkpoint(flags, tmp_path / "ours")
+    with pytest.raises(UserError, match=message):
+        export_run(tmp_path / "ours", tmp_path / "theirs", log=quiet)
