@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.config_fields import flag, literal_text, too_small
 from megatron.core.rank_grid import divisors
-from megatron.core.transformer.layer_patterns import HYBRID_LAYERS, STAGE_BORDER, hybrid_letters
+from megatron.core.transformer.layer_patterns import HYBRID_LAYERS, STAGE_BORDER, hybrid_letters, stages_of_pattern
 
 _HYBRID = "hybrid_layer_pattern"
 
@@ -67,6 +67,12 @@ def validate(config: Any) -> Iterator[str]:
         yield (
             f"{{hybrid_layer_pattern}} has {len(letters)} layers, {{num_layers}}; give one letter for each layer, or "
             "leave {num_layers:name} out"
+        )
+    marked = stages_of_pattern(config.hybrid_layer_pattern)
+    if marked is not None and config.pipeline_model_parallel_layout not in (None, marked):
+        yield (
+            "{pipeline_model_parallel_layout} does not go with a | in {hybrid_layer_pattern}, which ends a stage too; "
+            "give one of the two"
         )
     yield from _expert_problems(config, letters)
     if config.norm_placement.startswith("parallel"):

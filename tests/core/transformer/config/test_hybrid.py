@@ -1,5 +1,6 @@
 """Hybrid models: impossible patterns and sizes are named, and what a pattern decides is derived."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -28,6 +29,11 @@ def hybrid(pattern: str | None, **fields: Any) -> TransformerConfig:
         ("M*", {"num_moe_experts": 4}, "hybrid_layer_pattern M* has no layer of experts (E)"),
         ("ME", {"num_moe_experts": 4, "moe_layer_freq": 2}, "moe_layer_freq 2 does not go with hybrid_layer_pattern"),
         ("M*", {"norm_placement": "parallel"}, "layers of a hybrid_layer_pattern have one branch each; pre works"),
+        (
+            "MM|*-",
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|tttL"},
+            "pipeline_model_parallel_layout Et|tttL does not go with a | in hybrid_layer_pattern MM|*-",
+        ),
         ("M*", {"mtp_num_layers": 1}, "mtp_num_layers 1: not yet with hybrid_layer_pattern"),
         ("M*", {"use_mup": True, "mup_base_hidden_size": 32}, "use_mup: not yet with hybrid_layer_pattern"),
         ("M", {"mamba_head_dim": 48}, "mamba_head_dim 48 does not divide the 128 channels of a Mamba-2 layer"),
@@ -57,6 +63,7 @@ def test_what_a_pattern_decides() -> None:
     config = hybrid("MM|*-", pipeline_model_parallel_size=2)
     assert config.is_hybrid_model and config.num_layers == 4 and mamba_heads(config) == 16
     assert [stage.layers for stage in stage_map(config).stages] == [range(1, 3), range(3, 5)]
+    assert dataclasses.replace(config).pipeline_model_parallel_layout == config.pipeline_model_parallel_layout
     # A layer is added to the residual stream once.
     assert config.output_layer_init_method.std == pytest.approx(config.init_method_std / math.sqrt(4))
     assert hybrid(None, is_hybrid_model=True, num_layers=3).hybrid_layer_pattern == "MMM"
