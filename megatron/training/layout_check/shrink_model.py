@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.core.transformer.layer_patterns import STAGE_BORDER, hybrid_letters
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -40,7 +41,7 @@ class ShrunkFlags:
             self._leave_out("pipeline_model_parallel_layout")
         if ranks == 1:
             self._leave_out(*fields_of_groups(("pipeline stages",)), "pipeline_schedule")
-            return 2, []
+            return max(2, len(self._kinds())), []
         words = []
         if transformer.pipeline_schedule == "zb-v":
             chunks = 2
@@ -55,10 +56,14 @@ class ShrunkFlags:
         for name, count in uneven:
             words += [spelling_of(name), str(count * chunks if chunks > 1 else count)]
         stages = ranks * chunks
-        each = 1 if stages > 4 else 2
+        each = max(1 if stages > 4 else 2, -(-len(self._kinds()) // stages))
         layers = each * (ranks - len(uneven)) * chunks + sum(count * chunks for _, count in uneven)
         layers -= transformer.account_for_embedding_in_pipeline_split + transformer.account_for_loss_in_pipeline_split
         return layers, words
+
+    def _kinds(self) -> list[str]:
+        """Returns the letters of a hybrid model's kinds of layers, in the order of the pattern; none for others."""
+        return list(dict.fromkeys(hybrid_letters(self.config.transformer) or ""))
 
     def _leave_out(self, *fields: str) -> None:
         given = [name for name in fields if self.config.provenance.get(name) in ("flag", "script")]
@@ -98,6 +103,7 @@ class ShrunkFlags:
         listed = _spelled_out(words)
         listed += ["--mock-data", "--fp64", *self._group_words(heads), *self._pattern_words()]
         listed += [*self._expert_words(), *self._latent_words(), *self._per_channel_words()]
+        listed += [*self._hybrid_words(), *self._delta_words()]
         if transformer.mtp_num_layers:
             listed += ["--mtp-num-layers", str(min(2, transformer.mtp_num_layers))]
         if transformer.window_size is not None:
@@ -153,6 +159,35 @@ class ShrunkFlags:
             words["moe-layer-freq"] = f"[{','.join(taken)}]"
         else:
             words["moe-layer-freq"] = min(pattern, self.num_layers)
+        return _spelled_out(words)
+
+    def _hybrid_words(self) -> list[str]:
+        """Returns flags for a hybrid model with each kind of layer, and small Mamba-2 layers."""
+        kinds = self._kinds()
+        if not kinds:
+            return []
+        self.left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}
+        pattern = str(self.config.transformer.hybrid_layer_pattern)
+        if len(pattern.replace(STAGE_BORDER, "")) != self.num_layers or self.sizes.pipeline == 1:
+            pattern = "".join(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+        groups = self.sizes.tensor * self.sizes.context
+        words = {"mamba-num-groups": groups, "mamba-num-heads": 2 * groups, "mamba-head-dim": 8, "mamba-state-dim": 4}
+        return _spelled_out({"hybrid-layer-pattern": pattern, **words})
+
+    def _delta_words(self) -> list[str]:
+        """Returns flags for small gated delta nets, in the first of the layers or as the pattern says."""
+        transformer = self.config.transformer
+        if transformer.experimental_attention_variant != "gated_delta_net":
+            return []
+        heads = 2 * self.sizes.tensor
+        words: dict[str, Any] = {"linear-num-key-heads": heads, "linear-num-value-heads": 2 * heads}
+        words |= {"linear-key-head-dim": 8, "linear-value-head-dim": 8}
+        pattern = transformer.linear_attention_freq
+        if isinstance(pattern, int):
+            words["linear-attention-freq"] = min(pattern, self.num_layers)
+        elif pattern is not None:
+            cycled = [str(pattern[layer % len(pattern)]) for layer in range(self.num_layers)]
+            words["linear-attention-freq"] = f"[{','.join(cycled)}]"
         return _spelled_out(words)
 
     def _latent_words(self) -> list[str]:

@@ -16,7 +16,7 @@ from megatron.training.inspection.run_description import command_line_of
 from megatron.training.layout_check.shrink_layout import LayoutSizes, shrink_layout
 from megatron.training.layout_check.shrink_model import ShrunkFlags, fields_of_groups
 
-_PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention")
+_PARTS_OF_LAYERS = ("attention", "positions", "mixture of experts", "multi-latent attention", "token mixers")
 _MODEL_GROUPS = ("model", *_PARTS_OF_LAYERS, "initial weights", "optimizer")
 _LAYOUT_GROUPS = ("number formats, seed and ranks", "data parallel", "memory", "kernels", "pipeline stages")
 _MODEL_TOO = {"seed", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"}

@@ -43,6 +43,18 @@ def test_patterns_over_layers_are_cut() -> None:
     assert value_of(words, "--no-rope-freq") == "[0,1]"
 
 
+def test_hybrids_and_gated_delta_nets_are_small_and_fit_the_layout() -> None:
+    sizes, flags = LayoutSizes(tensor=2), "--tensor-model-parallel-size 2"
+    hybrid = flags_of(f"{flags} --hybrid-layer-pattern {'MM*-' * 8} --mamba-head-dim 4", 2, sizes)
+    words = hybrid.model_words()
+    assert (hybrid.num_layers, value_of(words, "--hybrid-layer-pattern")) == (3, "M*-")
+    assert (value_of(words, "--mamba-num-groups"), value_of(words, "--mamba-num-heads")) == ("2", "4")
+    configure([*f"{TINY} --mock-data".split(), *words], launch_environment=LaunchEnvironment(1, False))
+    delta = f"--experimental-attention-variant gated_delta_net --linear-attention-freq {[1, 1, 0, 1] * 8}"
+    words = flags_of(f"{flags} {delta.replace(', ', ',')}", 2, sizes).model_words()
+    assert value_of(words, "--linear-attention-freq") == "[1,1]" and value_of(words, "--linear-num-key-heads") == "4"
+
+
 def test_fields_of_a_section_of_help() -> None:
     assert "num_moe_experts" in fields_of_groups(["mixture of experts"])
     assert fields_of_groups([]) == []

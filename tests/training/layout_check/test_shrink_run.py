@@ -100,6 +100,15 @@ def test_every_dimension_stays(flags, ranks, sizes):
     assert layout.transformer.gated_linear_unit and layout.model.untie_embeddings_and_output_weights
 
 
+def test_token_mixers_stay():
+    hybrid = "--is-hybrid-model --mamba-num-groups 4 --pipeline-model-parallel-size 2 --context-parallel-size 2"
+    _, layout, plain = small_of(f"{hybrid} --hybrid-layer-pattern {'MM*-' * 4}|{'MM*-' * 4}", 4)
+    assert layout.transformer.hybrid_layer_pattern == plain.transformer.hybrid_layer_pattern == "M*-M"
+    _, layout, _ = small_of("--experimental-attention-variant gated_delta_net --linear-attention-freq 4", 2)
+    assert layout.transformer.experimental_attention_variant == "gated_delta_net"
+    assert layout.transformer.linear_attention_freq == 2 and layout.transformer.linear_num_key_heads == 2
+
+
 def test_kinds_of_heads_and_patterns_stay():
     _, layout, _ = small_of("--tensor-model-parallel-size 2", 4)
     transformer = layout.transformer
