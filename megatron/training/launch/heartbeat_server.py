@@ -12,6 +12,12 @@ from megatron.training.launch.watch import Limits, Message, Watch
 
 _TICK_SECONDS = 0.1
 
+_RANKS_PER_TICK_SECOND = 10_000
+"""A decision about more ranks takes longer, and is made less often."""
+
+_LONGEST_GREETING = 1 << 14
+"""Bytes that a connection may send before it has named the token."""
+
 
 class HeartbeatServer:
     """Listens to the ranks in a thread, and tells them to end if one has failed.
@@ -46,7 +52,7 @@ class HeartbeatServer:
     def close(self) -> None:
         """Closes the sockets: at the end, and in a forked process, which would keep them open after this process has
         ended."""
-        for connection in self._ranks:
+        for connection in self._buffers:
             connection.close()
         self._listener.close()
         self._selector.close()
@@ -72,29 +78,39 @@ class HeartbeatServer:
             self.close()
 
     def _watch_ranks(self) -> None:
-        spoken, told = 0.0, None
+        spoken, decided, told = 0.0, 0.0, None
+        pause = max(_TICK_SECONDS, self.watch.size / _RANKS_PER_TICK_SECOND)
         while not self._over:
-            for key, _ in self._selector.select(_TICK_SECONDS):
+            for key, _ in self._selector.select(pause):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     self._read(key.fileobj)
             now = time.monotonic()
-            self._send_all(self.watch.tick(now))
             first = self.watch.ranks.get(0)
             if now - spoken > self.interval or (first is not None and first.phase != told):
                 spoken = now
                 where = {} if first is None else {"phase": first.phase, "iteration": first.iteration}
                 told = None if first is None else first.phase
                 self._send_all([(rank, {"type": "beat", **where}) for rank in self._ranks.values()])
+            if now - decided < pause:
+                continue
+            decided = now
+            self._send_all(self.watch.tick(now))
             if self.watch.ranks and self.watch.all_left() and self.watch.cause is None:
                 self._send_all([(rank, {"type": "bye"}) for rank in self._ranks.values()])
                 return
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # out of file descriptors: the rank is not watched
-            connection, _ = self._listener.accept()
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:  # no other is waiting
+                return
+            except OSError:  # out of file descriptors: the rank is not watched until others have closed theirs
+                time.sleep(_TICK_SECONDS)
+                return
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._buffers[connection] = b""
@@ -114,9 +130,11 @@ class HeartbeatServer:
         for line in lines:
             try:
                 self._understand(connection, json.loads(line))
-            except (ValueError, KeyError, TypeError):  # not one of ours
+            except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours
                 self._drop(connection)
                 return
+        if connection not in self._ranks and len(self._buffers[connection]) > _LONGEST_GREETING:
+            self._drop(connection)
 
     def _understand(self, connection: socket.socket, message: dict[str, Any]) -> None:
         now = time.monotonic()
