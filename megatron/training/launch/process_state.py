@@ -6,14 +6,15 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 
 def machine_name() -> str:
-    """Returns a text that two processes share if they can see each other's process ids."""
+    """Returns a text that two processes share only if they can see each other's process ids. Names of hosts do not
+    serve: machines may have one name."""
     with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     return f"{socket.gethostname()} {os.getpid()}"
 
 
@@ -37,9 +38,13 @@ def kill_if_stopped(pid: int) -> None:
 
 
 def place_of_main_thread() -> str:
-    """Returns where the main thread of this process is: the innermost calls, outermost first."""
+    """Returns where the main thread of this process is: the innermost calls, outermost first. Reads no source files,
+    which may lie on the file system that hangs."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "unknown"
-    calls = traceback.extract_stack(frame)[-4:]
-    return " > ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in calls)
+    calls: list[str] = []
+    while frame is not None and len(calls) < 4:
+        calls.append(f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " > ".join(reversed(calls))

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from pathlib import Path
+from unittest import mock
 
 from megatron.training.launch.process_state import (
     kill_if_stopped,
@@ -29,4 +31,13 @@ def test_the_states_of_a_process() -> None:
 
 def test_the_place_of_the_main_thread() -> None:
     assert "test_the_place_of_the_main_thread (test_process_state.py:" in place_of_main_thread()
-    assert machine_name() == machine_name()
+    with mock.patch("linecache.checkcache", side_effect=AssertionError("a file is read")):
+        place_of_main_thread()
+
+
+def test_machines_of_one_name_differ() -> None:
+    with mock.patch("socket.gethostname", return_value="localhost"):
+        here = machine_name()
+        assert here == machine_name()
+        with mock.patch.object(Path, "read_text", return_value="another boot"):
+            assert machine_name() != here
