@@ -6,7 +6,7 @@ better cause.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.training.launch.missed_calls import missed_calls, named_ranks, ranks_behind
@@ -37,6 +37,11 @@ class Limits:
     """Without progress of a rank that waits while others have left, until it is asked what it waits for."""
     report: float = 2.0
     """Until all ranks have told what they wait for."""
+
+    def for_interval(self, interval: float) -> "Limits":
+        """Returns limits for signs of life that come every `interval` seconds: five late ones are no silence."""
+        silence, unreachable = max(self.silence, 5 * interval), max(self.unreachable, 10 * interval)
+        return replace(self, silence=silence, unreachable=unreachable)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,9 @@ class Watch:
         state.heard, state.state = now, None
         kind = message["type"]
         if kind == "seen":
-            self.ranks[message["rank"]].state = message["state"]
+            seen = self.ranks[message["rank"]]
+            if now - seen.heard > self.limits.silence:  # otherwise it has spoken since the question
+                seen.state = message["state"]
         elif kind == "report":
             state.report = message
         else:

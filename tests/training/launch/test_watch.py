@@ -101,6 +101,21 @@ def test_a_stopped_process_is_seen_by_a_neighbour() -> None:
     assert "rank 1 of 3 was stopped by a signal" in order["text"] and order["kill"] == ["a", 11]
 
 
+def test_a_rank_that_has_spoken_since_is_not_stopped() -> None:
+    run = Run()
+    run.wait(11, 0, 2)
+    run.beat(1)
+    run.watch.receive(0, {"type": "seen", "rank": 1, "state": "stopped"}, run.now)
+    run.wait(5, 0, 1, 2)
+    assert run.watch.cause is None
+
+
+def test_signs_of_life_that_come_seldom_are_no_silence() -> None:
+    assert Limits().for_interval(1.0) == Limits()
+    many = Limits().for_interval(10.0)
+    assert (many.silence, many.unreachable) == (50.0, 100.0)
+
+
 def test_a_silent_machine_is_gone() -> None:
     run = Run()
     run.wait(22, 0, 1)
