@@ -45,6 +45,11 @@ class Activity:
         self.waits: dict[int, Call] = {}
         """The call that a thread waits for, by the thread's number. After an error the call stays."""
 
+    def forget(self) -> None:
+        """Forgets all calls. For a new run in this process, whose groups may have the names of other groups before."""
+        self.channels.clear()
+        self.waits.clear()
+
     def begin(self, operation: str, key: str | tuple[int, int], ranks: Callable[[], tuple[int, ...]]) -> Call:
         """Counts a call. `key` is the name of the group; of a message, (sender, receiver)."""
         channel = self.channels.get(key)

@@ -1,8 +1,8 @@
 """Heartbeats: all ranks of a run end soon after one has failed, and one message says which, why, and who waits for it.
 
 A thread of every rank keeps a connection to the first rank, whose `heartbeat_server` watches all. The thread sends a
-sign of life each second, with the phase of the run and a counter of collectives, whatever the main thread does: long
-work (building an index, a save, the compilation of a kernel) is no failure. These are:
+sign of life each second, with the phase of the run and a counter of collectives, also while the main thread is busy:
+long work (building an index, a save, the compilation of a kernel) is no failure. These are:
 
 - A connection closes: the process has ended.
 - No sign of life, and the process is seen to be stopped by one of the same machine; or no process there answers.
@@ -90,6 +90,7 @@ class Heartbeat:
         self.before_end: list[Callable[[], object]] = []
         """Called before the thread ends the process, such as the end of a save. Must not need other ranks."""
         self.interval = max(min(1.0, self.limits.silence / 5), size / _RANKS_PER_SECOND)
+        self.limits = self.limits.for_interval(self.interval)
         self.cause: Message | None = None
         """The order to end, once it came."""
         self._server: HeartbeatServer | None = None
@@ -97,6 +98,7 @@ class Heartbeat:
         """Kind of this rank's own failure."""
         self._told, self._over, self._sending = threading.Event(), threading.Event(), threading.Lock()
         self._first: Message = {"phase": "start", "iteration": None}
+        activity.forget()
         _Generation.number += 1
         key = f"heartbeat {_Generation.number}"
         if rank == 0:
@@ -136,8 +138,10 @@ class Heartbeat:
         return self.cause
 
     def is_consequence(self) -> bool:
-        """Whether the error of this rank only follows from the failure of another one."""
-        return self._kind == COMMUNICATION and self.cause is not None and self.cause["rank"] != self.rank
+        """Whether the error of this rank only follows from the failure of another one. If no rank has failed, the error
+        is the best that is known."""
+        known = self.cause is not None and self.cause["rank"] not in (None, self.rank)
+        return self._kind == COMMUNICATION and known
 
     def finish(self) -> None:
         """Waits until every rank has reached the end of its program. Ends the process if one fails meanwhile."""
@@ -158,15 +162,16 @@ class Heartbeat:
 
     def _beat(self) -> None:
         buffer, heard, sent = b"", time.monotonic(), 0.0
+        ready = select.poll()  # unlike select.select, it takes file descriptors above 1023
+        ready.register(self._socket, select.POLLIN)
         while not self._over.is_set():
             now = time.monotonic()
             if now - sent >= self.interval:
                 sent = now
                 self._send_beat()
             try:
-                ready = select.select([self._socket], [], [], self.interval / 2)[0]
-                data = self._socket.recv(1 << 16) if ready else None
-            except (OSError, ValueError):
+                data = self._socket.recv(1 << 16) if ready.poll(500 * self.interval) else None
+            except OSError:
                 data = b""
             if self._over.is_set():
                 return
@@ -290,10 +295,11 @@ def _raised_by_communication(error: BaseException) -> bool:
 
 
 def end_at_once(code: int) -> None:
-    """Ends this process and those that load its data, from any thread, whatever the main thread does."""
+    """Ends this process and those that load its data, from any thread, while the main thread waits or computes."""
     timer = threading.Timer(2.0, os._exit, (code,))  # a stream whose reader has stopped cannot be flushed
     timer.daemon = True
-    timer.start()
+    with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread in the exit functions of the main thread
+        timer.start()
     for child in active_children():
         with contextlib.suppress(OSError):
             os.kill(child.pid or 0, signal.SIGKILL)
@@ -317,6 +323,9 @@ def _after_fork() -> None:
         heartbeat._socket.close()
         if heartbeat._server is not None:
             heartbeat._server.close()
+        # The child has no such thread. If it ends as a program does, it must not wait for one.
+        heartbeat._sending, heartbeat._over = threading.Lock(), threading.Event()
+        heartbeat._over.set()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,7 +1,10 @@
 """A rank that fails ends the run: all processes end soon, with an error, and one message says which rank, and why."""
 
+import fcntl
 import os
+import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -19,11 +22,12 @@ from support.runs import GPT
 
 from megatron.core.collectives import PlannedGroup, all_reduce
 from megatron.core.exceptions import UserError
+from megatron.core.utils.activity import activity
 from megatron.training import pretrain
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch import environment, heartbeat
-from megatron.training.launch.heartbeat import kind_of
+from megatron.training.launch.heartbeat import Heartbeat, Progress, kind_of
 from megatron.training.launch.watch import COMMUNICATION, ERROR, SIGNAL, USER_ERROR, Limits
 from megatron.training.providers import Context, ForwardStep, Providers
 
@@ -34,6 +38,8 @@ def fault(kind: str) -> None:
     """What goes wrong on one rank."""
     if kind == "raise":
         raise ValueError("a fault")
+    if kind in ("kill", "stop", "leave"):
+        time.sleep(1.0)  # the others come to wait
     if kind in ("kill", "stop"):
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     if kind == "exit":
@@ -87,7 +93,7 @@ def pretrain_with_fault(kind: str, phase: str, rank: int) -> None:
         fails_in("saving")
         return contents(self, *args)
 
-    quick = partial(Limits, silence=1.0, left=1.0, communication=5.0, report=1.0)
+    quick = partial(Limits, silence=1.0, left=1.0, communication=20.0, report=20.0)
     hooks = [FaultAtExit(lambda: fails_in("exit"))]
     with (
         mock.patch.object(environment, "Limits", quick),
@@ -115,9 +121,9 @@ TOLD = {
 
 def check(folder: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
     flags = f"--data-path {corpus} --train-iters 2 --eval-interval 2 --save {folder / 'c'} --save-interval 2"
-    flags += f" {LAYOUTS[layout]} --hang-timeout-seconds 3"
+    flags += f" {LAYOUTS[layout]} --hang-timeout-seconds {5 if kind == 'sleep' else 300}"
     program = launch(flags, RANKS, folder, partial(pretrain_with_fault, kind, phase, rank))
-    codes = program.exit_codes(seconds=60.0)
+    codes = program.exit_codes()
     outputs = [program.output(number) for number in range(RANKS)]
     everything = "\n".join(outputs)
     expected = {"kill": -signal.SIGKILL, "stop": -signal.SIGKILL, "leave": 0}.get(kind, 1)
@@ -177,3 +183,59 @@ def test_kinds_of_failures() -> None:
     assert kind_of(raised(lambda: dist.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=1)))) == COMMUNICATION
     assert kind_of(raised(chained)) == COMMUNICATION  # also an error that follows from one
     assert kind_of(raised(lambda: torch.ones(2) @ torch.ones(3))) == ERROR
+
+
+def alone() -> Heartbeat:
+    return Heartbeat(dist.HashStore(), 0, 1, "127.0.0.1", Progress())
+
+
+def exit_code_of_child(function: Callable[[], object]) -> int:
+    """Returns 7 if the function returns in a forked process."""
+    child = os.fork()
+    if child == 0:
+        function()
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_does_not_wait_for_the_other_ranks() -> None:
+    heartbeat = alone()
+    assert exit_code_of_child(heartbeat.finish) == 7
+    heartbeat.finish()
+
+
+def test_a_new_run_counts_from_the_start() -> None:
+    activity.begin("all_reduce", "1", lambda: (0, 1))
+    activity.waiting(activity.begin("all_reduce", "1", lambda: (0, 1))).__enter__()
+    heartbeat = alone()
+    assert not activity.channels and not activity.waits
+    heartbeat.finish()
+
+
+def heartbeat_among_many_files() -> None:
+    connect = socket.create_connection
+
+    def connect_late(*args: Any, **kwargs: Any) -> socket.socket:
+        with connect(*args, **kwargs) as early:
+            return socket.socket(fileno=fcntl.fcntl(early, fcntl.F_DUPFD_CLOEXEC, 1500))
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    with mock.patch("socket.create_connection", connect_late):
+        heartbeat = alone()
+    time.sleep(0.2)
+    heartbeat.finish()
+
+
+def test_a_process_may_have_many_open_files() -> None:
+    assert exit_code_of_child(heartbeat_among_many_files) == 7
+
+
+def test_an_error_is_a_consequence_only_if_another_rank_has_failed() -> None:
+    heartbeat = alone()
+    heartbeat._kind = COMMUNICATION
+    for rank, consequence in ((1, True), (0, False), (None, False)):
+        heartbeat.cause = {"rank": rank}
+        assert heartbeat.is_consequence() == consequence
+    heartbeat.cause, heartbeat._kind = None, None
+    heartbeat.finish()
