@@ -105,7 +105,11 @@ def start(tmp_path, world, source):
 
 
 def finish(processes):
-    outputs = [process.communicate(timeout=240) for process in processes]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:  # a rank that missed the signal would run for ever
+            process.kill()
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode in (0, 1), errors
     return [output.strip().splitlines()[-1] for output, _ in outputs], outputs
