@@ -30,6 +30,9 @@ def _preload() -> None:
     from support import mock_data
 
     torch.set_num_threads(1)
+    # A fork makes torch's thread pool anew at its first use. If two threads use it at once, one finds none: "Invalid
+    # thread pool". In a new process there is only one thread.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     mock_data.make_small()
     _load_kernels()
     # Forked processes then do not copy the pages of these objects at their first collection.
