@@ -53,19 +53,29 @@ def build_heads_projection(
 
 
 def build_output_projection(
-    spec: Spec, config: TransformerConfig, input_size: int, tp_group: Group, backend: Backend
+    spec: Spec,
+    config: TransformerConfig,
+    input_size: int,
+    tp_group: Group,
+    backend: Backend,
+    *,
+    bias: bool | None = None,
+    name: str = "proj",
 ) -> nn.Module:
-    """Builds the projection from all heads, `input_size` channels together, to hidden states."""
+    """Builds the projection from all heads, `input_size` channels together, to hidden states. Without `bias` the config
+    says whether attention's has one. `name` is Megatron-LM's name of its communication buffer."""
+    if bias is None:
+        bias = config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias
     return build_module(
         spec,
         input_size,
         config.hidden_size,
         config=config,
         init_method=config.output_layer_init_method,
-        bias=config.add_bias_linear if config.attention_output_bias is None else config.attention_output_bias,
+        bias=bias,
         input_is_parallel=True,
         skip_bias_add=True,
         is_expert=False,
-        tp_comm_buffer_name="proj",
+        tp_comm_buffer_name=name,
         offer={"tp_group": tp_group, "backend": backend},
     )

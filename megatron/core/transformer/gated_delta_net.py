@@ -13,9 +13,9 @@ from megatron.core.parameters import Constant, Initializer, LogUniform, add_part
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
 from megatron.core.tokens import document_numbers
-from megatron.core.transformer.attention_projections import build_heads_projection
+from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,24 +102,14 @@ class GatedDeltaNet(MegatronModule):
         self.out_norm = build_module(submodules.out_norm, **norm, offer=offer)
         if groups.size("tp") > 1:  # each rank norms its own heads
             add_partial_gradient_axis("tp", self.out_norm)
-        self.out_proj = build_module(
-            submodules.out_proj,
-            value_heads * dv,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="out_proj",
-            offer={"tp_group": groups.tp, "backend": self.backend},
+        self.out_proj = build_output_projection(
+            submodules.out_proj, config, value_heads * dv, groups.tp, self.backend, bias=False, name="out_proj"
         )
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
         tokens; the state passes through this rank's heads of all tokens."""
-        _check_inputs(inputs)
+        check_scanned_inputs(inputs, "gated_delta_net")
         tokens = inputs.tokens
         document = document_numbers(tokens, hidden_states.device)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.key_heads, -1)
@@ -154,14 +144,3 @@ def _of_unit_length(heads: Tensor) -> Tensor:
     """Returns the heads [..., d] divided by their lengths, in float32 at least."""
     wide = widened(heads)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + KEY_EPSILON)
-
-
-def _check_inputs(inputs: LayerInputs) -> None:
-    """Raises UserError for what a state cannot respect."""
-    if inputs.inference_context is not None:
-        raise UserError("gated_delta_net layers have no cache for generation yet; compute whole rows instead")
-    if inputs.attention_mask is not None:
-        raise UserError(
-            "gated_delta_net layers cannot follow an attention_mask, because their state passes through all tokens of "
-            "a row; give documents as packed sequences (cu_seqlens) instead"
-        )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group, group_rank, group_size
+from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, DropoutTokens
 from megatron.core.ops.rope import Rotation
@@ -132,6 +133,17 @@ def encoder_states_of(
         gather = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
         hidden_states = gather(hidden_states, group=tp_group)
     return EncoderStates(hidden_states.flatten(0, 1), tokens, attention_mask, dropout)
+
+
+def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
+    """Raises UserError for what a state that passes from token to token cannot respect. `layers` names the layers."""
+    if inputs.inference_context is not None:
+        raise UserError(f"{layers} layers have no cache for generation yet; compute whole rows instead")
+    if inputs.attention_mask is not None:
+        raise UserError(
+            f"{layers} layers cannot follow an attention_mask, because their state passes through all tokens of a row; "
+            "give documents as packed sequences (cu_seqlens) instead"
+        )
 
 
 def as_heads(tensor: Tensor, tokens: Tokens, heads: int) -> Tensor:

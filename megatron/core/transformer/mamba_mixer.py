@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
-from megatron.core.exceptions import UserError
 from megatron.core.ops.precision import widened
 from megatron.core.ops.ssd.chunked import ssd
 from megatron.core.parameters import Constant, Initializer, LogUniform
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
 from megatron.core.tokens import Tokens, document_numbers
-from megatron.core.transformer.attention_projections import build_heads_projection
+from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
 from megatron.core.transformer.config.hybrid import mamba_heads
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import Spec, build_module
+from megatron.core.transformer.spec_utils import Spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -102,24 +101,20 @@ class MambaMixer(MegatronModule):
         self.dt_bias = new_of_groups(heads, TimeStepBias())
         self.norm_weight = new_of_groups(heads * config.mamba_head_dim, Constant(1.0))
         self.scan = MambaScan(config.mamba_head_dim, state, config.mamba_min_time_step)
-        self.out_proj = build_module(
+        self.out_proj = build_output_projection(
             submodules.out_proj,
+            config,
             heads * config.mamba_head_dim,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
+            groups.tp,
+            self.backend,
             bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            is_expert=False,
-            tp_comm_buffer_name="out_proj",
-            offer={"tp_group": groups.tp, "backend": self.backend},
+            name="out_proj",
         )
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
         tokens; the states pass through this rank's groups of all tokens."""
-        _check_inputs(inputs)
+        check_scanned_inputs(inputs, "Mamba-2")
         tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.groups, -1)
         if ranks > 1:
@@ -181,14 +176,3 @@ class TimeStepBias:
     def __call__(self, tensor: Tensor) -> Tensor:
         step = torch.empty_like(tensor).uniform_(math.log(self.least), math.log(self.most)).exp_()
         return tensor.copy_(step + torch.log(-torch.expm1(-step)))
-
-
-def _check_inputs(inputs: LayerInputs) -> None:
-    """Raises UserError for what a state cannot respect."""
-    if inputs.inference_context is not None:
-        raise UserError("Mamba-2 layers have no cache for generation yet; compute whole rows instead")
-    if inputs.attention_mask is not None:
-        raise UserError(
-            "Mamba-2 layers cannot follow an attention_mask, because their states pass through all tokens of a row; "
-            "give documents as packed sequences (cu_seqlens) instead"
-        )
