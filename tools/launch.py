@@ -38,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     try:
+        if not command:
+            raise UserError("no command; give that of the run: launch.py torchrun pretrain_gpt.py --save FOLDER ...")
         save = folder_to_save(command)
         launcher = Launcher(command, save, args.fast_failures, args.fast_seconds, args.wait_seconds)
         return launcher.run()

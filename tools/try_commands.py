@@ -72,10 +72,35 @@ class Outcome:
     """The small command line."""
 
 
+def _commands_of(file: Path) -> list[dict[str, Any]]:
+    """Returns the commands of a file, a JSON object a line. Raises UserError for a file or line that is none."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from None
+    commands = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                command = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}, line {number}: not JSON: {error}") from None
+            if not isinstance(command, dict) or not {"argv", "command"} & command.keys():
+                raise UserError(f'{file}, line {number}: not an object with "argv" or "command"')
+            if command.get("entry") not in DEFAULTS:
+                raise UserError(f'{file}, line {number}: "entry" is none of {", ".join(DEFAULTS)}')
+            commands.append(command)
+    return commands
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool and returns its exit code."""
     options = _read(argv)
-    commands = [json.loads(line) for line in Path(options.file).read_text().splitlines() if line.strip()]
+    try:
+        commands = _commands_of(Path(options.file))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.utils.tensorboard")

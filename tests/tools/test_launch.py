@@ -156,3 +156,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert "its newest checkpoint is that of iteration 2" in done.stderr
     assert "the run ends: rank 1 of 2 ended in training" in done.stderr
     assert newest_iteration(tmp_path / "c") == 5
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == main(["--"]) == 2
+    assert "error: no command; give that of the run" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment
 from tools.small_commands import data_words, small_command
-from tools.try_commands import DEFAULTS, Outcome, table, words_of
+from tools.try_commands import DEFAULTS, Outcome, main, table, words_of
 
 TOOL = Path(__file__).parents[2] / "tools/try_commands.py"
 COMMANDS = megatron_lm_commands()
@@ -91,6 +91,25 @@ def test_it_tries_commands(tmp_path: Path) -> None:
     assert [outcome["kind"] for outcome in outcomes] == ["trains", "trains", "refused"]
     assert done.stdout.count("\ntrains  ") + done.stdout.startswith("trains  ") == 1  # equal when small: run once
     assert "3 commands: 2 pass the check, 1 are refused" in done.stdout and "2 train (100.0%), 0 fail" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (None, "nothing.jsonl cannot be read: "),
+        ('{"entry": "pretrain_gpt.py"}', 'line 2: not an object with "argv" or "command"'),
+        ("--num-layers 2", "line 2: not JSON: "),
+        ('{"entry": "train.py", "argv": []}', 'line 2: "entry" is none of pretrain_gpt.py, '),
+    ],
+)
+def test_a_file_that_is_no_list_of_commands(
+    line: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nothing.jsonl"
+    if line is not None:
+        file.write_text(f"\n{line}\n")
+    assert main([str(file)]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_the_table_counts_reasons() -> None:
