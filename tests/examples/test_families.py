@@ -34,8 +34,8 @@ PARAMETERS = {
     (QWEN, "8b"): 8_190_735_360,
     (QWEN, "30b-a3b"): 30_532_122_624,
 }
-"""Of the models on the hub or in their papers; DeepSeek-V3's with its prediction layer, without the copies of
-embedding and head that the hub has."""
+"""Number of parameters, as on the hub or in the paper. DeepSeek-V3 includes its prediction layer, without the copies of
+embedding and head that the hub adds."""
 
 TINY = {
     (GPT3, "tiny"): None,

@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def alone(self) -> "Cell":
-        """The same model and micro-batches in one process."""
+        """The cell of one process with this cell's model, loss and micro-batches."""
         return replace(self, layout=Layout())
 
     @property

@@ -17,7 +17,7 @@ class Channel:
     """The collectives of one group, or the messages from one rank to another, that this process has started."""
 
     name: str
-    """The same on every rank that takes part."""
+    """Name of the group or pair; all ranks that take part use one name."""
     ranks: tuple[int, ...]
     """Global ranks that take part; of a message, (sender, receiver)."""
     number: int = 0
