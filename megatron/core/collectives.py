@@ -1,13 +1,12 @@
 """All collectives of the library. With a group of None, or of one rank, they do nothing.
 
-Every communication goes through this module, so that its type and bytes can be recorded in one place (`recorded`).
+Every communication goes through this module, so that `traffic.recorded` sees its type and bytes.
 Functions whose name begins with `start_` return at once with a `Pending`. On CUDA the host never waits, later kernels
 do.
 """
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from megatron.core.traffic import record_traffic
 from megatron.core.utils.activity import Call, Channel, activity
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,60 +61,14 @@ def _ranks_of(group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What was sent
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """One call of a collective on this rank."""
-
-    operation: str
-    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, receive."""
-    dtype: torch.dtype
-    """Type of the data that is sent."""
-    nbytes: int
-    """Bytes of the whole tensor: that of every rank after an all_gather, or before a reduce_scatter."""
-    ranks: tuple[int, ...]
-    """Global ranks of the group; for a send or receive, (sender, receiver)."""
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that this rank sends with the algorithm of least traffic (a ring)."""
-        n = len(self.ranks)
-        factor = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0 / n, "send": 1.0, "receive": 0.0}
-        return self.nbytes * factor.get(self.operation, (n - 1) / n)
-
-
-_records: list[list[Traffic]] = []
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Traffic]]:
-    """Yields a list to which each communication that starts inside, in this process, adds an entry."""
-    log: list[Traffic] = []
-    _records.append(log)
-    try:
-        yield log
-    finally:
-        _records[:] = [other for other in _records if other is not log]
-
-
 def _record(operation: str, tensor: Tensor, live: ProcessGroup, pair: tuple[int, int] | None = None) -> Call:
     """Counts a call, and records its traffic. `pair` is the (sender, receiver) of a message."""
 
     def ranks() -> tuple[int, ...]:
         return pair or group_ranks(live)
 
-    _record_traffic(operation, tensor, ranks)
+    record_traffic(operation, tensor, ranks)
     return activity.begin(operation, pair or live.group_name, ranks)
-
-
-def _record_traffic(operation: str, tensor: Tensor, ranks: Callable[[], tuple[int, ...]]) -> None:
-    if _records:
-        entry = Traffic(operation, tensor.dtype, tensor.numel() * tensor.element_size(), ranks())
-        for log in _records:
-            log.append(entry)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,9 +265,9 @@ def start_exchange(tensor: Tensor, to: int, out: Tensor, source: int, group: Gro
     assert live is not None and tensor.is_contiguous() and out.is_contiguous()
     ranks = group_ranks(live)
     if tensor.numel():
-        _record_traffic("send", tensor, lambda: (dist.get_rank(), ranks[to]))
+        record_traffic("send", tensor, lambda: (dist.get_rank(), ranks[to]))
     if out.numel():
-        _record_traffic("receive", out, lambda: (ranks[source], dist.get_rank()))
+        record_traffic("receive", out, lambda: (ranks[source], dist.get_rank()))
     call = activity.begin("exchange", live.group_name, lambda: ranks)
     sent = [tensor.numel() if rank == to else 0 for rank in range(len(ranks))]
     received = [out.numel() if rank == source else 0 for rank in range(len(ranks))]

@@ -1,4 +1,4 @@
-"""Collectives: nothing to do for a group of one, records of traffic, and pending results."""
+"""Collectives: nothing to do for a group of one, and pending results."""
 
 import weakref
 
@@ -10,7 +10,6 @@ from megatron.core.collectives import (
     HostCopy,
     Pending,
     PlannedGroup,
-    Traffic,
     all_gather,
     all_reduce,
     all_to_all_rows,
@@ -22,11 +21,11 @@ from megatron.core.collectives import (
     group_ranks,
     group_size,
     numbers_of_ranks,
-    recorded,
     reduce_scatter_rows,
     start_gather_rows,
     start_reduce_scatter_rows,
 )
+from megatron.core.traffic import recorded
 
 
 def test_a_group_of_none_is_this_rank_alone() -> None:
@@ -55,22 +54,6 @@ def test_a_planned_group_knows_its_ranks_and_does_not_communicate() -> None:
         all_reduce(torch.ones(1), group)
     x = torch.ones(1)
     assert all_reduce(x, PlannedGroup((4,), 0)) is x
-
-
-@pytest.mark.parametrize(
-    ("operation", "sent"),
-    [
-        ("all_reduce", 150.0),
-        ("all_gather", 75.0),
-        ("reduce_scatter", 75.0),
-        ("all_to_all", 75.0),
-        ("broadcast", 25.0),
-        ("send", 100.0),
-        ("receive", 0.0),
-    ],
-)
-def test_bytes_that_a_rank_of_four_sends_of_a_hundred(operation: str, sent: float) -> None:
-    assert Traffic(operation, torch.float32, 100, (0, 1, 2, 3)).sent_bytes == sent
 
 
 class Work:

@@ -4,20 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.counter_rng import stream_key
+from megatron.core.initializers import Constant, Normal
 from megatron.core.parameters import (
     Box,
-    Constant,
-    LogUniform,
-    Normal,
     ParameterInfo,
-    Uniform,
-    XavierUniform,
     canonical_index,
     canonical_name,
     canonical_names,
     declare,
-    draw_range,
     info_of,
     initialize_parameters,
     name_parameters,
@@ -61,24 +55,6 @@ def test_a_stage_holds_the_values_that_the_whole_model_has() -> None:
     assert not torch.equal(whole["layers.1.weight"], whole["layers.2.weight"])
     assert not torch.equal(whole["layers.1.weight"], named([0, 1, 2, 3], seed=2)["layers.1.weight"])
     assert (whole["layers.1.bias"] == 3.0).all()
-
-
-@pytest.mark.parametrize(
-    "init", [Normal(0.1), Uniform(-2.0, 1.0), LogUniform(1.0, 4.0), XavierUniform(), Constant(2.0), nn.init.orthogonal_]
-)
-@pytest.mark.parametrize("box", [Box((0, 2, 0), (2, 3, 5)), Box((1, 0, 0), (1, 8, 5)), Box((0, 1, 2), (2, 4, 2))])
-def test_any_flat_range_of_any_box_is_drawn_by_itself(init: object, box: Box) -> None:
-    shape = (2, 8, 5)
-    key = stream_key(7, "w")
-    whole = torch.empty(80)
-    draw_range(whole, ParameterInfo(shape, Box.whole(shape), init, name="w"), 0, key)  # type: ignore[arg-type]
-    part = tuple(slice(start, start + extent) for start, extent in zip(box.start, box.shape, strict=True))
-    expected = whole.view(shape)[part].reshape(-1)
-    info = ParameterInfo(shape, box, init, name="w")  # type: ignore[arg-type]
-    for first, stop in ((0, box.numel), (3, 7), (box.numel - 2, box.numel)):
-        drawn = torch.empty(stop - first)
-        draw_range(drawn, info, first, key)
-        assert torch.equal(drawn, expected[first:stop])
 
 
 def test_indices_of_a_box() -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from megatron.core.counter_rng import stream_key
-from megatron.core.parameters import Constant, Normal, canonical_names, draw_range, info_of
+from megatron.core.initializers import Constant, Normal
+from megatron.core.parameters import canonical_names, draw_range, info_of
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 LENGTH = 16

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import pretrain_gpt
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.core.parameters import Box, Constant, ParameterInfo, canonical_index
+from megatron.core.initializers import Constant
+from megatron.core.parameters import Box, ParameterInfo, canonical_index
 from megatron.training import training
 from megatron.training.arguments import configure
 from megatron.training.config.settings import LaunchEnvironment

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from megatron.core.initializers import Constant, Normal
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
-from megatron.core.parameters import Constant, Normal, declare, initialize_parameters, name_parameters
+from megatron.core.parameters import declare, initialize_parameters, name_parameters
 
 
 class Layer(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from support.processes import run_on_ranks
 from support.runs import Piece, differences, train
 
-from megatron.core.collectives import recorded
+from megatron.core.traffic import recorded
 
 EXPERTS = (
     "--mock-data --train-iters 2 --eval-iters 0 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --swiglu "

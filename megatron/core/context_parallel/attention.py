@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.core.backends import AttentionPlan, BlockPlan
+from megatron.core.attention_plan import AttentionPlan, BlockPlan
 from megatron.core.collectives import Group, group_size
 from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.context_parallel.comm_types import CommType

@@ -1,8 +1,6 @@
-"""Reads and writes sequences of tokens in a .bin file with its .idx file (format: index_format.py)."""
+"""Reads and writes sequences of tokens in a .bin file with its .idx file (formats: bin_file.py, index_format.py)."""
 
-import errno
 import hashlib
-import mmap
 import os
 import shutil
 from array import array
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.datasets.bin_file import MappedBin, ReadBin, map_or_read
 from megatron.core.datasets.index_format import (
     DType,
     get_bin_path,
@@ -179,7 +178,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def _open(self) -> None:
         header, idx_path = self._header, get_idx_path(self.path_prefix)
-        data = _map_or_read(idx_path)
+        data = map_or_read(idx_path)
         self._lengths = np.frombuffer(data, np.int32, header.num_sequences, header.lengths_offset)
         self._pointers = np.frombuffer(data, np.int64, header.num_sequences, header.pointers_offset)
         self._document_indices = np.frombuffer(
@@ -191,7 +190,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                 raise UserError(f"{idx_path}: contains no modes; it was not written as multimodal")
             self._modes = np.frombuffer(data, np.int8, header.num_sequences, header.modes_offset)
         bin_path = get_bin_path(self.path_prefix)
-        self._tokens: _MappedBin | _ReadBin = _MappedBin(bin_path) if self.mmap else _ReadBin(bin_path)
+        self._tokens: MappedBin | ReadBin = MappedBin(bin_path) if self.mmap else ReadBin(bin_path)
 
     def _check_sizes(self) -> None:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
@@ -245,63 +244,6 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.initialize(**state["arguments"])
         if state["replaced_documents"] is not None:
             self.set_document_indices(state["replaced_documents"])
-
-
-class _MappedBin:
-    """Reads a file through a memory map, which is made at the first read."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._bytes: np.ndarray | None = None
-        self.size = _size_of(path)
-
-    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
-        if self._bytes is None:
-            self._bytes = np.frombuffer(_map(self._path), np.uint8) if self.size else np.empty(0, np.uint8)
-        return np.frombuffer(self._bytes, dtype, count, start) if count else np.empty(0, dtype)
-
-
-class _ReadBin:
-    """Reads a file by positioned reads, which are safe with threads and forked processes."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
-        self.size = _size_of(path)
-
-    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
-        if self._file is None:
-            self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
-        data = bytearray()
-        while len(data) < count * dtype.itemsize:
-            part = os.pread(self._file.fileno(), count * dtype.itemsize - len(data), start + len(data))
-            if not part:
-                raise UserError(f"{self._path}: was shortened while it was read")
-            data += part
-        return np.frombuffer(data, dtype)
-
-
-def _size_of(path: str) -> int:
-    try:
-        return Path(path).stat().st_size
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; its .idx file needs it") from None
-
-
-def _map(path: str) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise UserError(f"{path}: too many open files in this process; raise the limit (ulimit -n)") from None
-        raise
-
-
-def _map_or_read(path: str, limit: int = 1 << 20) -> mmap.mmap | bytes:
-    """Reads a small file and maps a large one. A map needs a file descriptor, and a blend may have thousands of
-    files."""
-    return Path(path).read_bytes() if _size_of(path) <= limit else _map(path)
 
 
 class IndexedDatasetBuilder:

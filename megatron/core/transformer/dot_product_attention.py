@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.core.backends import LOCAL, Backend, choose_backend, plan_attention, plan_attention_blocks
+from megatron.core.attention_plan import plan_attention, plan_attention_blocks
+from megatron.core.backends import LOCAL, Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.attention import ContextAttention
 from megatron.core.context_parallel.comm_types import comm_type_of

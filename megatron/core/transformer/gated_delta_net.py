@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Constant, Initializer, LogUniform
 from megatron.core.ops.precision import widened
-from megatron.core.parameters import Constant, Initializer, LogUniform, add_partial_gradient_axis
+from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
 from megatron.core.tokens import document_numbers

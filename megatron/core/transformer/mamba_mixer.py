@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
 from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
+from megatron.core.initializers import Constant, Initializer, LogUniform
 from megatron.core.ops.precision import widened
 from megatron.core.ops.ssd.chunked import ssd
-from megatron.core.parameters import Constant, Initializer, LogUniform
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
 from megatron.core.tokens import Tokens, document_numbers

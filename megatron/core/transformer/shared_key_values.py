@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import Group, group_rank, group_size
-from megatron.core.parameters import Box, Constant
+from megatron.core.initializers import Constant
+from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,

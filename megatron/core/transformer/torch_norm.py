@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.parameters import Constant
+from megatron.core.initializers import Constant
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron.core.config_fields import not_a_flag, refuse
 from megatron.core.context_parallel.comm_types import comm_type_problems
+from megatron.core.initializers import Normal
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.parameters import Normal
 from megatron.core.pipeline_parallel.stage_map import stage_problems
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.rank_grid import divisors

@@ -10,9 +10,9 @@ from torch.nn.functional import gelu, relu, silu
 from megatron.core.config_fields import declaration_of, describe_problem, fields_of_problem, value_text
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import XavierUniform
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parameters import XavierUniform
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.checks import missing_values, problems_of

@@ -5,19 +5,10 @@ from typing import Any
 
 import torch
 
-from megatron.training.conversion.config_rules import (
-    AttentionHeads,
-    Copied,
-    Fixed,
-    Implied,
-    LinearBiases,
-    Rule,
-    ScoreScale,
-    Unused,
-    Values,
-)
+from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.layer_rules import AttentionHeads, LinearBiases, ScoreScale
 from megatron.training.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
 from megatron.training.conversion.llama import (
     ATTENTION,

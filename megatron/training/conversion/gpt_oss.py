@@ -1,15 +1,8 @@
 """gpt-oss: sinks, windows, and experts whose matrices are transposed and interleaved in one tensor."""
 
-from megatron.training.conversion.config_rules import (
-    AttentionHeads,
-    Copied,
-    Fixed,
-    Implied,
-    LinearBiases,
-    RouterWeights,
-    Unused,
-)
+from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Unused
 from megatron.training.conversion.family import Family
+from megatron.training.conversion.layer_rules import AttentionHeads, LinearBiases, RouterWeights
 from megatron.training.conversion.layer_types import WindowsByLayerType
 from megatron.training.conversion.llama import (
     AROUND,

@@ -1,21 +1,16 @@
 """Llama, Mistral, Qwen and Mixtral, and the tables that other decoders share with Llama."""
 
-from megatron.training.conversion.config_rules import (
+from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Inverse, Rule, TiedEmbeddings
+from megatron.training.conversion.family import EMBEDDING, HEAD, Family
+from megatron.training.conversion.layer_rules import (
     AttentionHeads,
-    Copied,
     ExpertLayers,
-    Fixed,
-    Implied,
-    Inverse,
     LinearBiases,
     NoWindows,
     RouterWeights,
-    Rule,
     ScoreScale,
     SlidingWindows,
-    TiedEmbeddings,
 )
-from megatron.training.conversion.family import EMBEDDING, HEAD, Family
 from megatron.training.conversion.rope import RotaryPositions
 from megatron.training.conversion.tensor_mapping import (
     GATE,

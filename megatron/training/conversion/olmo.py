@@ -1,7 +1,8 @@
 """OLMo 2 and OLMo 3: norms after attention and MLP, and norms of all queries and keys of a token together."""
 
-from megatron.training.conversion.config_rules import AttentionHeads, Implied, LinearBiases, Rule
+from megatron.training.conversion.config_rules import Implied, Rule
 from megatron.training.conversion.family import Family
+from megatron.training.conversion.layer_rules import AttentionHeads, LinearBiases
 from megatron.training.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
 from megatron.training.conversion.llama import (
     ATTENTION,

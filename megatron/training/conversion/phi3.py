@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import AttentionHeads, Fixed, SlidingWindows, Values, Written
+from megatron.training.conversion.config_rules import Fixed, Values, Written
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
+from megatron.training.conversion.layer_rules import AttentionHeads, SlidingWindows
 from megatron.training.conversion.llama import AROUND, EPSILON, HUB, OURS, SIZES, SWIGLU, one_to_one
 from megatron.training.conversion.rope import whole_base
 from megatron.training.conversion.spellings import rope_scaling_of

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.chunk import Chunk
+from megatron.core.initializers import Constant
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ops.dropout.dropout import dropout_tokens
-from megatron.core.parameters import Constant, ParameterInfo, canonical_index, canonical_names, info_of
+from megatron.core.parameters import ParameterInfo, canonical_index, canonical_names, info_of
 from megatron.core.tokens import Tokens
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import process_environment

@@ -12,7 +12,7 @@ from support import fused_kernels
 from support.processes import run_on_ranks
 from torch import Tensor
 
-from megatron.core.backends import KernelChoice, KernelPlan
+from megatron.core.attention_plan import KernelChoice, KernelPlan
 from megatron.core.context_parallel.splitting import cut_rows
 from megatron.core.ops.attention.kernels import FLASH_BLOCKS, FUSED_BLOCKS, BlockKernel, Situation
 from megatron.core.ops.attention.unfused import AttentionVariant

@@ -16,7 +16,8 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST, BrokenCheckpoint
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save, save_streamed
 from megatron.core.exceptions import UserError
-from megatron.core.parameters import Box, Constant, declare, name_parameters
+from megatron.core.initializers import Constant
+from megatron.core.parameters import Box, declare, name_parameters
 
 EMPTY = {"config": {}, "layout": {}}
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.distributed.sharding_strategy import is_counted_on_this_rank, replica_ranks, shardings
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Constant
 from megatron.core.optimizer.clip_grads import count_zeros, grad_norm
-from megatron.core.parameters import Box, Constant, ParameterInfo, declare, main_grad_accumulator, name_parameters
+from megatron.core.parameters import Box, ParameterInfo, declare, main_grad_accumulator, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection, first_and_last
 from megatron.core.rank_grid import RankGrid
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megatron.core.distributed.freed_parameter import FreedParameter, mark_freed, mark_gathered
-from megatron.core.parameters import Constant, declare
+from megatron.core.initializers import Constant
+from megatron.core.parameters import declare
 
 X = torch.ones(2, 3)
 

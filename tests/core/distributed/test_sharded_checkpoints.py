@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.reading import load
 from megatron.core.dist_checkpointing.writing import save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.initializers import Normal
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.parameters import Normal, declare, initialize_parameters, name_parameters
+from megatron.core.parameters import declare, initialize_parameters, name_parameters
 
 # (strategy, ranks, instances)
 SAVED = {"replicated": ("no_shard", 2, 1), "ZeRO 1": ("optim", 4, 1), "ZeRO 3": ("optim_grads_params", 2, 1)}

@@ -6,7 +6,8 @@ from support.small_models import SmallModel
 from torch import nn
 
 from megatron.core.distributed.units import ALIGNMENT, UnitPlan, named_infos, plan_units, unit_name
-from megatron.core.parameters import Constant, declare, info_of, name_parameters
+from megatron.core.initializers import Constant
+from megatron.core.parameters import declare, info_of, name_parameters
 
 
 def names(plan: UnitPlan) -> list[str]:

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Normal
 from megatron.core.optimizer.muon_matrices import matrices_of, takes_muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.parameters import Box, Normal, ParameterInfo
+from megatron.core.parameters import Box, ParameterInfo
 
 
 def config(**settings: object) -> OptimizerConfig:

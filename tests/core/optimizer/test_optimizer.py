@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from megatron.core.collectives import Group
 from megatron.core.dist_checkpointing.chunk import Chunk, optimizer_state_chunk
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Constant
 from megatron.core.optimizer import optimizer as module
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
-from megatron.core.parameters import Box, Constant, ParameterInfo
+from megatron.core.parameters import Box, ParameterInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 

@@ -7,9 +7,10 @@ from support.small_models import SmallModel
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.sharding_strategy import Sharding
 from megatron.core.distributed.units import plan_units
+from megatron.core.initializers import Constant
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import GroupSettings, ParameterRange, ParamKey, parameter_ranges, settings_of
-from megatron.core.parameters import Box, Constant, ParameterInfo
+from megatron.core.parameters import Box, ParameterInfo
 
 CONFIG = OptimizerConfig(lr=0.1)
 

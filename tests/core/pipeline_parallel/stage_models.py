@@ -7,9 +7,10 @@ import torch
 from support.small_models import Layer
 from torch import Tensor, nn
 
+from megatron.core.initializers import Normal
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
-from megatron.core.parameters import Normal, declare, initialize_parameters, name_parameters
+from megatron.core.parameters import declare, initialize_parameters, name_parameters
 from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5

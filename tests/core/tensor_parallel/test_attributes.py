@@ -4,7 +4,8 @@ import torch
 
 from megatron.core import tensor_parallel as tp
 from megatron.core.collectives import PlannedGroup
-from megatron.core.parameters import Normal, declare
+from megatron.core.initializers import Normal
+from megatron.core.parameters import declare
 
 X = torch.arange(12.0).view(3, 4)
 

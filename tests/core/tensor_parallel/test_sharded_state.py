@@ -11,10 +11,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import LocalNonpersistentObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Constant
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.parameters import Constant, ParameterInfo, canonical_index, info_of
+from megatron.core.parameters import ParameterInfo, canonical_index, info_of
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -5,8 +5,9 @@ import torch
 
 from megatron.core.collectives import PlannedGroup
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Constant
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.parameters import Box, Constant, info_of
+from megatron.core.parameters import Box, info_of
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box, with_columns
 
 SECOND_OF_THREE = PlannedGroup((3, 4, 5), 1)

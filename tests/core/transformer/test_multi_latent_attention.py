@@ -11,7 +11,6 @@ from support.pool import Pool
 from support.split_rows import ROW, ROWS, VOCABULARY, loss_of_part
 from torch import Tensor, nn
 
-from megatron.core.collectives import recorded
 from megatron.core.exceptions import UserError
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
@@ -21,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tokens import Tokens
+from megatron.core.traffic import recorded
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.multi_latent_attention import score_scale

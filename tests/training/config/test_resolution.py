@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.command_lines import SMALL, configured
 
+from megatron.core.initializers import XavierUniform
 from megatron.core.ops.activation import gelu_tanh, quick_gelu, squared_relu
-from megatron.core.parameters import XavierUniform
 from megatron.core.transformer.mlp import activation_of
 from megatron.training.arguments import configure
 from megatron.training.config.flag_table import Flag, flag_table

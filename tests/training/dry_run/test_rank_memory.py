@@ -19,10 +19,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed.flat_buffer import Unit
 from megatron.core.distributed.reduce_scatter_gradients import TransientGradients
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.parameters import Box, Normal, declare
+from megatron.core.parameters import Box, declare
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import get_args, training

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.collectives import Group, all_reduce
+from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.formats import Fp8Formats, scale_for
 from megatron.core.ops.fp8.product import emulated_product
 from megatron.core.ops.fp8.quantize import (
@@ -31,7 +32,7 @@ from megatron.core.ops.fp8.quantize import (
     largest_value,
     quantize_blocks,
 )
-from megatron.core.parameters import Constant, declare
+from megatron.core.parameters import declare
 
 
 class Role(IntEnum):

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank
+from megatron.core.initializers import each_of
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
-from megatron.core.parameters import Box, each_of, info_of
+from megatron.core.parameters import Box, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of

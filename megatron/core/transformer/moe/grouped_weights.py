@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend
 from megatron.core.collectives import Group, group_rank
+from megatron.core.initializers import Constant, Initializer, each_of
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.parameters import Box, Constant, Initializer, each_of
+from megatron.core.parameters import Box
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.transformer.transformer_config import TransformerConfig

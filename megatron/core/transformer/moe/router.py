@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend
+from megatron.core.initializers import Constant
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
     RoutingRule,
@@ -19,7 +20,7 @@ from megatron.core.ops.moe.routing import (
 )
 from megatron.core.ops.moe.token_noise import token_normal, token_uniform
 from megatron.core.ops.precision import widened
-from megatron.core.parameters import Constant, declare
+from megatron.core.parameters import declare
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.storage import parameter_device
 from megatron.core.transformer.config.router import listed

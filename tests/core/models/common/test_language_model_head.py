@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.initializers import Normal
 from megatron.core.models.common.language_model_head import LanguageModelHead
-from megatron.core.parameters import Normal
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HIDDEN = torch.randn(3, 2, 8, dtype=torch.float64)

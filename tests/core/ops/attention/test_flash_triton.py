@@ -7,7 +7,8 @@ import pytest
 import torch
 from support import flash_agreement
 
-from megatron.core.backends import plan_attention, triton_backend
+from megatron.core.attention_plan import plan_attention
+from megatron.core.backends import triton_backend
 from megatron.core.ops.attention.kernels import Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.core.backends import LOCAL, plan_attention
+from megatron.core.attention_plan import plan_attention
+from megatron.core.backends import LOCAL
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.kernels import SDPA_CPU, SDPA_CUDA, UNFUSED, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.backends import LOCAL, plan_attention, plan_attention_blocks
+from megatron.core.attention_plan import plan_attention, plan_attention_blocks
+from megatron.core.backends import LOCAL
 from megatron.core.ops.attention import sdpa as attention_sdpa
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.transformer.enums import AttnBackend

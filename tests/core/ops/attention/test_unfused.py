@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends import LOCAL, plan_attention, plan_attention_blocks
+from megatron.core.attention_plan import plan_attention, plan_attention_blocks
+from megatron.core.backends import LOCAL
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attention.kernels import (
     SDPA_CPU,

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
+from megatron.core.initializers import Normal
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import settings_of
-from megatron.core.parameters import Normal, info_of
+from megatron.core.parameters import info_of
 from megatron.core.transformer.config.initialization import validate
 from megatron.core.transformer.transformer_config import TransformerConfig
 

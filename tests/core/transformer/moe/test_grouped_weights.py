@@ -7,8 +7,9 @@ import torch
 
 from megatron.core.backends import choose_backend
 from megatron.core.collectives import PlannedGroup
+from megatron.core.initializers import Normal
 from megatron.core.ops.moe.grouped_linear import RowGroups
-from megatron.core.parameters import Box, Normal, info_of
+from megatron.core.parameters import Box, info_of
 from megatron.core.transformer.moe.grouped_weights import GroupedLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 

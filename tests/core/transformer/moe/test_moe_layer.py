@@ -18,14 +18,8 @@ from megatron.core import collectives
 from megatron.core.backends import LOCAL
 from megatron.core.collectives import HostCopy
 from megatron.core.exceptions import UserError
-from megatron.core.parameters import (
-    EachOf,
-    XavierUniform,
-    each_of,
-    info_of,
-    initialize_parameters,
-    name_parameters,
-)
+from megatron.core.initializers import EachOf, XavierUniform, each_of
+from megatron.core.parameters import info_of, initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens

@@ -1,0 +1,136 @@
+"""Chooses the attention kernel of a layer for every situation: device, training or evaluation, packed rows or not."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from megatron.core.backends import Backend
+from megatron.core.config_fields import literal_text, refuse
+from megatron.core.ops.attention.blocks_cuda import round_up
+from megatron.core.ops.attention.kernels import (
+    UNFUSED,
+    AttentionKernel,
+    BlockKernel,
+    Situation,
+)
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils.warn import warn_on_first_rank
+
+Kernel = TypeVar("Kernel", AttentionKernel, BlockKernel)
+
+
+@dataclass(frozen=True)
+class KernelChoice(Generic[Kernel]):
+    """The attention kernel chosen for a situation."""
+
+    kernel: Kernel
+    refusals: tuple[str, ...]
+    """Why preferred kernels cannot be used, a sentence each."""
+    remark: str = ""
+    """What the kernel does to the layer's tensors first (padding)."""
+
+    def describe(self) -> str:
+        """Returns the kernel's name, and why no preferred kernel was chosen."""
+        return self.kernel.name + self.remark + (f", since {'; '.join(self.refusals)}" if self.refusals else "")
+
+
+@dataclass(frozen=True)
+class KernelPlan(Generic[Kernel]):
+    """The kernel of an attention layer for every situation."""
+
+    choices: Mapping[Situation, KernelChoice[Kernel]]
+
+    def kernel_of(self, situation: Situation, call: AttentionCall) -> Kernel:
+        """Returns the kernel of a call. Some attention masks and positions of the queries need the unfused kernel,
+        above all together with packed documents; where that is not the planned one, a warning says so."""
+        planned = self.choices[situation].kernel
+        if not isinstance(planned, AttentionKernel) or planned.takes(call):
+            return planned
+        what = "an attention mask" if call.mask is not None else "a cache of keys"
+        packed = call.cu_seqlens is not None
+        warn_on_first_rank(
+            f"attention: {planned.name} cannot combine {what} with packed documents or chunks, so the slower "
+            "unfused kernel computes them (packed documents do not see each other without a mask either)"
+            if packed
+            else f"attention: {planned.name} cannot compute with {what}, so the slower unfused kernel does"
+        )
+        return UNFUSED  # type: ignore[return-value]
+
+    def describe(self, device_type: str, packed: bool = False) -> str:
+        """Returns which kernels compute training and evaluation on one kind of device."""
+        training, evaluation = (
+            next(choice for situation, choice in self.choices.items() if _is(situation, device_type, kind, packed))
+            for kind in (True, False)
+        )
+        if training == evaluation:
+            return training.describe()
+        return f"training: {training.describe()}; evaluation: {evaluation.describe()}"
+
+
+AttentionPlan = KernelPlan[AttentionKernel]
+
+
+BlockPlan = KernelPlan[BlockKernel]
+
+
+def _is(situation: Situation, device_type: str, training: bool, packed: bool) -> bool:
+    return (situation.device_type, situation.training, situation.packed) == (device_type, training, packed)
+
+
+def plan_attention(backend: Backend, variant: AttentionVariant, config: Any) -> AttentionPlan:
+    """Chooses the kernels of an attention layer by the config's `params_dtype` and `attention_backend`.
+
+    Raises UserError if `attention_backend` is flash or fused, there is a GPU and that kernel cannot compute training on
+    unpacked rows. On a CPU the next kernel computes what it cannot, and the log names it with the reason.
+    """
+    return _plan(backend.attention[config.attention_backend], variant, config)
+
+
+def plan_attention_blocks(backend: Backend, variant: AttentionVariant, config: Any) -> BlockPlan:
+    """Chooses the kernels for rows that are split over ranks; otherwise like `plan_attention`."""
+    return _plan(backend.attention_blocks[config.attention_backend], variant, config)
+
+
+def _plan(candidates: Sequence[Kernel], variant: AttentionVariant, config: Any) -> KernelPlan[Kernel]:
+    choices = {}
+    for device_type, training, packed in itertools.product(("cpu", "cuda"), (True, False), (False, True)):
+        situation = Situation(device_type, config.params_dtype, training, packed)
+        choices[situation] = _choose_kernel(candidates, variant, situation)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    asked, got = config.attention_backend, choices[Situation(device_type, config.params_dtype, True, False)]
+    if device_type == "cuda" and asked in (AttnBackend.flash, AttnBackend.fused) and got.refusals:
+        dropout = "{attention_dropout} to 0, or " if variant.dropout else ""
+        reasons = literal_text("; ".join(got.refusals))
+        problem = f"{{attention_backend}} cannot compute this attention ({reasons}); set {dropout}"
+        refuse([f"{problem}{{attention_backend:name}} to auto or unfused"], config)
+    return KernelPlan(choices)
+
+
+def _choose_kernel(
+    candidates: Sequence[Kernel], variant: AttentionVariant, situation: Situation
+) -> KernelChoice[Kernel]:
+    refusals: list[str] = []
+    for kernel in candidates:
+        if kernel.serves(situation):
+            refusal = kernel.refusal(variant, situation)
+            if refusal is None:
+                return KernelChoice(kernel, tuple(refusals), _remark(kernel, variant))
+            refusals.append(f"{kernel.name}: {refusal}")
+    raise AssertionError("the last candidate computes everything")
+
+
+def _remark(kernel: AttentionKernel | BlockKernel, variant: AttentionVariant) -> str:
+    """Returns what the log says about channels of zeros that the kernel's heads get; empty if they get none."""
+    if variant.widths is None or kernel.fills == "never":
+        return ""
+    keys, values = variant.widths
+    width = round_up(max(keys, values), kernel.width_multiple)
+    when = "" if kernel.fills == "always" else f" {kernel.fills}"
+    if keys == values:
+        return f" (heads of {keys} channels padded to {width})" if width > keys else ""
+    narrower = "keys" if keys < values else "values"
+    return f" ({narrower} of {min(keys, values)} channels padded to {width}{when})"

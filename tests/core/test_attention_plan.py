@@ -1,0 +1,68 @@
+"""Which attention kernel a layer gets, what the log says about it, and when another one computes a call."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.attention_plan import plan_attention, plan_attention_blocks
+from megatron.core.backends import LOCAL
+from megatron.core.exceptions import UserError
+from megatron.core.ops.attention.kernels import UNFUSED, AttentionKernel, Situation
+from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
+from megatron.core.transformer.enums import AttnBackend
+
+
+def kernel(name: str, **more: Any) -> AttentionKernel:
+    """A kernel that computes everything on every device, but for `more`."""
+    defaults: dict[str, Any] = {"serves": lambda situation: True, "refusal": lambda variant, situation: None}
+    return AttentionKernel(name, lambda *arguments: torch.zeros(()), **(defaults | more))
+
+
+FAST = kernel("fast", serves=lambda situation: situation.device_type == "cuda")
+WITHOUT_DROPOUT = kernel(
+    "exact", refusal=lambda variant, situation: "it has no dropout" if situation.training and variant.dropout else None
+)
+
+
+def plan(kernels: list[AttentionKernel], variant: AttentionVariant, asked: AttnBackend = AttnBackend.auto) -> Any:
+    backend = dataclasses.replace(LOCAL, attention={asked: tuple(kernels)}, attention_blocks={asked: tuple(kernels)})
+    config = SimpleNamespace(params_dtype=torch.float32, attention_backend=asked, attention_dropout=variant.dropout)
+    assert plan_attention_blocks(backend, variant, config) == plan_attention(backend, variant, config)
+    return plan_attention(backend, variant, config)
+
+
+def test_the_first_kernel_that_serves_and_computes_is_taken_and_refusals_are_said() -> None:
+    choices = plan([FAST, WITHOUT_DROPOUT, UNFUSED], AttentionVariant(1.0, True, dropout=0.1))
+    assert choices.describe("cuda") == "fast"
+    last = f"{UNFUSED.name}, since exact: it has no dropout"
+    assert choices.describe("cpu") == f"training: {last}; evaluation: exact"
+
+
+def test_padding_is_said() -> None:
+    heads = AttentionVariant(1.0, True, widths=(10, 10))
+    values = AttentionVariant(1.0, True, widths=(16, 10))
+    padding = kernel("wide", fills="always", width_multiple=8)
+    assert plan([padding], heads).describe("cpu") == "wide (heads of 10 channels padded to 16)"
+    assert plan([padding], values).describe("cpu") == "wide (values of 10 channels padded to 16)"
+    assert plan([kernel("any")], values).describe("cpu") == "any"
+
+
+def test_a_kernel_that_was_asked_for_must_compute_training_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = AttentionVariant(1.0, True, dropout=0.1)
+    plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)  # on a CPU the log says it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match=r"it has no dropout.*set attention_dropout 0.1 to 0, or"):
+        plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.fused)
+    plan([WITHOUT_DROPOUT, UNFUSED], variant, AttnBackend.auto)
+
+
+def test_a_call_that_the_kernel_cannot_compute_takes_the_unfused_one() -> None:
+    choices = plan([kernel("plain")], AttentionVariant(1.0, True))
+    situation = Situation("cpu", torch.float32, True, True)
+    documents = torch.tensor([0, 2, 4])
+    assert choices.kernel_of(situation, AttentionCall(cu_seqlens=documents)).name == "plain"
+    masked = AttentionCall(cu_seqlens=documents, mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+    assert choices.kernel_of(situation, masked) is UNFUSED
