@@ -11,6 +11,8 @@ from typing import Any
 _SPEED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \| throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
+_FLOOR = ("floor_milliseconds", "floor_parts")
+"""Entries of ours that only `tools/bench.py --floor` writes."""
 _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
@@ -39,7 +41,7 @@ def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: s
         "layout": layout or "1",
         "precision": "fp8" if "--fp8-format" in ours["flags"] else "bf16",
         "ratio": round(anchor["milliseconds"] / ours["milliseconds"], 3),
-        "ours": {name: ours[name] for name in _OURS},
+        "ours": {name: ours[name] for name in _OURS} | {name: ours[name] for name in _FLOOR if name in ours},
         "anchor": anchor,
         "zipf": ours["zipf"],
         "documents": ours.get("documents"),

@@ -3,14 +3,17 @@
 Trains a model of the speed table (tools/bench_cells.py), or the one that flags of pretrain_gpt.py describe, on random
 tokens: a few steps to warm up, then at least 20 that are timed, with optimizer, clipping and logging. Prints the median
 step, model FLOPs and tokens a second, memory and the last loss. Flags after the name of a model override the model's.
-`--kernels` traces one more step and prints its time by kind of kernel. On several GPUs:
+`--kernels` traces one more step and prints its time by kind of kernel. `--floor` measures afterwards how fast the step
+could be (tools/floor.py). On several GPUs:
 
     torchrun --nproc_per_node 2 tools/bench.py LLAMA1B --context-parallel-size 2
 """
 
 import argparse
 import collections
+import contextlib
 import datetime
+import gc
 import json
 import math
 import os
@@ -39,12 +42,14 @@ from megatron.training import training
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.gpt_data import gpt_dataset_config
+from megatron.training.dry_run.rank_memory import rank_memory
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch.errors import exit_with_problems
 from megatron.training.logging.device_peaks import peak_tflops
-from megatron.training.providers import Context, Providers, SampleCounts
+from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 from megatron.training.tokenizer.build import padded_vocab_size
 from tools.bench_cells import CELLS, COMMON
+from tools.floor import Clock, Recorder, measure_floor, summary
 
 _KINDS = {
     "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel",
@@ -72,6 +77,8 @@ class Options:
     zipf: float
     documents: float | None
     kernels: bool
+    floor: float | None
+    """Seconds that each operation of the floor is timed for; None: no floor."""
     json: Path | None
 
     @property
@@ -182,6 +189,14 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         "--documents", type=float, metavar="N", help="pack documents of log-normal lengths, of N tokens on average"
     )
     parser.add_argument("--kernels", action="store_true", help="print where one more step goes (on a GPU)")
+    parser.add_argument(
+        "--floor",
+        type=float,
+        nargs="?",
+        const=0.3,
+        metavar="SECONDS",
+        help="time the step's products and attention alone, each for SECONDS (0.3), and print the floor of a step",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--flags", action="store_true", help="print the flags of the cell and stop")
     parser.usage = f"%(prog)s [{' | '.join(CELLS)}] [options] [flags of pretrain_gpt.py]"
@@ -195,38 +210,47 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         raise SystemExit(0)
     if args.kernels and not torch.cuda.is_available():
         parser.error("--kernels needs a GPU")
+    if args.floor is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("--floor counts no communication: use one process")
     if args.documents is not None:
         flags += ["--reset-position-ids", "--reset-attention-mask"]
-    options = Options(cell, args.warmup, args.steps, args.zipf, args.documents, args.kernels, args.json)
+    options = Options(cell, args.warmup, args.steps, args.zipf, args.documents, args.kernels, args.floor, args.json)
     return options, [*COMMON.split(), *model, *flags, "--train-iters", str(options.iterations)]
 
 
 def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwatch] | None:
     """Trains; returns the results on the rank that logs, None elsewhere."""
     watches: list[Stopwatch] = []
+    recorder = Recorder()
     RandomDocuments.exponent, RandomDocuments.mean_length = options.zipf, options.documents
 
     def build_hooks(context: Context) -> list[Hook]:
         watches.append(Stopwatch(context, options))
         return [*watches]
 
-    providers = Providers(
-        pretrain_gpt.build_model, build_datasets, pretrain_gpt.build_forward_step, build_hooks=build_hooks
-    )
+    def build_forward_step(context: Context) -> ForwardStep:
+        return recorder.around(pretrain_gpt.build_forward_step(context))
+
+    forward_step = pretrain_gpt.build_forward_step if options.floor is None else build_forward_step
+    providers = Providers(pretrain_gpt.build_model, build_datasets, forward_step, build_hooks=build_hooks)
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         try:
             config = configure([*flags, "--metrics-path", str(metrics)])
         except ConfigurationError as error:
             exit_with_problems(error)
-        training.run_pretraining(config, providers, time.monotonic())
+        with contextlib.nullcontext() if options.floor is None else recorder.installed():
+            training.run_pretraining(config, providers, time.monotonic())
         watch = watches[0]
         if not watch.finished:
             raise SystemExit("the run ended early: nothing was measured")
         if not watch.context.environment.logs:
             return None
         losses = [json.loads(line).get("lm loss") for line in metrics.read_text().splitlines()]
-    return results(options, flags, watch, [loss for loss in losses if loss is not None][-1]), watch
+    row = results(options, flags, watch, [loss for loss in losses if loss is not None][-1])
+    if options.floor is not None:
+        row |= floor_of(recorder, watch.context, providers, row["milliseconds"], options.floor)
+    return row, watch
 
 
 def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -> dict[str, Any]:
@@ -237,12 +261,7 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
     seconds, length = statistics.median(times) / 1000, config.data.seq_length
     batch = config.training.global_batch_size
     assert length is not None and batch is not None
-    vocabulary = padded_vocab_size(
-        watch.context.vocab_size,
-        config.model.make_vocab_size_divisible_by,
-        config.transformer.tensor_model_parallel_size,
-    )
-    flops = training_flops(config.transformer, vocabulary, length, batch)
+    flops = training_flops(config.transformer, padded_vocabulary(watch.context), length, batch)
     tflops, peak = (
         flops / seconds / world / 1e12,
         peak_tflops(device, config.transformer.params_dtype, fp8=config.transformer.fp8 is not None),
@@ -268,6 +287,41 @@ def results(options: Options, flags: list[str], watch: Stopwatch, loss: float) -
         "commit": commit(),
         "torch": torch.__version__,
     }
+
+
+def padded_vocabulary(context: Context) -> int:
+    """Rows of the embedding."""
+    config = context.config
+    return padded_vocab_size(
+        context.vocab_size,
+        config.model.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
+    )
+
+
+def floor_of(
+    recorder: Recorder, context: Context, providers: Providers, milliseconds: float, seconds: float
+) -> dict[str, Any]:
+    """Measures and prints the floor of a step that took `milliseconds`; returns its entries of the row."""
+    config, device = context.config, context.environment.device
+    gc.collect()
+    torch.cuda.empty_cache()
+    batch, length = config.training.global_batch_size, config.data.seq_length
+    assert batch is not None and length is not None
+    vocabulary = padded_vocabulary(context)
+    microbatches = batch // config.training.micro_batch_size
+    memory = rank_memory(config, providers, context.tokenizer, vocabulary)[0].memory
+    # The norm and the update read the gradients; the update reads and writes its state, and writes the weights.
+    update = 2 * memory.gradients + 2 * memory.optimizer + memory.weights
+    found = measure_floor(recorder, config.transformer, microbatches, update, Clock(device, seconds))
+    parts = summary(found)
+    floor = sum(parts.values())
+    share = recorder.flops() * microbatches / training_flops(config.transformer, vocabulary, length, batch)
+    print(f"floor: {floor:.1f} ms, {floor / milliseconds:.1%} of the step; it has {share:.1%} of the model FLOPs")
+    for part, total in parts.items():
+        print(f"{total:10.2f} ms  {part}")
+        print(*("    " + each.describe() for each in found if each.part == part), sep="\n")
+    return {"floor_milliseconds": round(floor, 2), "floor_parts": parts}
 
 
 def commit() -> str | None:
