@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launch import launch
 
 from benchmarks import add_row
 from megatron.training.arguments import configure
@@ -67,3 +68,11 @@ def test_a_run_is_measured_and_compared(tmp_path: Path, capsys: pytest.CaptureFi
     assert len(rows) == 2 and rows[0]["cell"] == "TINY" and rows[0]["layout"] == "tp2"
     assert rows[0]["anchor"]["milliseconds"] == 51.0 and rows[0]["anchor"]["peak_memory_gb"] == 1.05
     assert rows[0]["ratio"] == pytest.approx(51.0 / row["milliseconds"], abs=1e-3)
+
+
+def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.json"
+    flags = f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --json {ours}"
+    program = launch(flags, 2, tmp_path / "out", main, base=TINY)
+    assert program.exit_codes() == [0, 0], program.output(0) + program.output(1)
+    assert json.loads(ours.read_text())["gpus"] == 2

@@ -10,7 +10,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 
-_OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path"})
+_OF_ONE_MACHINE = frozenset({"local_rank", "data_cache_path", "metrics_path"})
 """Fields that may differ between ranks: they do not change what is computed, and may name a disk of one machine."""
 
 _NAMED_RANKS = 4

@@ -29,6 +29,7 @@ def test_each_value_is_told_with_its_ranks() -> None:
 def found_by_a_rank(flags_of_last: str) -> str:
     rank, world = torch.distributed.get_rank(), 3
     flags = f"{TINY} --global-batch-size 6 --mock-data --train-iters 1 --data-cache-path /rank_{rank} "
+    flags += f"--metrics-path /rank_{rank}/metrics.jsonl "
     flags += flags_of_last if rank == world - 1 else "--seed 1"
     try:
         check_same_flags(configure(flags.split(), launch_environment=LaunchEnvironment(world, False)))
