@@ -17,9 +17,8 @@ rejected results, to test the reaction to them.
 
 import enum
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.exceptions import UserError
+from megatron.core.rerun_checks import Check, RerunErrorInjector, diagnose, value_text
+from megatron.core.rerun_checks import RerunDiagnostic as RerunDiagnostic
 from megatron.core.utils.warn import warn_on_first_rank
 
 Result = TypeVar("Result")
@@ -41,72 +42,6 @@ class RerunMode(enum.Enum):
     """A step with a rejected result is computed again."""
     REPORT_DETERMINISM_STATS = "report_stats"
     """Every step is computed twice, and the differences between its results are reported at the end."""
-
-
-class RerunDiagnostic(enum.Enum):
-    """What a second computation shows about a rejected result."""
-
-    TRANSIENT_ERROR = "transient error"
-    REPRODUCIBLE_RESULT = "reproducible result"
-    CHANGING_RESULT = "changing result"
-
-
-class RerunErrorInjector:
-    """Chooses at random, once in `error_injection_rate` validations, a result of a training step that is rejected
-    although nothing is wrong with it (0: never). What is rejected, by `error_injection_type`:
-
-    - correct_result: the true value, also when it is computed again;
-    - transient_error: a wrong value; the one that is computed again is true and accepted;
-    - persistent_error: a wrong value, the same one when it is computed again.
-
-    Gradients stay true. Each rank draws by itself. Raises UserError for an unknown type.
-    """
-
-    TYPES = ("correct_result", "transient_error", "persistent_error")
-
-    def __init__(
-        self, error_injection_rate: int = 0, error_injection_type: str = "transient_error", seed: int = 1234
-    ) -> None:
-        if error_injection_type not in self.TYPES:
-            raise UserError(f"error_injection_type {error_injection_type}: choose from {', '.join(self.TYPES)}")
-        self.rate, self.kind = error_injection_rate, error_injection_type
-        self._random = random.Random(f"{seed} {dist.get_rank() if dist.is_initialized() else 0}")
-
-    def is_due(self) -> bool:
-        """Returns whether the result of this validation is to be rejected."""
-        return self.rate > 0 and self._random.random() * self.rate < 1.0
-
-    def inject(self, check: "_Check", again: bool) -> "_Check":
-        """Returns the check with an error in it. `again`: the result is computed for the second time."""
-        if again and self.kind == "transient_error":
-            return check
-        wrong = check.result if self.kind == "correct_result" else check.result + 1
-        message = f"{check.message}, injected as {self.kind}"
-        return replace(check, result=wrong, rejected=torch.ones_like(check.rejected), message=message, injected=True)
-
-
-@dataclass
-class _Check:
-    """One call of `validate_result` in a step."""
-
-    result: Tensor
-    rejected: Tensor
-    message: str
-    fatal: bool
-    tolerance: float
-    comparison_func: Callable[[Any, Any], float] | None
-    injected: bool = False
-
-    def difference(self, again: "_Check") -> float:
-        """Returns how much the second result differs, relative to the first; 0 if both are NaN."""
-        first, second = self.result.double(), again.result.double()
-        if self.comparison_func is not None:
-            return float(self.comparison_func(self.result, again.result))
-        if torch.equal(first, second) or bool((first.isnan() & second.isnan()).all()):
-            return 0.0
-        scale = first.abs().max().item()
-        gap = (first - second).abs().max().item()
-        return gap / scale if scale else gap
 
 
 @dataclass
@@ -130,8 +65,8 @@ class _Stats:
 class _Step:
     """The checks of the step under way."""
 
-    checks: list[_Check] = field(default_factory=list)
-    first: Sequence[_Check] | None = None
+    checks: list[Check] = field(default_factory=list)
+    first: Sequence[Check] | None = None
     """The checks of the first computation, in the second one."""
 
 
@@ -172,13 +107,13 @@ class RerunStateMachine:
         value = result.detach().clone() if isinstance(result, Tensor) else torch.tensor(float(result))
         rejected = rejection_func(result)
         rejected = rejected.any() if isinstance(rejected, Tensor) else torch.tensor(bool(rejected))
-        check = self._with_errors(_Check(value, rejected, message, fatal, tolerance, comparison_func))
+        check = self._with_errors(Check(value, rejected, message, fatal, tolerance, comparison_func))
         if self._step is not None:
             self._step.checks.append(check)
         elif bool(check.rejected):
-            _react([f"{_where()}: {check.message} ({_value_text(check.result)})"], fatal)
+            _react([f"{_where()}: {check.message} ({value_text(check.result)})"], fatal)
 
-    def _with_errors(self, check: _Check) -> _Check:
+    def _with_errors(self, check: Check) -> Check:
         """Returns the check as it is, or with an injected error. Only results of training steps get one."""
         if self.injector is None or self._step is None:
             return check
@@ -244,8 +179,8 @@ class RerunStateMachine:
             self.validate_result(value, lambda loss: ~loss.isfinite(), f"{name} is rejected")
 
     def _record(
-        self, compute: Callable[[], Result], first: Sequence[_Check] | None = None
-    ) -> tuple[list[_Check], Result]:
+        self, compute: Callable[[], Result], first: Sequence[Check] | None = None
+    ) -> tuple[list[Check], Result]:
         self._step = _Step(first=first)
         try:
             found = compute()
@@ -253,7 +188,7 @@ class RerunStateMachine:
         finally:
             self._step = None
 
-    def _conclude(self, first: Sequence[_Check], second: Sequence[_Check], rejected: bool) -> None:
+    def _conclude(self, first: Sequence[Check], second: Sequence[Check], rejected: bool) -> None:
         """Reports this rank's rejected results, and ends the run on all ranks if one of them is fatal."""
         if not rejected:
             return
@@ -261,7 +196,7 @@ class RerunStateMachine:
         for number, check in enumerate(first):
             if not bool(check.rejected):
                 continue
-            line = f"{_where()}: {check.message} ({_value_text(check.result)})"
+            line = f"{_where()}: {check.message} ({value_text(check.result)})"
             lasting = not second or bool(second[number].rejected)
             if second:
                 line += f"; computed again: {diagnose(check, second[number])[1]}"
@@ -275,7 +210,7 @@ class RerunStateMachine:
 
     # Statistics ------------------------------------------------------------------------------------------------------
 
-    def _count(self, first: Sequence[_Check], second: Sequence[_Check]) -> None:
+    def _count(self, first: Sequence[Check], second: Sequence[Check]) -> None:
         for one, two in zip(first, second, strict=True):
             stats, difference = self._stats.setdefault(one.message, _Stats()), one.difference(two)
             stats.count += 1
@@ -292,23 +227,6 @@ class RerunStateMachine:
         ]
 
 
-def diagnose(first: _Check, second: _Check) -> tuple[RerunDiagnostic, str]:
-    """Returns what a second computation of a rejected result shows, and a sentence about it."""
-    value, difference = _value_text(second.result), first.difference(second)
-    if not bool(second.rejected):
-        return RerunDiagnostic.TRANSIENT_ERROR, (
-            f"{value} is accepted: a transient fault of this device; the second result is used"
-        )
-    if difference <= first.tolerance:
-        return RerunDiagnostic.REPRODUCIBLE_RESULT, (
-            "the same again: the data, the model or a permanent fault of this device"
-        )
-    return RerunDiagnostic.CHANGING_RESULT, (
-        f"{value}, which is rejected too and differs by {difference:.1e}: a fault of this device, or an algorithm that "
-        "is not deterministic"
-    )
-
-
 def _react(lines: Sequence[str], fatal: bool) -> None:
     if fatal:
         raise RuntimeError("; ".join(lines))
@@ -322,11 +240,7 @@ def _where() -> str:
     return f"rank {rank} (device {device})"
 
 
-def _value_text(value: Tensor) -> str:
-    return f"value {value.item():.6g}" if value.numel() == 1 else f"{value.numel()} values"
-
-
-def _any_rejected(checks: Sequence[_Check]) -> bool:
+def _any_rejected(checks: Sequence[Check]) -> bool:
     """Returns whether any result was rejected. Waits for the device once."""
     if not checks:
         return False

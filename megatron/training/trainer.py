@@ -16,7 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
-from megatron.training.checkpointing import Checkpoints
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits, ValidationSet
 from megatron.training.data.step_data import StepData

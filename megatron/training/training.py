@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
-from megatron.training.checkpointing import Checkpoints
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of

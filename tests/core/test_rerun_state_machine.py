@@ -152,14 +152,6 @@ def test_injected_errors(kind: str, sentence: str | None, capsys: pytest.Capture
     machine.validate_result(ONE, torch.isnan, "found NaN")  # in an evaluation: nothing is injected
 
 
-def test_how_often_errors_are_injected() -> None:
-    injector = RerunErrorInjector(4)
-    assert 200 < sum(injector.is_due() for _ in range(1000)) < 300
-    assert RerunStateMachine(injector=RerunErrorInjector(0)).injector is None
-    with pytest.raises(UserError, match="error_injection_type loud: choose from correct_result"):
-        RerunErrorInjector(1, "loud")
-
-
 def test_losses_are_validated_where_the_script_validates_nothing() -> None:
     machine = RerunStateMachine(RerunMode.VALIDATE_RESULTS, RerunErrorInjector(1, "persistent_error"))
 

@@ -15,10 +15,9 @@ from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
-from megatron.training.config import file_checks, model_families, parallel_checks
+from megatron.training.config import file_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
-from megatron.training.config.derived_values import batch_steps
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
@@ -164,33 +163,7 @@ def _gradient_types(s: Settings) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Batches
-
-
-def _global_batch(s: Settings) -> Iterator[str]:
-    micro, total = s.micro_batch_size, s.global_batch_size
-    if not micro or micro < 1 or not total or total < 1:
-        return
-    step = micro * s.data_parallel_size
-    sizes = [("{global_batch_size}", total)]
-    if s.rampup_batch_size is not None and min(s.rampup_batch_size) > 0:
-        start, increment, _ = s.rampup_batch_size
-        sizes += [
-            (f"the batch size {size} of {{rampup_batch_size:name}}", size) for size in range(start, total, increment)
-        ]
-    steps = batch_steps(s)
-    if steps is not None:
-        sizes += [(f"the batch size {size} of {{step_batch_size_schedule:name}}", size) for _, size in steps.steps]
-    for name, size in sizes:
-        if s.decrease_batch_size_if_needed and size >= step:
-            continue
-        if size % step:
-            works = " or ".join(str(near) for near in (size - size % step, size - size % step + step) if near > 0)
-            yield (
-                f"{name} does not divide by {{micro_batch_size}} x {s.data_parallel_size} data parallel ranks; "
-                f"{works} does"
-            )
-            return
+# Data
 
 
 def _conversations(s: Settings) -> Iterator[str]:
@@ -201,65 +174,6 @@ def _conversations(s: Settings) -> Iterator[str]:
 def _fill_in_the_middle(s: Settings) -> Iterator[str]:
     if s.fim_data and s.sft:
         yield "{fim_data} rearranges plain text and {sft} reads conversations; give one"
-
-
-def _evaluation_batch(s: Settings) -> Iterator[str]:
-    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
-        return
-    micro, total = s.eval_micro_batch_size or s.micro_batch_size, s.eval_global_batch_size or s.global_batch_size
-    if not micro or not total or min(micro, total) < 1 or not total % (micro * s.data_parallel_size):
-        return
-    names = ("eval_" if s.eval_global_batch_size else "", "eval_" if s.eval_micro_batch_size else "")
-    step = micro * s.data_parallel_size
-    works = " or ".join(str(near) for near in (total - total % step, total - total % step + step) if near > 0)
-    yield (
-        f"{{{names[0]}global_batch_size}} of an evaluation does not divide by {{{names[1]}micro_batch_size}} x "
-        f"{s.data_parallel_size} data parallel ranks; {works} does"
-    )
-
-
-def _length_of_training(s: Settings) -> Iterator[str]:
-    if s.is_given("train_iters") and s.is_given("train_samples"):
-        yield "{train_iters} and {train_samples} say how long to train in two ways; give one"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Schedule
-
-
-def _one_unit_of_schedule(s: Settings) -> Iterator[str]:
-    """The schedule is given in the unit of the run's length: in samples with --train-samples, otherwise in steps."""
-    unit, wrong_unit = ("samples", "iters") if s.is_given("train_samples") else ("iters", "samples")
-    for length in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        field = f"{length}_{wrong_unit}"
-        if s.is_given(field) and getattr(s, field):
-            yield f"{{{field}}} does not go with {{train_{unit}:name}}; give {{{length}_{unit}:name}}"
-
-
-def _warmup(s: Settings) -> Iterator[str]:
-    for unit in ("iters", "samples"):
-        warmup, decay = f"lr_warmup_{unit}", f"lr_decay_{unit}"
-        total = getattr(s, decay)
-        if total is not None and getattr(s, warmup) >= max(total, 1):
-            length = decay if s.is_given(decay) else f"train_{unit}"
-            yield f"{{{warmup}}} leaves nothing of {{{length}}} to decay over; it must be less"
-    if s.lr is not None and 0 <= s.lr < s.lr_warmup_init:
-        yield "{lr_warmup_init} is larger than {lr}"
-
-
-def _end_decay(s: Settings) -> Iterator[str]:
-    if s.lr_decay_style == "WSD":
-        field = "lr_wsd_decay_samples" if s.is_given("train_samples") else "lr_wsd_decay_iters"
-        if getattr(s, field) is None:
-            yield f"{{lr_decay_style}} needs {{{field}:name}}: the length of the decay at the end"
-
-
-def _weight_decay(s: Settings) -> Iterator[str]:
-    if s.weight_decay_incr_style != "constant":
-        return
-    for field in ("start_weight_decay", "end_weight_decay"):
-        if getattr(s, field) is not None and getattr(s, field) != s.weight_decay:
-            yield f"{{{field}}} needs {{weight_decay_incr_style:name}} linear or cosine, or to equal {{weight_decay}}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,15 +250,15 @@ RULES: tuple[Rule, ...] = (
     parallel_checks.sequence_length,
     parallel_checks.virtual_stages,
     parallel_checks.sharding,
-    _global_batch,
-    _evaluation_batch,
+    schedule_checks.global_batch,
+    schedule_checks.evaluation_batch,
     _conversations,
     _fill_in_the_middle,
-    _length_of_training,
-    _one_unit_of_schedule,
-    _warmup,
-    _end_decay,
-    _weight_decay,
+    schedule_checks.length_of_training,
+    schedule_checks.one_unit_of_schedule,
+    schedule_checks.warmup,
+    schedule_checks.end_decay,
+    schedule_checks.weight_decay,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
     file_checks.checkpoint_folders_are_folders,

@@ -26,7 +26,7 @@ from megatron.core.straggler_detector import StragglerDetector
 from megatron.core.timers import Timers, timed
 from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
-from megatron.training.checkpointing import Checkpoints
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group

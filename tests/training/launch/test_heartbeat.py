@@ -24,7 +24,7 @@ from megatron.core.collectives import PlannedGroup, all_reduce
 from megatron.core.exceptions import UserError
 from megatron.core.utils.activity import activity
 from megatron.training import pretrain
-from megatron.training.checkpointing import Checkpoints
+from megatron.training.checkpoints import Checkpoints
 from megatron.training.hooks.hook import Hook
 from megatron.training.launch import environment, heartbeat
 from megatron.training.launch.heartbeat import Heartbeat, Progress, kind_of

@@ -1,0 +1,267 @@
+"""Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
+from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.manifest import Manifest
+from megatron.core.dist_checkpointing.planning import MismatchPolicy
+from megatron.core.dist_checkpointing.reading import LoadResult, load
+from megatron.core.dist_checkpointing.writing import SaveResult, save
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.sharding_strategy import replica_ranks
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.inspection.run_description import (
+    architecture_differences,
+    check_architecture,
+    describe_run,
+    setting_differences,
+)
+from megatron.training.lr_schedule import schedule_flag
+from megatron.training.state import TrainState
+
+FORMAT = "safetensors"
+_LAST_CHANCE_SECONDS = 15.0
+"""Time that a failed run leaves to a checkpoint that is being written."""
+
+_ALL_OPTIMIZER_STATE = optimizer_state_name("*", "*")
+
+
+class Checkpoints:
+    """Saves and loads a run as its flags say. Every rank calls `save` and `load` together."""
+
+    def __init__(self, config: PretrainConfig, groups: ProcessGroupCollection) -> None:
+        self.config = config
+        self.flags: CheckpointConfig = config.checkpoint
+        self.groups = groups
+        self.last_saved: int | None = None
+        """Iteration of the newest checkpoint under --save that this run wrote, began to write or resumed from."""
+        self.memory = StagingMemory()
+        self.pending: tuple[int, PendingSave] | None = None
+        """Iteration and save that `begin_save` started and `finish_save` has not ended."""
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Writes a checkpoint of this state under --save; it is complete on disk on return. Raises UserError, the same
+        on all ranks, if it cannot be written; earlier checkpoints are then untouched."""
+        root = self._root(state)
+        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        self._report_saved(state.iteration, save(root, chunks, **facts))
+        self.last_saved = state.iteration
+
+    def begin_save(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Copies this state to host memory and starts to write it, while training continues; `finish_save` ends it.
+        Raises UserError like `save`."""
+        assert self.pending is None, "the save before is not finished"
+        root = self._root(state)
+        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        announce = partial(self._report_saved, state.iteration)
+        self.pending = state.iteration, begin_save(root, chunks, self.memory, announce=announce, **facts)
+        self.last_saved = state.iteration
+
+    def finish_save(self) -> int | None:
+        """Waits until the checkpoint of the last `begin_save` is complete on disk, and returns its iteration; None if
+        there is none. Raises UserError like `save`."""
+        if self.pending is None:
+            return None
+        (iteration, pending), self.pending = self.pending, None
+        pending.finish()
+        return iteration
+
+    def leave_save(self) -> None:
+        """Gives the checkpoint of the last `begin_save` a while to become complete, without other ranks, which may be
+        gone. For a run that failed."""
+        if self.pending is not None:
+            self.pending[1].wait(_LAST_CHANCE_SECONDS)
+
+    def _root(self, state: TrainState) -> Path:
+        assert self.flags.save is not None
+        root = Path(self.flags.save)
+        self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
+        return root
+
+    def _contents(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> tuple[Iterator[Chunk], dict[str, Any]]:
+        """Returns this rank's chunks, and everything else that a save takes."""
+        keep_optimizer = not self.flags.no_save_optim
+        chunks = chain(self.weights(model), optimizer.state_chunks() if keep_optimizer else ())
+        common = {
+            "train_state": state.to_json(),
+            "scheduler": scheduler.state_dict(),
+            "optimizer": optimizer.common_state() if keep_optimizer else None,
+        }
+        layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
+        facts = {"config": describe_run(self.config), "layout": layout, "keep_last": self.flags.keep_last}
+        facts["keep_every"] = self.flags.save_retain_interval
+        return chunks, {"step": state.iteration, "common": common, **facts}
+
+    def _report_saved(self, iteration: int, saved: SaveResult) -> None:
+        self._say(
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {self.flags.save} {self._place()} "
+            f"({saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s)",
+            *(f"  {note}" for note in saved.notes),
+        )
+
+    # Loading ---------------------------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> bool:
+        """Continues from the checkpoint that --load, --ckpt-step and --pretrained-checkpoint name; returns False for a
+        fresh start.
+
+        Raises UserError, the same on all ranks, if the checkpoint cannot be loaded, or if there is none and
+        --exit-on-missing-checkpoint is given.
+        """
+        flags = self.flags
+        if flags.load is not None:
+            loaded = self._read(Path(flags.load), model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
+            if loaded is not None:
+                self._restore(loaded, state, optimizer, scheduler)
+                return True
+        if flags.pretrained_checkpoint is not None:
+            if self._read(Path(flags.pretrained_checkpoint), model, optimizer, weights_only=True) is not None:
+                return True
+            raise UserError(f"--pretrained-checkpoint {flags.pretrained_checkpoint} holds no checkpoint")
+        if flags.load is not None:
+            if flags.exit_on_missing_checkpoint:
+                raise UserError(f"--load {flags.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+            self._say(f"no checkpoint in {flags.load}: starting a new run")
+        return False
+
+    def _read(
+        self,
+        root: Path,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        *,
+        weights_only: bool,
+        step: int | None = None,
+    ) -> LoadResult | None:
+        """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights."""
+        with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
+        wanted = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
+        loaded = load(
+            root,
+            wanted,
+            step=step,
+            policy=self._mismatch_policy(with_optimizer),
+            accept=lambda manifest: self._accept(manifest, weights_only, with_optimizer),
+            log=self._say,
+        )
+        if loaded is not None:
+            optimizer.after_load()
+            iteration = loaded.manifest.iteration
+            what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"
+            self._say(f"loaded checkpoint of iteration {iteration:7d} from {loaded.folder} {self._place()}{what}")
+        return loaded
+
+    def _mismatch_policy(self, with_optimizer: bool) -> MismatchPolicy:
+        goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
+        left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
+        return MismatchPolicy(goes_on, goes_on, (*(self.flags.ckpt_waive_keys or ()), SCALING_STATE), left)
+
+    def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
+        """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for."""
+        if weights_only:
+            for difference in architecture_differences(self.config, manifest.config):
+                self._say(f"WARNING: {difference}")
+        else:
+            check_architecture(self.config, manifest.config)
+        if not with_optimizer or manifest.common.get("optimizer") is not None:
+            return
+        if "train_state" not in manifest.common:
+            raise UserError(
+                f"--load {self.flags.load}: this is a release checkpoint, weights without optimizer state; give "
+                f"--pretrained-checkpoint {self.flags.load} instead to begin a run from them (--load is then for the "
+                "checkpoints of that run itself), or add --finetune"
+            )
+        raise UserError(
+            f"the checkpoint of iteration {manifest.iteration} was saved without optimizer state "
+            "(--no-save-optim): add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew"
+        )
+
+    def _restore(
+        self, loaded: LoadResult, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    ) -> None:
+        """Restores the state that is no tensor. With --finetune nothing is restored: the run begins at iteration 0. A
+        run that only evaluates restores the counts, but neither schedule nor optimizer."""
+        common = loaded.manifest.common
+        if self.flags.finetune or "train_state" not in common:
+            return
+        self._say(*setting_differences(self.config, loaded.manifest.config))
+        state.restore(TrainState.from_json(common["train_state"]))
+        if not self.config.evaluation.skip_train:
+            spelling = partial(schedule_flag, self.config)
+            scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
+            if not self.flags.no_load_optim:
+                optimizer.load_common_state(common["optimizer"])
+        if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
+            self.last_saved = state.iteration
+
+    # Both ------------------------------------------------------------------------------------------------------------
+
+    def weights(self, model: Sequence[nn.Module]) -> Iterator[Chunk]:
+        """Yields the weights that this rank holds, as checkpoint chunks over live memory."""
+        for part in model:
+            if isinstance(part, DistributedDataParallel):
+                yield from part.weight_chunks()
+            else:
+                yield from model_chunks(part, lambda info: replica_ranks(info, self.groups))
+
+    def _place(self) -> str:
+        return "[ t {}/{}, p {}/{} ]".format(
+            *(number for name in ("tp", "pp") for number in (self.groups.rank(name) + 1, self.groups.size(name)))
+        )
+
+    def _say(self, *sentences: str) -> None:
+        if self.groups.global_rank == 0 and sentences:
+            print("\n".join(sentences), flush=True)
+
+
+def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Chunk]:
+    masters = optimizer_state_name(MASTER, "")
+    return (chunk for chunk in optimizer.state_chunks() if all_of_it or chunk.name.startswith(masters))
+
+
+def read_run_description(root: str | Path, step: int | None = None) -> dict[str, Any]:
+    """Returns what the newest complete checkpoint under `root` (or that of one iteration) says about the run that wrote
+    it: `command_line`, `architecture`. Raises UserError if there is none."""
+    checkpoint = find_checkpoint(Path(root), step)
+    if checkpoint is None:
+        raise UserError(f"{root} holds no checkpoint")
+    return dict(checkpoint.manifest.config)

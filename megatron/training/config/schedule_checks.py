@@ -1,0 +1,93 @@
+"""Rules for batch sizes, the length of training, and the schedules of learning rate and weight decay."""
+
+from collections.abc import Iterator
+
+from megatron.training.config.derived_values import batch_steps
+from megatron.training.config.settings import Settings
+
+
+def global_batch(s: Settings) -> Iterator[str]:
+    """The batch divides into micro-batches of all data parallel ranks, at every size of a ramp-up or schedule."""
+    micro, total = s.micro_batch_size, s.global_batch_size
+    if not micro or micro < 1 or not total or total < 1:
+        return
+    step = micro * s.data_parallel_size
+    sizes = [("{global_batch_size}", total)]
+    if s.rampup_batch_size is not None and min(s.rampup_batch_size) > 0:
+        start, increment, _ = s.rampup_batch_size
+        sizes += [
+            (f"the batch size {size} of {{rampup_batch_size:name}}", size) for size in range(start, total, increment)
+        ]
+    steps = batch_steps(s)
+    if steps is not None:
+        sizes += [(f"the batch size {size} of {{step_batch_size_schedule:name}}", size) for _, size in steps.steps]
+    for name, size in sizes:
+        if s.decrease_batch_size_if_needed and size >= step:
+            continue
+        if size % step:
+            works = " or ".join(str(near) for near in (size - size % step, size - size % step + step) if near > 0)
+            yield (
+                f"{name} does not divide by {{micro_batch_size}} x {s.data_parallel_size} data parallel ranks; "
+                f"{works} does"
+            )
+            return
+
+
+def evaluation_batch(s: Settings) -> Iterator[str]:
+    """The batch of an evaluation divides into its micro-batches, if it has sizes of its own."""
+    if s.eval_global_batch_size is None and s.eval_micro_batch_size is None:
+        return
+    micro, total = s.eval_micro_batch_size or s.micro_batch_size, s.eval_global_batch_size or s.global_batch_size
+    if not micro or not total or min(micro, total) < 1 or not total % (micro * s.data_parallel_size):
+        return
+    names = ("eval_" if s.eval_global_batch_size else "", "eval_" if s.eval_micro_batch_size else "")
+    step = micro * s.data_parallel_size
+    works = " or ".join(str(near) for near in (total - total % step, total - total % step + step) if near > 0)
+    yield (
+        f"{{{names[0]}global_batch_size}} of an evaluation does not divide by {{{names[1]}micro_batch_size}} x "
+        f"{s.data_parallel_size} data parallel ranks; {works} does"
+    )
+
+
+def length_of_training(s: Settings) -> Iterator[str]:
+    """The length is given once."""
+    if s.is_given("train_iters") and s.is_given("train_samples"):
+        yield "{train_iters} and {train_samples} say how long to train in two ways; give one"
+
+
+def one_unit_of_schedule(s: Settings) -> Iterator[str]:
+    """The schedule is given in the unit of the run's length: in samples with --train-samples, otherwise in steps."""
+    unit, wrong_unit = ("samples", "iters") if s.is_given("train_samples") else ("iters", "samples")
+    for length in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        field = f"{length}_{wrong_unit}"
+        if s.is_given(field) and getattr(s, field):
+            yield f"{{{field}}} does not go with {{train_{unit}:name}}; give {{{length}_{unit}:name}}"
+
+
+def warmup(s: Settings) -> Iterator[str]:
+    """The warm-up is shorter than the decay, and starts below the peak."""
+    for unit in ("iters", "samples"):
+        warmup, decay = f"lr_warmup_{unit}", f"lr_decay_{unit}"
+        total = getattr(s, decay)
+        if total is not None and getattr(s, warmup) >= max(total, 1):
+            length = decay if s.is_given(decay) else f"train_{unit}"
+            yield f"{{{warmup}}} leaves nothing of {{{length}}} to decay over; it must be less"
+    if s.lr is not None and 0 <= s.lr < s.lr_warmup_init:
+        yield "{lr_warmup_init} is larger than {lr}"
+
+
+def end_decay(s: Settings) -> Iterator[str]:
+    """WSD needs the length of its decay."""
+    if s.lr_decay_style == "WSD":
+        field = "lr_wsd_decay_samples" if s.is_given("train_samples") else "lr_wsd_decay_iters"
+        if getattr(s, field) is None:
+            yield f"{{lr_decay_style}} needs {{{field}:name}}: the length of the decay at the end"
+
+
+def weight_decay(s: Settings) -> Iterator[str]:
+    """A weight decay that changes needs a style that says how."""
+    if s.weight_decay_incr_style != "constant":
+        return
+    for field in ("start_weight_decay", "end_weight_decay"):
+        if getattr(s, field) is not None and getattr(s, field) != s.weight_decay:
+            yield f"{{{field}}} needs {{weight_decay_incr_style:name}} linear or cosine, or to equal {{weight_decay}}"

@@ -1,0 +1,59 @@
+"""Rules for batches and schedules: each problem names flags, values and what works."""
+
+import pytest
+from support.command_lines import problems_of, without
+
+RULES = [
+    (
+        "--global-batch-size 5",
+        "--global-batch-size 5 does not divide by --micro-batch-size 2 x 1 data parallel ranks; 4 or 6",
+    ),
+    ("--rampup-batch-size 1 1 100", "--rampup-batch-size 1 1 100 counts in samples; give --train-samples"),
+    ("--train-iters 5 --train-samples 5", "--train-iters 5 and --train-samples 5 say how long to train in two ways"),
+    ("--min-lr 1", "--min-lr 1.0 is larger than --lr 0.001"),
+    ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is larger than --lr 0.001"),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3 say how long to",
+    ),
+    ("--lr-warmup-fraction 2", "--lr-warmup-fraction 2.0 must be at least 0 and less than 1"),
+    (
+        "--lr-warmup-iters 10",
+        "--lr-warmup-iters 10 leaves nothing of --train-iters 10 to decay over; it must be less",
+    ),
+    ("--lr-warmup-samples 10", "--lr-warmup-samples 10 does not go with --train-iters; give --lr-warmup-iters"),
+    ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
+    ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    ("--weight-decay-incr-style linear", "--weight-decay-incr-style linear needs --start-weight-decay"),
+    ("--end-weight-decay 0.5", "--end-weight-decay 0.5 needs --weight-decay-incr-style linear or cosine"),
+    ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and less than 1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), RULES, ids=[flags for flags, _ in RULES])
+def test_a_rule_names_flags_values_and_what_works(flags: str, message: str) -> None:
+    assert any(problem.startswith(message) for problem in problems_of(flags)), problems_of(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--rampup-batch-size 2 4 100 --global-batch-size 16",
+            "the batch does not reach --global-batch-size 16; it reaches 14 or 18",
+        ),
+        ("--rampup-batch-size 16 4 100 --global-batch-size 16", "begins at or above --global-batch-size 16"),
+        (
+            "--rampup-batch-size 3 1 100 --global-batch-size 16",
+            "the batch size 3 of --rampup-batch-size does not divide",
+        ),
+        (
+            "--train-samples 3 --global-batch-size 16",
+            "--train-samples 3 is less than one batch of --global-batch-size 16",
+        ),
+        ("--lr-warmup-iters 1", "--lr-warmup-iters 1 does not go with --train-samples; give --lr-warmup-samples"),
+    ],
+)
+def test_rules_of_runs_by_samples(flags: str, message: str) -> None:
+    problems = problems_of(f"--train-samples 1000 {flags}", base=without("--train-iters"))
+    assert any(message in problem for problem in problems), problems
