@@ -41,18 +41,6 @@ def test_a_lone_process_needs_no_torch_distributed() -> None:
 
 
 @pytest.mark.usefixtures("clean")
-def test_what_does_not_fit_or_is_to_come_is_refused() -> None:
-    with pytest.raises(UserError, match=r"= 2 x 1 x 1 = 2 does not divide the 1 ranks"):
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    with pytest.raises(UserError, match="not yet: use_sharp, hybrid_context_parallel"):
-        parallel_state.initialize_model_parallel(use_sharp=True, hybrid_context_parallel=True)
-    with pytest.raises(UserError, match="2 x 2 = 4 must multiply to the context parallel size 1"):
-        parallel_state.initialize_model_parallel(hierarchical_context_parallel_sizes=[2, 2])
-    with pytest.raises(UserError, match="2 instances of the optimizer's state do not divide the 1 data and context"):
-        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-
-
-@pytest.mark.usefixtures("clean")
 def test_setters_override_and_virtual_stages_count() -> None:
     parallel_state.initialize_model_parallel()
     parallel_state.set_tensor_model_parallel_world_size(4)
