@@ -1,4 +1,4 @@
-"""Turn .jsonl files into a data set of token ids (.bin and .idx) that a run reads.
+"""Turn .jsonl files (plain, .gz, .zst) and Parquet files into a data set of token ids (.bin and .idx) for a run.
 
 python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --tokenizer-type GPT2BPETokenizer \
     --vocab-file vocab.json --merge-file merges.txt --append-eod
@@ -25,7 +25,7 @@ from megatron.training.tokenizer.build import build_tokenizer
 
 USAGE = "python tools/preprocess_data.py --input FILE ... --output-prefix PREFIX [flags]"
 ABOUT = (
-    "Turn .jsonl files into a data set of token ids: PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence "
+    "Turn .jsonl and Parquet files into a data set of token ids: PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence "
     "with --split-sentences), and a manifest of what they were made of. Each process reads its own parts of the input "
     "and writes its own files; the result is the same for "
     "any number of processes."
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print("interrupted; no data set was written; the same command goes on from the finished part", file=sys.stderr)
         return 130
     _report(prepared)
     return 0

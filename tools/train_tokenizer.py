@@ -23,7 +23,9 @@ from megatron.core.config_fields import flag
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.tool_flags import Section, read_tool_flags
-from megatron.training.data_preparation.blocks import InputFile, LineReader, find_inputs
+from megatron.training.data_preparation.blocks import LineReader
+from megatron.training.data_preparation.inputs import InputFile, find_inputs
+from megatron.training.data_preparation.parquet import ParquetReader
 from megatron.training.data_preparation.records import BadLine, texts_of_line
 from megatron.training.tokenizer.base import load_library
 from megatron.training.tokenizer.bert_wordpiece import cut_words
@@ -41,7 +43,8 @@ class TrainingConfig:
     """Flags of the tool."""
 
     input: list[str] | None = None
-    """Files with one JSON object on each line (.jsonl or .jsonl.gz). Required."""
+    """Files with one JSON object on each line (plain, .gz or .zst), Parquet files, patterns and folders of
+    them. Required."""
 
     output_dir: str | None = None
     """Folder for the tokenizer's files. Required."""
@@ -71,7 +74,7 @@ class TrainingConfig:
 def problems_of(config: TrainingConfig) -> Iterator[str]:
     """Yields a problem for each flag that is missing or impossible."""
     if not config.input:
-        yield "{input:name} is required; name one or more .jsonl or .jsonl.gz files"
+        yield "{input:name} is required; name .jsonl files (also .gz, .zst), Parquet files or folders of them"
     if not config.output_dir:
         yield "{output_dir:name} is required; name a folder for the tokenizer's files"
     smallest = len(BERT_TOKENS) if config.tokenizer_type.startswith("Bert") else SMALLEST_VOCAB
@@ -113,20 +116,31 @@ def texts_of_files(files: Sequence[InputFile], config: TrainingConfig) -> Iterat
     total = sum(file.size for file in files)
     read_before = taken = 0
     for file in files:
-        with LineReader(file, LONGEST_LINE) as reader:
-            for number, line in enumerate(reader.lines_before(sys.maxsize), 1):
-                if line is None:
-                    raise UserError(f"{file.path}:{number}: the line is longer than {LONGEST_LINE} bytes")
-                read = reader.bytes_read if file.compressed else reader.position
-                share = (read_before + read) / max(total, 1)
-                if not line.strip() or (config.max_bytes is not None and taken > share * config.max_bytes):
-                    continue
-                taken += len(line)
-                try:
-                    yield from (text for texts in texts_of_line(line, config.json_keys) for text in texts)
-                except BadLine as error:
-                    raise UserError(f"{file.path}:{number}: {error.message}") from None
+        for number, (line, read) in enumerate(lines_of_file(file, config.json_keys), 1):
+            if line is None:
+                raise UserError(f"{file.path}:{number}: the line is longer than {LONGEST_LINE} bytes")
+            share = (read_before + read) / max(total, 1)
+            if not line.strip() or (config.max_bytes is not None and taken > share * config.max_bytes):
+                continue
+            taken += len(line)
+            try:
+                yield from (text for texts in texts_of_line(line, config.json_keys) for text in texts)
+            except BadLine as error:
+                raise UserError(f"{file.path}:{number}: {error.message}") from None
         read_before += file.size
+
+
+def lines_of_file(file: InputFile, keys: Sequence[str]) -> Iterator[tuple[bytes | None, int]]:
+    """Yields the lines of a file, or the rows of a Parquet file, each with the bytes of the file read so far."""
+    if file.kind == "parquet":
+        with ParquetReader(file.path, keys, LONGEST_LINE) as rows:
+            for group in range(file.row_groups):
+                for line in rows.lines_of_group(group):
+                    yield line, rows.bytes_read
+        return
+    with LineReader(file, LONGEST_LINE) as lines:
+        for line in lines.lines_before(sys.maxsize):
+            yield line, lines.bytes_read if file.compressed else lines.position
 
 
 def train_and_write(config: TrainingConfig, texts: Iterator[str]) -> int:

@@ -1,43 +1,26 @@
 """Divides the input into blocks of bytes, and reads the lines that begin in a block."""
 
-import glob
-import gzip
-import io
-import os
-import stat
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
 from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.compression import CHECKS, DAMAGE, open_plain
+from megatron.training.data_preparation.inputs import InputFile
 
 _LARGEST_BLOCK = 16 << 20
 _SMALLEST_BLOCK = 4 << 10
 _BLOCKS_PER_WORKER = 8
 _USUAL_COMPRESSION = 4
-_GZIP = b"\x1f\x8b"
-_OTHER_ARCHIVES = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip"}
 _BUFFER = 1 << 20
-_DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile)
-
-
-@dataclass(frozen=True)
-class InputFile:
-    """An input file, and its index in the order of files."""
-
-    index: int
-    path: str
-    size: int
-    compressed: bool
 
 
 @dataclass(frozen=True)
 class Unit:
     """The work that a worker takes at a time: blocks first, first + step, ... of a file (`blocks` of them; None: all).
 
-    The units of a plain file are single blocks. A compressed file can be read only from its beginning, so a unit is
-    every step-th block, and each worker decompresses the file itself.
+    The units of a plain file are single blocks, and those of a Parquet file are its row groups. A compressed file can
+    be read only from its beginning, so a unit is every step-th block, and each worker decompresses the file itself.
     """
 
     file: InputFile
@@ -61,19 +44,19 @@ class Plan:
 
     def blocks_of(self, file: InputFile) -> int | None:
         """Number of a file's blocks; None for a compressed file, whose length is not known."""
+        if file.kind == "parquet":
+            return file.row_groups
         return None if file.compressed else -(-file.size // self.block_bytes)
 
 
-def find_inputs(patterns: Sequence[str]) -> tuple[InputFile, ...]:
-    """Returns the files of --input, with patterns expanded. Raises UserError if one cannot be read."""
-    paths = [path for pattern in patterns for path in _expanded(pattern)]
-    return tuple(_look_at(index, path) for index, path in enumerate(paths))
+def plan_blocks(files: tuple[InputFile, ...], workers: int, block_bytes: int | None = None) -> Plan:
+    """Plans blocks that are small enough for all workers to get some, and large enough to have little overhead.
 
-
-def plan_blocks(files: tuple[InputFile, ...], workers: int) -> Plan:
-    """Plans blocks that are small enough for all workers to get some, and large enough to have little overhead."""
-    inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)
-    block_bytes = min(max(inflated // (workers * _BLOCKS_PER_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    `block_bytes` prescribes their size: that of a killed run whose work continues.
+    """
+    if block_bytes is None:
+        inflated = sum(file.size * (_USUAL_COMPRESSION if file.compressed else 1) for file in files)
+        block_bytes = min(max(inflated // (workers * _BLOCKS_PER_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
     plan = Plan(files, (), block_bytes)
     shares = max(1, -(-workers // max(1, sum(file.compressed for file in files))))
     units: list[Unit] = []
@@ -96,8 +79,7 @@ class LineReader:
         self._file = file
         self._longest = longest
         self._raw = open(file.path, "rb", buffering=0)  # noqa: SIM115
-        inflated = gzip.GzipFile(fileobj=self._raw) if file.compressed else self._raw
-        self._stream = io.BufferedReader(inflated, _BUFFER)  # type: ignore[type-var]
+        self._stream = open_plain(self._raw, file.path, file.kind)
         self._position = 0  # always the start of a line, once seek_line was called
         self.ended = False
 
@@ -130,7 +112,7 @@ class LineReader:
                 self._stream.seek(offset - 1)
                 self._position = offset - 1
             self._skip_rest_of_line()
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise self._damaged(error) from None
 
     def lines_before(self, end: int) -> Iterator[bytes | None]:
@@ -145,7 +127,7 @@ class LineReader:
                 too_long = len(line) > self._longest and not line.endswith(b"\n")
                 if too_long:
                     self._skip_rest_of_line()
-            except _DAMAGE as error:
+            except DAMAGE as error:
                 raise self._damaged(error) from None
             yield None if too_long else line
 
@@ -168,28 +150,6 @@ class LineReader:
 
     def _damaged(self, error: Exception) -> UserError:
         path, position = self._file.path, self._position
-        return UserError(f"{path}: damaged after {position} bytes of text: {error}; gzip -t says more")
-
-
-def _expanded(pattern: str) -> list[str]:
-    if os.path.exists(pattern):
-        return [pattern]
-    found = sorted(glob.glob(pattern))
-    if not found:
-        raise UserError(f"--input {pattern}: no such file")
-    return found
-
-
-def _look_at(index: int, path: str) -> InputFile:
-    try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"--input {path}: not a file that can be read in parts; name a .jsonl or .jsonl.gz file")
-        with open(path, "rb") as file:
-            start = file.read(8)
-    except OSError as error:
-        raise UserError(f"--input {path}: {error.strerror}") from None
-    for magic, name in _OTHER_ARCHIVES.items():
-        if start.startswith(magic):
-            raise UserError(f"--input {path}: compressed with {name}; what works is plain text and gzip")
-    return InputFile(index, path, status.st_size, start.startswith(_GZIP))
+        return UserError(
+            f"{path}: damaged after {position} bytes of text: {error}; {CHECKS[self._file.kind]} says more"
+        )

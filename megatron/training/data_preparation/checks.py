@@ -35,10 +35,10 @@ def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Ca
 
 
 def check_manifest(
-    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
+    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None], files: bool = True
 ) -> Manifest | None:
-    """Compares a data set's manifest with its files and with the run's tokenizer and vocabulary. Returns None if it has
-    no manifest. Raises UserError."""
+    """Compares a data set's manifest with its files (unless `files` is False) and with the run's tokenizer and
+    vocabulary. Returns None if it has no manifest. Raises UserError."""
     manifest = read_manifest(path_prefix)
     if manifest is None:
         return None
@@ -60,17 +60,22 @@ def check_manifest(
             "tokenizer that made the data, or prepare the data again (without the manifest only the range of ids is "
             "checked)"
         )
-    for suffix, record in manifest.files.items():
-        _check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path)
+    for suffix, record in manifest.files.items() if files else ():
+        check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path)
     return manifest
 
 
-def _check_file(path: Path, size: int, sha256: str, manifest: str) -> None:
+def check_file(path: Path, size: int, sha256: str, manifest: str, hashed_bytes: int | None = None) -> None:
+    """Compares a file with its record in a manifest. Reads its content if it has up to `hashed_bytes` (None: 256 MiB).
+
+    Raises UserError if it is missing, of another size or of other content.
+    """
+    limit = _HASHED_BYTES if hashed_bytes is None else hashed_bytes
     try:
         found = path.stat().st_size
     except FileNotFoundError:
         raise UserError(f"{path}: missing, but {manifest} lists it") from None
-    if found != size or (size <= _HASHED_BYTES and sha256_of_file(path) != sha256):
+    if found != size or (size <= limit and sha256_of_file(path) != sha256):
         what = f"{found} bytes, not {size}" if found != size else "its content is another"
         raise UserError(f"{path}: not the file that {manifest} lists: {what}; prepare the data again")
 

@@ -18,8 +18,8 @@ class PreparationConfig:
     """Input and output."""
 
     input: list[str] | None = None
-    """Files with one JSON object per line (.jsonl or .jsonl.gz). Patterns such as 'part-*.jsonl' are expanded in
-    alphabetical order. Required."""
+    """Files with one JSON object per line (plain, .gz or .zst) and Parquet files. Patterns such as 'part-*.jsonl' and
+    folders are expanded in alphabetical order. Required."""
 
     output_prefix: str | None = None
     """Prefix of the output: PREFIX_KEY_document.bin, .idx and .manifest.json for each key (PREFIX_KEY_sentence with
@@ -76,7 +76,7 @@ class PreparationConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no file."""
         if not self.input:
-            yield "{input:name}: missing; give one or more .jsonl or .jsonl.gz files"
+            yield "{input:name}: missing; give .jsonl files (also .gz, .zst), Parquet files or folders of them"
         if not self.output_prefix:
             yield "{output_prefix:name}: missing; give the path of the data set, without .bin"
         if len(set(self.json_keys)) < len(self.json_keys):

@@ -1,6 +1,7 @@
 """Messages between the parent process and the workers."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from numpy.typing import DTypeLike
 from megatron.training.data_preparation.blocks import Plan
 from megatron.training.data_preparation.records import Fault
 from megatron.training.data_preparation.sentences import SentenceSplitter
-from megatron.training.data_preparation.shards import StreamCounts, StreamName
+from megatron.training.data_preparation.shards import Checksums, StreamCounts, StreamName
 from megatron.training.tokenizer.base import Tokenizer
 
 
@@ -29,6 +30,12 @@ class Job:
     plan: Plan
     splitter: SentenceSplitter | None = None
     """Divides texts into sentences; None: a text is one sequence."""
+    first_worker: int = 0
+    """Number of this run's first worker in the names of shards. Shards of an earlier run have smaller numbers."""
+    done: frozenset[tuple[int, int]] = frozenset()
+    """Blocks (file, block) that an earlier run has finished."""
+    ends: Mapping[int, int] = field(default_factory=dict)
+    """Number of blocks of the compressed files whose end an earlier run has found, by file."""
 
     @property
     def streams(self) -> list[StreamName]:
@@ -59,6 +66,8 @@ class BlockReport:
     """The first dropped lines, or the line at which the worker stopped."""
     stopped: bool = False
     streams: dict[StreamName, StreamCounts] = field(default_factory=dict)
+    checksums: dict[StreamName, Checksums] = field(default_factory=dict)
+    """CRC-32 of the bytes in the files of each stream."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class Failure:
     message: str
     expected: bool
     """Whether the user can correct it. Otherwise `message` is a traceback."""
+    resumable: bool = False
+    """Whether the finished blocks are of use to the next run: the reason is not in the input."""
 
 
 Message = BlockReport | FileEnd | Failure

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +19,22 @@ from rich.console import Console
 from megatron.core.datasets.index_format import DType, get_bin_path, get_idx_path
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file, sync_directory
-from megatron.training.data_preparation.blocks import find_inputs, plan_blocks
+from megatron.training.data_preparation.blocks import plan_blocks
 from megatron.training.data_preparation.config import PreparationConfig
+from megatron.training.data_preparation.inputs import find_inputs
 from megatron.training.data_preparation.manifest import FileRecord, Manifest, TokenizerRecord, get_manifest_path
 from megatron.training.data_preparation.merging import ShardMerger
-from megatron.training.data_preparation.messages import Failure, Job, Message, Shared, block_number
+from megatron.training.data_preparation.messages import (
+    BlockReport,
+    Failure,
+    FileEnd,
+    Job,
+    Message,
+    Shared,
+    block_number,
+)
 from megatron.training.data_preparation.progress import Counts, ProgressDisplay
+from megatron.training.data_preparation.resuming import Journal, identity_of, lock_folder
 from megatron.training.data_preparation.sentences import build_splitter
 from megatron.training.data_preparation.worker import ENDING_SIGNALS, run_worker
 from megatron.training.tokenizer.base import Tokenizer
@@ -53,13 +62,24 @@ def prepare(
     """
     began = time.monotonic()
     assert config.input and config.output_prefix
-    plan = plan_blocks(find_inputs(config.input), config.workers)
+    files = find_inputs(config.input, warn)
     splitter = build_splitter(config.lang, config.keep_newlines, warn) if config.split_sentences else None
     prefixes = tuple(f"{config.output_prefix}_{key}_{config.level}" for key in config.json_keys)
     for path in map(get_bin_path, prefixes):
         if os.path.exists(path):
             warn(f"{path}: exists and will be replaced")
-    with _working_folder(config.output_prefix, warn) as folder:
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    identity = identity_of(files, _settings(config, tokenizer, None if splitter is None else splitter.name))
+    with (
+        _working_folder(config.output_prefix, identity, warn) as folder,
+        Journal(folder, dtype) as journal,
+        _kept_if_useful(folder, journal),
+    ):
+        plan = plan_blocks(files, config.workers, journal.block_bytes)
+        journal.begin(plan.block_bytes)
+        done = [message for message in journal.messages if isinstance(message, BlockReport)]
+        if done:
+            warn(f"{folder}: goes on with the work of an earlier run, which has finished {len(done)} blocks of input")
         job = Job(
             tokenizer=tokenizer,
             keys=tuple(config.json_keys),
@@ -67,14 +87,21 @@ def prepare(
             eod=tokenizer.eod if config.append_eod else None,
             on_error=config.on_error,
             longest_line=config.max_line_bytes,
-            dtype=DType.optimal_dtype(tokenizer.vocab_size),
+            dtype=dtype,
             folder=folder,
             plan=plan,
             splitter=splitter,
+            first_worker=journal.first_worker,
+            done=frozenset((report.file, report.block) for report in done),
+            ends={message.file: message.blocks for message in journal.messages if isinstance(message, FileEnd)},
         )
         tokenizer.encode_texts([""])  # compiles and loads what the first use needs, before workers are forked
         merger = ShardMerger(job)
-        _run(job, max(1, min(config.workers, len(plan.units))), merger, config.log_interval, console)
+        for message in journal.messages:
+            merger.take(message)
+        if not merger.done:
+            workers = max(1, min(config.workers, len(plan.units)))
+            _run(job, workers, merger, journal, config.log_interval, console)
         if merger.fault is not None:
             raise UserError(f"{merger.fault} (--on-error skip leaves such lines out and counts them)")
         merger.finish()
@@ -87,10 +114,27 @@ def prepare(
     return PreparedData(prefixes, manifests, tuple(merger.counts.examples), time.monotonic() - began)
 
 
+class _Unfinished(UserError):
+    """An error whose reason is not in the input. The next run can go on with the finished blocks."""
+
+
+def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | None) -> dict[str, Any]:
+    """Everything besides the input that determines the result."""
+    return {
+        "tokenizer": [tokenizer.type_name, tokenizer.digest],
+        "keys": config.json_keys,
+        "partitions": 1 if config.keep_sequential_samples else config.partitions,
+        "append_eod": config.append_eod,
+        "on_error": config.on_error,
+        "max_line_bytes": config.max_line_bytes,
+        "sentences": [splitter, config.lang, config.keep_newlines],
+    }
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def _run(job: Job, workers: int, merger: ShardMerger, log_interval: int, console: Console) -> None:
+def _run(job: Job, workers: int, merger: ShardMerger, journal: Journal, log_interval: int, console: Console) -> None:
     """Starts workers and takes their messages until all blocks are finished or a worker fails."""
     context: Any = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
     shared = Shared(
@@ -106,7 +150,7 @@ def _run(job: Job, workers: int, merger: ShardMerger, log_interval: int, console
                 theirs.close()
                 processes[ours] = process
         with ProgressDisplay(console, job.plan.total_bytes, log_interval) as display:
-            _take_messages(processes, shared, merger, display)
+            _take_messages(processes, shared, merger, journal, display)
     finally:
         for process in processes.values():
             process.kill()
@@ -125,7 +169,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _take_messages(
-    processes: dict[Connection, Any], shared: Shared, merger: ShardMerger, display: ProgressDisplay
+    processes: dict[Connection, Any], shared: Shared, merger: ShardMerger, journal: Journal, display: ProgressDisplay
 ) -> None:
     working = dict(processes)
     while working and merger.fault is None:
@@ -139,11 +183,10 @@ def _take_messages(
                 _check_ending(process.exitcode)
                 continue
             if isinstance(message, Failure):
-                raise (
-                    UserError(message.message)
-                    if message.expected
-                    else RuntimeError(f"a worker failed:\n{message.message}")
-                )
+                if not message.expected:
+                    raise RuntimeError(f"a worker failed:\n{message.message}")
+                raise (_Unfinished if message.resumable else UserError)(message.message)
+            journal.record(message)
             merger.take(message)
         display.update(Counts.of_workers(shared.progress))
 
@@ -151,7 +194,7 @@ def _take_messages(
 def _check_ending(exit_code: int) -> None:
     if exit_code < 0:
         hint = "; if memory was short, use fewer --workers" if exit_code == -9 else ""
-        raise UserError(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
+        raise _Unfinished(f"a worker was ended by signal {-exit_code}{hint}; nothing was written")
     assert exit_code == 0, f"a worker ended with code {exit_code}"
 
 
@@ -159,27 +202,55 @@ def _check_ending(exit_code: int) -> None:
 
 
 @contextlib.contextmanager
-def _working_folder(prefix: str, warn: Callable[[str], None]) -> Iterator[Path]:
-    """Makes a temporary folder beside the output, so that files can be renamed, and removes it at the end."""
+def _working_folder(prefix: str, identity: str, warn: Callable[[str], None]) -> Iterator[Path]:
+    """Gives the folder of this work beside the output, so that files can be renamed, and removes it at the end.
+
+    It stays after a `_Kept` exception.
+    """
     parent, name = os.path.split(prefix)
     start = f".{name}.preparing."
+    folder = Path(parent) / f"{start}{identity}"
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
-        left = sorted(path.name for path in Path(parent).glob(f"{glob.escape(start)}*"))
-        folder = Path(tempfile.mkdtemp(prefix=start, dir=parent or "."))
-    except OSError as error:
-        raise UserError(f"--output-prefix {prefix}: {error.filename}: {error.strerror}") from None
-    if left:
-        warn(
-            f"{folder.parent}: {', '.join(left)}: a killed run has left this, or another run uses it; remove it in the "
-            "first case"
-        )
-    try:
-        yield folder
+        left = sorted(path.name for path in Path(parent).glob(f"{glob.escape(start)}*") if path != folder)
+        with lock_folder(folder, warn):
+            if left:
+                warn(
+                    f"{folder.parent}: {', '.join(left)}: a killed run with other input or flags has left this, or "
+                    "another run uses it; remove it in the first case"
+                )
+            try:
+                yield folder
+            except _Kept as kept:
+                raise kept.reason from None
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:  # such as a full disk
         raise UserError(f"--output-prefix {prefix}: {error.filename or folder.parent}: {error.strerror}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Kept(Exception):
+    """An error after which the working folder stays."""
+
+    def __init__(self, reason: BaseException) -> None:
+        super().__init__()
+        self.reason = reason
+
+
+@contextlib.contextmanager
+def _kept_if_useful(folder: Path, journal: Journal) -> Iterator[None]:
+    """After an interruption, a killed worker or a full disk, keeps the folder if any block is finished."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, OSError, _Unfinished) as error:
+        if not journal.recorded:
+            raise
+        hint = f"the finished part is kept in {folder}: the same command goes on from there, or remove the folder"
+        if isinstance(error, OSError):
+            raise _Kept(UserError(f"{error.filename or folder}: {error.strerror}; {hint}")) from None
+        raise _Kept(UserError(f"{error}; {hint}") if isinstance(error, _Unfinished) else error) from None
 
 
 def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:

@@ -1,5 +1,6 @@
 """Shards: the files to which a worker appends encoded documents."""
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from megatron.training.tokenizer.base import EncodedTexts
 
 LENGTHS = np.dtype("<i4")
 """Type of sequence lengths and document lengths in shards."""
+
+
+Checksums = tuple[int, int, int]
+"""CRC-32 of bytes of a stream's three files: tokens, sequence lengths, document lengths."""
 
 
 class StreamName(NamedTuple):
@@ -93,6 +98,7 @@ class StreamWriter:
         ]
         self._counts = StreamCounts()
         self._before_block = StreamCounts()
+        self._checksums = [0, 0, 0]
 
     @property
     def counts(self) -> StreamCounts:
@@ -110,18 +116,25 @@ class StreamWriter:
 
     def append(self, framed: FramedDocuments, special_documents: int) -> None:
         """Appends documents, of which `special_documents` contain the spelling of a special token."""
-        tokens, sequence_lengths, document_lengths = self._files
-        tokens.write(framed.ids.astype(self._dtype, copy=False).data)
-        sequence_lengths.write(framed.sequence_lengths.astype(LENGTHS).data)
-        document_lengths.write(framed.document_lengths.astype(LENGTHS).data)
+        arrays = (
+            framed.ids.astype(self._dtype, copy=False),
+            framed.sequence_lengths.astype(LENGTHS),
+            framed.document_lengths.astype(LENGTHS),
+        )
+        for index, (file, array) in enumerate(zip(self._files, arrays, strict=True)):
+            content = np.ascontiguousarray(array).data
+            file.write(content)
+            self._checksums[index] = zlib.crc32(content, self._checksums[index])
         self._counts += StreamCounts(
             framed.document_lengths.size, framed.sequence_lengths.size, framed.ids.size, special_documents
         )
 
-    def end_block(self) -> StreamCounts:
-        """Flushes the files, and returns the counts since the last call."""
+    def end_block(self) -> tuple[StreamCounts, Checksums]:
+        """Flushes the files. Returns the counts and the checksums of everything since the last call."""
         for file in self._files:
             file.flush()
         since = self._counts - self._before_block
         self._before_block = self._counts
-        return since
+        tokens, sequences, documents = self._checksums
+        self._checksums = [0, 0, 0]
+        return since, (tokens, sequences, documents)

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.batches import DocumentBatch
 from megatron.training.data_preparation.blocks import LineReader, Unit
+from megatron.training.data_preparation.inputs import InputFile
 from megatron.training.data_preparation.messages import (
     BlockReport,
     Failure,
@@ -19,6 +20,7 @@ from megatron.training.data_preparation.messages import (
     Shared,
     block_number,
 )
+from megatron.training.data_preparation.parquet import ParquetReader
 from megatron.training.data_preparation.records import BadLine, texts_of_line
 from megatron.training.data_preparation.shards import ShardPaths, StreamName, StreamWriter
 
@@ -36,7 +38,9 @@ def run_worker(number: int, job: Job, shared: Shared, connection: Connection) ->
     try:
         with ExitStack() as stack:
             writers = {
-                stream: stack.enter_context(StreamWriter(ShardPaths.of(job.folder, number, stream), job.dtype))
+                stream: stack.enter_context(
+                    StreamWriter(ShardPaths.of(job.folder, job.first_worker + number, stream), job.dtype)
+                )
                 for stream in job.streams
             }
             _Worker(number, job, shared, connection, writers).work()
@@ -45,9 +49,9 @@ def run_worker(number: int, job: Job, shared: Shared, connection: Connection) ->
     except UserError as error:
         connection.send(Failure(str(error), expected=True))
     except OSError as error:
-        connection.send(Failure(f"{error.filename or job.folder.parent}: {error.strerror}", expected=True))
+        connection.send(Failure(f"{error.filename or job.folder.parent}: {error.strerror}", True, True))
     except MemoryError:
-        connection.send(Failure("out of memory; use fewer --workers or a smaller --max-line-bytes", expected=True))
+        connection.send(Failure("out of memory; use fewer --workers or a smaller --max-line-bytes", True, True))
     except Exception:
         connection.send(Failure(traceback.format_exc(), expected=False))
     finally:
@@ -72,8 +76,8 @@ class _Worker:
 
     def work(self) -> None:
         for unit in self._units():
-            if self._is_wanted(unit, unit.first_block):
-                with LineReader(unit.file, self._job.longest_line) as reader:
+            if self._is_wanted(unit, unit.first_block) and not self._is_done(unit):
+                with self._open(unit.file) as reader:
                     self._do_unit(unit, reader)
 
     def _units(self) -> Iterator[Unit]:
@@ -86,6 +90,18 @@ class _Worker:
                 return
             yield units[index]
 
+    def _open(self, file: InputFile) -> LineReader | ParquetReader:
+        if file.kind == "parquet":
+            return ParquetReader(file.path, self._job.keys, self._job.longest_line)
+        return LineReader(file, self._job.longest_line)
+
+    def _is_done(self, unit: Unit) -> bool:
+        """Whether an earlier run has finished all blocks of the unit."""
+        end = self._job.ends.get(unit.file.index) if unit.blocks is None else unit.first_block + unit.blocks
+        return end is not None and all(
+            (unit.file.index, block) in self._job.done for block in range(unit.first_block, end, unit.step)
+        )
+
     def _is_wanted(self, unit: Unit, block: int) -> bool:
         return block_number(unit.file.index, block) < self._shared.stop_from.value
 
@@ -95,27 +111,35 @@ class _Worker:
             place = block_number(report.file, report.block)
             self._shared.stop_from.value = min(self._shared.stop_from.value, place)
 
-    def _do_unit(self, unit: Unit, reader: LineReader) -> None:
+    def _do_unit(self, unit: Unit, reader: LineReader | ParquetReader) -> None:
         size = self._job.plan.block_bytes
         block = unit.first_block
         while unit.blocks is None or block < unit.first_block + unit.blocks * unit.step:
             if not self._is_wanted(unit, block):
                 return
-            reader.seek_line(block * size)
-            if unit.blocks is None and reader.ended and reader.position <= block * size:
-                self._connection.send(FileEnd(unit.file.index, -(-reader.position // size)))
-                return
+            if (unit.file.index, block) in self._job.done:
+                block += unit.step
+                continue
+            if isinstance(reader, LineReader):
+                reader.seek_line(block * size)
+                if unit.blocks is None and reader.ended and reader.position <= block * size:
+                    self._connection.send(FileEnd(unit.file.index, -(-reader.position // size)))
+                    return
             report = self._do_block(unit, block, reader)
             if report.stopped:
                 self._want_no_more(report)
             self._connection.send(report)
             block += unit.step
 
-    def _do_block(self, unit: Unit, block: int, reader: LineReader) -> BlockReport:
-        report = BlockReport(self._number, unit.file.index, block)
+    def _do_block(self, unit: Unit, block: int, reader: LineReader | ParquetReader) -> BlockReport:
+        report = BlockReport(self._job.first_worker + self._number, unit.file.index, block)
         batches = [DocumentBatch(part, self._job, self._writers) for part in range(self._job.partitions)]
         read_before = reader.bytes_read
-        for line in reader.lines_before((block + 1) * self._job.plan.block_bytes):
+        if isinstance(reader, LineReader):
+            lines = reader.lines_before((block + 1) * self._job.plan.block_bytes)
+        else:
+            lines = reader.lines_of_group(block)
+        for line in lines:
             number = report.lines
             report.lines += 1
             batch = batches[number % self._job.partitions]
@@ -138,7 +162,8 @@ class _Worker:
             self._flush(batch, report)
         self._tell_progress(unit, reader, read_before)
         report.faults = sorted(report.faults, key=lambda fault: fault.line)[:_EXAMPLES]
-        report.streams = {stream: writer.end_block() for stream, writer in self._writers.items()}
+        for stream, writer in self._writers.items():
+            report.streams[stream], report.checksums[stream] = writer.end_block()
         return report
 
     def _drop(self, report: BlockReport, fault: LineFault) -> bool:
@@ -152,7 +177,7 @@ class _Worker:
         for fault in batch.flush():
             self._drop(report, fault)
 
-    def _tell_progress(self, unit: Unit, reader: LineReader, read_before: int) -> int:
+    def _tell_progress(self, unit: Unit, reader: LineReader | ParquetReader, read_before: int) -> int:
         """Updates the progress that the parent shows. Several workers read a compressed file; each counts its part."""
         read = reader.bytes_read
         base = 3 * self._number

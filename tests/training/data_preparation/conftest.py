@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.training.data_preparation.blocks import Plan, find_inputs, plan_blocks
+from megatron.training.data_preparation.blocks import Plan, plan_blocks
+from megatron.training.data_preparation.inputs import find_inputs
 from megatron.training.data_preparation.messages import Job
 from megatron.training.tokenizer.null import NullTokenizer
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 import numpy as np
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.training.data_preparation.blocks import InputFile, Plan
+from megatron.training.data_preparation.blocks import Plan
+from megatron.training.data_preparation.inputs import InputFile
 from megatron.training.data_preparation.merging import ShardMerger
 from megatron.training.data_preparation.messages import BlockReport, FileEnd, Job, LineFault
 from megatron.training.data_preparation.shards import ShardPaths, StreamName, StreamWriter, frame_documents
@@ -16,7 +17,9 @@ from megatron.training.tokenizer.base import pack_ids
 
 def plan(*blocks: int | None) -> Plan:
     """Files of so many blocks of one byte; None: a compressed file."""
-    files = (InputFile(i, f"file{i}", count or 0, count is None) for i, count in enumerate(blocks))
+    files = (
+        InputFile(i, f"file{i}", count or 0, "gzip" if count is None else "plain") for i, count in enumerate(blocks)
+    )
     return Plan(tuple(files), (), 1)
 
 
@@ -36,7 +39,8 @@ class Worker:
             writer = self.writers[StreamName(0, part)]
             writer.append(frame_documents(pack_ids([[i] for i in mine]), np.ones(len(mine), np.int64), None), 0)
         report = BlockReport(self.number, file, block, lines=len(ids), **fields)
-        report.streams = {stream: writer.end_block() for stream, writer in self.writers.items()}
+        for stream, writer in self.writers.items():
+            report.streams[stream], report.checksums[stream] = writer.end_block()
         return report
 
 

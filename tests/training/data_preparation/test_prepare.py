@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -13,7 +14,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from rich.console import Console
 from support.programs import python
 
@@ -97,12 +101,34 @@ def test_texts_are_divided_and_lists_are_sentences(tmp_path, workers, monkeypatc
     assert len(warnings) == 1 and "sentences are found by rules" in warnings[0]
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 @pytest.mark.parametrize("workers", [1, 3, 7])
-def test_compressed_input_gives_the_same(tmp_path, workers):
+def test_compressed_input_gives_the_same(tmp_path, workers, pack):
     text = Path(CORPUS).read_bytes()
-    members = [gzip.compress(text[:30_001]), gzip.compress(text[30_001:])]  # as `cat a.gz b.gz` makes them
-    (tmp_path / "corpus.jsonl.gz").write_bytes(b"".join(members))
-    run(tmp_path, [tmp_path / "corpus.jsonl.gz"], workers=workers, append_eod=True)
+    members = [pack(text[:30_001]), pack(text[30_001:])]  # as `cat a.gz b.gz` makes them
+    (tmp_path / "corpus.jsonl.packed").write_bytes(b"".join(members))
+    run(tmp_path, [tmp_path / "corpus.jsonl.packed"], workers=workers, append_eod=True)
+    assert output(tmp_path) == golden("gpt2_eod_text")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_parquet_input_gives_the_same(tmp_path, workers):
+    records = [json.loads(line) for line in Path(CORPUS).read_text("utf-8").splitlines()]
+    table = pyarrow.table({"text": [record["text"] for record in records], "id": list(range(len(records)))})
+    pyarrow.parquet.write_table(table, tmp_path / "corpus.parquet", row_group_size=30, compression="zstd")
+    run(tmp_path, [tmp_path / "corpus.parquet"], workers=workers, append_eod=True)
+    assert output(tmp_path) == golden("gpt2_eod_text")
+    with pytest.raises(UserError, match=r"corpus.parquet: no column 'body'; columns present: 'text', 'id'"):
+        run(tmp_path, [tmp_path / "corpus.parquet"], workers=workers, json_keys=["body"])
+
+
+def test_a_folder_of_mixed_files(tmp_path):
+    lines = Path(CORPUS).read_bytes().splitlines(keepends=True)
+    (tmp_path / "in/sub").mkdir(parents=True)
+    (tmp_path / "in/a.jsonl").write_bytes(b"".join(lines[:50]))
+    (tmp_path / "in/b.jsonl.zst").write_bytes(zstandard.compress(b"".join(lines[50:120])))
+    (tmp_path / "in/sub/c.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[120:])))
+    run(tmp_path, [tmp_path / "in"], workers=2, append_eod=True)
     assert output(tmp_path) == golden("gpt2_eod_text")
 
 
@@ -346,6 +372,57 @@ runpy.run_path({str(ROOT / "tools/preprocess_data.py")!r}, run_name="__main__")
         assert folder.name in warnings[0]
 
 
+class Mortal(NullTokenizer):
+    """Kills its process when the text '7 7' comes for the first time."""
+
+    def __init__(self, folder):
+        super().__init__(99)
+        self._mark = folder / "killed"
+
+    def encode_texts(self, texts):
+        if "7 7" in texts and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_texts(texts)
+
+
+@pytest.mark.parametrize(("packed", "partitions"), [(False, 1), (True, 1), (False, 3)])
+def test_a_run_after_a_kill_takes_over_the_finished_blocks(tmp_path, packed, partitions):
+    """Another number of workers, and a shard that lost bytes in a power failure: the files are the same."""
+    lines = [json.dumps({"text": f"{number % 90} 5"}) for number in range(6000)]
+    lines[4500] = '{"text": "7 7"}'
+    lines[100] = "no JSON"
+    text = "\n".join(lines).encode()
+    (tmp_path / "in.jsonl").write_bytes(zstandard.compress(text) if packed else text)
+    flags = {"append_eod": True, "on_error": "skip", "partitions": partitions}
+    with pytest.raises(UserError, match=r"signal 9; .*; the finished part is kept in .*/\.out\.preparing"):
+        run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), workers=1, **flags)
+    assert not list(tmp_path.glob("out*"))
+    (folder,) = tmp_path.glob(".out.preparing.*")
+    finished = len((folder / "journal.jsonl").read_bytes().splitlines()) - 1
+    assert finished > 3
+    shard = folder / "worker0.key0.part0.tokens"
+    shard.write_bytes(shard.read_bytes()[:-1])  # the last finished block is not whole
+    warnings: list[str] = []
+    prepared = run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), warnings=warnings, workers=3, **flags)
+    done = int(re.search(r"finished (\d+) blocks", warnings[0])[1])
+    assert 1 < done < finished
+    resumed = (output(tmp_path), prepared.manifests[0])
+    assert not list(tmp_path.glob(".out.preparing.*"))
+    prepared = run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), workers=2, **flags)
+    assert resumed == (output(tmp_path), prepared.manifests[0])
+    assert prepared.manifests[0].dropped_lines == {"not JSON": 1}
+
+
+def test_changed_input_or_flags_start_anew(tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "1 2 3"}\n' * 5000 + b'{"text": "7 7"}\n')
+    with pytest.raises(UserError, match="is kept"):
+        run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), workers=1)
+    warnings: list[str] = []
+    run(tmp_path, [tmp_path / "in.jsonl"], Mortal(tmp_path), warnings=warnings, workers=1, append_eod=True)
+    assert "with other input or flags has left this" in warnings[0] and len(warnings) == 1
+
+
 def test_a_killed_worker_is_named(tmp_path):
     class Deadly(NullTokenizer):
         def encode_texts(self, texts):
@@ -378,12 +455,14 @@ def test_a_full_disk_is_named(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-        with pytest.raises(UserError, match="File too large"):
+        with pytest.raises(UserError, match=r"File too large; the finished part is kept in .*out.preparing"):
             run(tmp_path, [path], NullTokenizer(9), workers=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert nothing_under(tmp_path)
+    assert not list(tmp_path.glob("out*"))
+    run(tmp_path, [path], NullTokenizer(9), workers=2)
+    assert documents(tmp_path) == [[[1, 2, 3]]] * 20_000
 
 
 def test_an_output_folder_that_cannot_be_made(tmp_path):

@@ -45,10 +45,10 @@ def test_writer_counts_blocks(tmp_path, dtype):
     framed = frame_documents(pack_ids([[1, 2], [3]]), np.array([1, 0, 1]), eod=9)
     with StreamWriter(paths, dtype) as writer:
         writer.append(framed, special_documents=1)
-        assert writer.end_block() == StreamCounts(3, 2, 5, 1)
-        assert writer.end_block() == StreamCounts()
+        assert writer.end_block()[0] == StreamCounts(3, 2, 5, 1)
+        assert writer.end_block()[0] == StreamCounts()
         writer.append(framed, special_documents=0)
-        assert writer.end_block() == StreamCounts(3, 2, 5, 0)
+        assert writer.end_block()[0] == StreamCounts(3, 2, 5, 0)
         assert writer.counts == StreamCounts(6, 4, 10, 1)
     assert np.fromfile(paths.tokens, dtype).tolist() == [1, 2, 9, 3, 9] * 2
     assert np.fromfile(paths.sequence_lengths, np.int32).tolist() == [3, 2] * 2

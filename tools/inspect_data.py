@@ -1,0 +1,121 @@
+"""Verifies data sets (.bin, .idx and manifest) and shows the text of some of their documents.
+
+python tools/inspect_data.py --data-path corpus_text_document --documents 3 --tokenizer-type GPT2BPETokenizer \
+    --vocab-file vocab.json --merge-file merges.txt
+
+The exit code is 1 if a data set has a fault. docs/data.md says more.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.exceptions import UserError
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.tool_flags import Section, read_tool_flags
+from megatron.training.data_preparation.inspection import decoded_documents, find_faults
+from megatron.training.data_preparation.manifest import read_manifest
+from megatron.training.tokenizer.base import Tokenizer
+from megatron.training.tokenizer.build import build_tokenizer
+
+USAGE = "python tools/inspect_data.py --data-path PREFIX ... [flags]"
+ABOUT = (
+    "Verify data sets: index, sizes, content against the manifest, ids against the vocabulary, and the tokenizer, if "
+    "its flags are given. Show the text of documents."
+)
+
+
+@dataclass(kw_only=True, frozen=True)
+class InspectionConfig:
+    """What to verify and to show."""
+
+    data_path: list[str] | None = None
+    """Prefixes of the data sets, without .bin. Required."""
+
+    documents: int = 0
+    """Number of documents whose text is shown. Needs the tokenizer's flags."""
+
+    first_document: int = 0
+    """Number of the first document that is shown, from 0."""
+
+    tokens: int = 200
+    """Most tokens that are shown of a document."""
+
+    def validate(self) -> Iterator[str]:
+        """Yields a problem for each impossible value."""
+        if not self.data_path:
+            yield "{data_path:name}: missing; give the path of a data set, without .bin"
+        for field, least in (("documents", 0), ("first_document", 0), ("tokens", 1)):
+            if getattr(self, field) < least:
+                yield f"{{{field}}}: must be at least {least}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        named = any(word.startswith(("--tokenizer", "--vocab-")) for word in words)
+        checks = TokenizerConfig.validate if named else _no_problems
+        sections = (Section("data", InspectionConfig), Section("tokenizer", TokenizerConfig, checks))
+        flags = read_tool_flags(words, sections, USAGE, ABOUT)
+        config, tokenizer_config = flags.configs
+        for warning in flags.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        tokenizer = build_tokenizer(tokenizer_config) if named else None
+        if config.documents and tokenizer is None:
+            raise UserError("--documents: needs the tokenizer; give --tokenizer-type and its files")
+        faults = [fault for prefix in config.data_path for fault in _inspect(prefix, config, tokenizer)]
+    except UserError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 1 if faults else 0
+
+
+def _no_problems(_: TokenizerConfig) -> tuple[str, ...]:
+    """Without a tokenizer's flags there is no tokenizer."""
+    return ()
+
+
+def _inspect(prefix: str, config: InspectionConfig, tokenizer: Tokenizer | None) -> list[str]:
+    """Prints what is found about a data set. Returns its faults."""
+    faults = list(dict.fromkeys(find_faults(prefix, tokenizer)))
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    if not faults:
+        _print_summary(prefix, tokenizer)
+    if config.documents:
+        try:
+            assert tokenizer is not None
+            shown = decoded_documents(prefix, tokenizer, config.first_document, config.documents, config.tokens)
+            for title, text in shown:
+                print(f"--- {title}\n{text}")
+        except UserError:
+            if not faults:
+                raise
+    return faults
+
+
+def _print_summary(prefix: str, tokenizer: Tokenizer | None) -> None:
+    dataset = IndexedDataset(prefix)
+    lengths = dataset.sequence_lengths
+    print(
+        f"{prefix}: {len(dataset.document_indices) - 1:,} documents, {len(dataset):,} sequences, "
+        f"{int(lengths.sum(dtype=np.int64)):,} tokens ({dataset.dtype.name}); no fault found"
+    )
+    manifest = read_manifest(prefix)
+    if manifest is None:
+        print("  no manifest: content and tokenizer cannot be verified" + ("" if tokenizer else ", nor the ids"))
+    else:
+        made_by = manifest.tokenizer
+        print(f"  made with a {made_by.type} of {made_by.vocab_size} ids, end of document {made_by.eod}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Merges all data sets (.bin and .idx) of a folder into one, in the order of their names.
+
+python tools/merge_datasets.py --input parts --output-prefix whole
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.exceptions import UserError
+from megatron.training.data_preparation.dataset_merging import find_prefixes, merge_datasets
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", required=True, metavar="DIR", help="folder of .bin and .idx files")
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="path of the result, without .bin")
+    parser.add_argument("--multimodal", action="store_true", help="the data sets have a mode for each sequence")
+    args = parser.parse_args(argv)
+    try:
+        prefixes = find_prefixes(args.input)
+        merge_datasets(prefixes, args.output_prefix, _warn, args.multimodal)
+        merged = IndexedDataset(args.output_prefix, multimodal=args.multimodal)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tokens = int(merged.sequence_lengths.sum(dtype="int64"))
+    print(
+        f"{args.output_prefix}: {len(prefixes)} data sets, {len(merged.document_indices) - 1:,} documents, "
+        f"{len(merged):,} sequences, {tokens:,} tokens ({merged.dtype.name})"
+    )
+    return 0
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
