@@ -282,8 +282,16 @@ MIXERS = [
         packed=True,
         rows=2,
     ),
+    Model(
+        "dsa",
+        settings={**_LATENT, "q_lora_rank": 10, "qk_layernorm": True, "attention_dropout": 0.15}
+        | {"experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 6, "dsa_indexer_head_dim": 6}
+        | {"dsa_indexer_topk": 3, "dsa_indexer_loss_coeff": 0.5},
+        rows=2,
+    ),
 ]
-"""Other token mixers beside attention: gated delta nets, of rows and of packed documents."""
+"""Other token mixers beside attention: gated delta nets, of rows and of packed documents; sparse attention with an
+indexer and its loss."""
 
 BERT = [
     Model(

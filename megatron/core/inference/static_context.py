@@ -21,7 +21,7 @@ class StaticInferenceContext:
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._buffers: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._last = torch.zeros(0, dtype=torch.int64)
         """Position of the last token of each row, int64 [b]."""
         self._extent = 0
@@ -46,9 +46,9 @@ class StaticInferenceContext:
         self._last, self._extent, self._first_call = self._last + 1, self._extent + 1, False
         return self._last[:, None]
 
-    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> CachedKeyValues:
+    def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds keys and values of a layer; implements `InferenceContext.extend`."""
-        keys, values = self._buffers_of(layer_number, key, value)
+        keys, values = self._buffers_of((layer_number, reader), key, value)
         if self._first_call:
             keys[: self._extent], values[: self._extent] = key, value
             return CachedKeyValues(key, value, None)
@@ -62,14 +62,14 @@ class StaticInferenceContext:
             return hidden
         return hidden[self._last, torch.arange(hidden.shape[1], device=hidden.device)][None]
 
-    def _buffers_of(self, layer_number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the key and value buffers [max_sequence_length, b, g, d] of a layer, for its b rows. They are
-        allocated on the first call."""
-        if layer_number not in self._buffers:
+    def _buffers_of(self, owner: tuple[int, str], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the key and value buffers [max_sequence_length, b, g, d] of a part of a layer, for its b rows. They
+        are allocated on the first call."""
+        if owner not in self._buffers:
             length, rows = self.max_sequence_length, self.max_batch_size
-            self._buffers[layer_number] = (
+            self._buffers[owner] = (
                 key.new_zeros(length, rows, *key.shape[2:]),
                 value.new_zeros(length, rows, *value.shape[2:]),
             )
-        keys, values = self._buffers[layer_number]
+        keys, values = self._buffers[owner]
         return keys[:, : key.shape[1]], values[:, : key.shape[1]]

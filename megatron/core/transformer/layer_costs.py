@@ -134,10 +134,20 @@ def _mamba(config: TransformerConfig, keys: float) -> float:
     return projections + convolution + 3.5 * channels * config.mamba_state_dim
 
 
+def _sparse_attention(config: TransformerConfig, keys: float) -> float:
+    """Returns the multiplications of attention to the selected keys, of the indexer's projections, and of its scores of
+    all keys."""
+    assert isinstance(config, MLATransformerConfig) and config.dsa_indexer_topk
+    heads, width = config.dsa_indexer_n_heads or 0, config.dsa_indexer_head_dim or 0
+    projections = config.hidden_size * (width + heads) + (config.q_lora_rank or config.hidden_size) * heads * width
+    return _attention(config, min(keys, config.dsa_indexer_topk)) + projections + heads * (width + 1) * keys
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
     "attention": _attention,
     "gated_delta_net": _gated_delta_net,
     "mamba": _mamba,
+    "dsa": _sparse_attention,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
 multiplications for a token."""
@@ -218,7 +228,7 @@ def flops_per_token(
 
 def _counted(config: TransformerConfig, parts: LayerParts, keys: float) -> float:
     """Returns the multiplications of a layer for one token as Megatron-LM counts them."""
-    latent_norms = _latent_norms(config) if parts.token_mixer == "attention" else 0
+    latent_norms = _latent_norms(config) if parts.token_mixer in ("attention", "dsa") else 0
     mixer = _TOKEN_MIXERS[parts.token_mixer](config, keys) if parts.token_mixer else 0
     experts = parts.channel_mixer == "moe"
     channels = _experts(config, config.hidden_size) if experts else _channel_mixer(config, parts.channel_mixer)

@@ -35,9 +35,9 @@ class InferenceContext(Protocol):
     max_sequence_length: int
     """Number of tokens of the longest row that the cache can hold."""
 
-    def extend(self, layer_number: int, key: Tensor, value: Tensor) -> CachedKeyValues:
+    def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds the keys and values [s, b, g, d] of the current tokens for a layer. Returns all that the tokens attend
-        to."""
+        to. `reader` names the part of the layer that keeps them, if a layer has several."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states [1, b, h] of hidden states [s, b, h] from which each row's next token is

@@ -15,7 +15,7 @@ class LayerParts(NamedTuple):
     The specs of the branches are in `models/gpt/gpt_layer_specs.py`, their costs in `layer_costs.py`, by these names.
     """
 
-    token_mixer: Literal["attention", "gated_delta_net", "mamba"] | None
+    token_mixer: Literal["attention", "gated_delta_net", "mamba", "dsa"] | None
     """The branch that lets tokens see each other."""
     channel_mixer: Literal["mlp", "moe"] | None
     """The branch that transforms each token by itself."""
@@ -71,12 +71,12 @@ def layer_parts(config: Any, layer_number: int) -> LayerParts:
     return LayerParts(_token_mixer(config, layer_number), "moe" if has_experts(config, layer_number) else "mlp")
 
 
-def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net"]:
-    """Returns the token mixer of a layer that has one: the variant that the config names in the layers with linear
+def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net", "dsa"]:
+    """Returns the token mixer of a layer that has one: dsa in all layers; gated_delta_net in the layers with linear
     attention, by `linear_attention_freq` all but every N-th, or those with a 1 in the list."""
     if config.experimental_attention_variant == "gated_delta_net":
         return "gated_delta_net" if _holds(config, layer_number, "linear_attention_freq") else "attention"
-    return "attention"
+    return "dsa" if config.experimental_attention_variant == "dsa" else "attention"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

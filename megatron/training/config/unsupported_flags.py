@@ -85,6 +85,10 @@ _ACCEPTED = {
     "rejected results are printed, not written to a file": "result-rejected-tracker-filename",
     "index files are mapped into memory, so opening them takes no list and no delay": """
         per-dataset-sequences-path""",
+    "a rotation of all queries and keys of the indexer changes no score; it prepares them for 8-bit numbers": """
+        disable-dsa-indexer-rotate-activation no-dsa-indexer-rotate-activation""",
+    "norms are computed in float32 at least": "dsa-indexer-k-norm-fp32",
+    "sparse attention is computed by the same kernels as attention with a mask": "dsa-kernel-backend",
     "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
 }
 """Reasons why flags change nothing here, and the flags."""
@@ -162,11 +166,9 @@ _NOT_YET = {
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size""",
     "the optimizers are adam, sgd and muon": """
         lion-beta1 lion-beta2 no-use-layer-wise-param-layout""",
-    "attention is the only token mixer": """
-        disable-dsa-indexer-rotate-activation disable-dsa-indexer-scoring-relu dsa-indexer-k-norm-epsilon
-        dsa-indexer-k-norm-fp32 dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset dsa-indexer-topk-freq
-        dsa-kernel-backend gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
-        no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu""",
+    "every layer of sparse attention has its own indexer": "dsa-indexer-skip-topk-offset dsa-indexer-topk-freq",
+    "gated delta products are not supported": """
+        gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",
     "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
     "hybrid models predict one token": "mtp-hybrid-override-pattern",
     "all layers have one description": """
@@ -233,7 +235,6 @@ _FIELDS_TO_COME = (
     ("*cuda-graph*", "CUDA graphs are not supported"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("main-grads-dtype", "gradients are accumulated in float32"),
-    ("dsa-* linear-* experimental-attention-variant", "attention is the only token mixer"),
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
     ("use-legacy-models", "there are no models but those of megatron.core"),

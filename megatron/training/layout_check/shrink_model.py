@@ -103,7 +103,7 @@ class ShrunkFlags:
         listed = _spelled_out(words)
         listed += ["--mock-data", "--fp64", *self._group_words(heads), *self._pattern_words()]
         listed += [*self._expert_words(), *self._latent_words(), *self._per_channel_words()]
-        listed += [*self._hybrid_words(), *self._delta_words()]
+        listed += [*self._hybrid_words(), *self._delta_words(), *self._sparse_words()]
         if transformer.mtp_num_layers:
             listed += ["--mtp-num-layers", str(min(2, transformer.mtp_num_layers))]
         if transformer.window_size is not None:
@@ -189,6 +189,12 @@ class ShrunkFlags:
             cycled = [str(pattern[layer % len(pattern)]) for layer in range(self.num_layers)]
             words["linear-attention-freq"] = f"[{','.join(cycled)}]"
         return _spelled_out(words)
+
+    def _sparse_words(self) -> list[str]:
+        """Returns flags for a small indexer that selects fewer keys than a row has."""
+        if self.config.transformer.experimental_attention_variant != "dsa":
+            return []
+        return _spelled_out({"dsa-indexer-n-heads": 2, "dsa-indexer-head-dim": 6, "dsa-indexer-topk": 4})
 
     def _latent_words(self) -> list[str]:
         transformer = self.config.transformer

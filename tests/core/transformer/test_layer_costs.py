@@ -207,6 +207,26 @@ def test_gated_delta_nets_by_hand() -> None:
     assert found == 6 * (8 * 32 * 2 * 2 + delta + attention + 8 * 128)
 
 
+def test_sparse_attention_by_hand() -> None:
+    """The indexer (2 heads of 3 channels) reads latents of 3 numbers and hidden states of 8, and scores all keys;
+    attention reads 4 of them."""
+    sizes = {"q_lora_rank": 3, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+    sparse = {"dsa_indexer_n_heads": 2, "dsa_indexer_head_dim": 3, "dsa_indexer_topk": 4}
+    config = MLATransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        experimental_attention_variant="dsa",
+        **sizes,  # type: ignore[arg-type]
+        **sparse,  # type: ignore[arg-type]
+    )
+    dense = dataclasses.replace(config, experimental_attention_variant=None)
+    indexer = 3 * 6 + 8 * (3 + 2) + 2 * (3 + 1) * 10
+    fewer = 4 * (4 + 2 + 3) * (10 - 4)
+    found, plain = (layer_cost(one, 1, 19, bidirectional=False) for one in (config, dense))
+    assert found - plain == indexer - fewer
+
+
 @pytest.mark.parametrize(("q_lora_rank", "queries"), [(None, 8 * 4 * 6), (3, 3 * (8 + 4 * 6 + 1))])
 def test_latent_attention_by_hand(q_lora_rank: int | None, queries: int) -> None:
     sizes = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 5, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}

@@ -69,6 +69,10 @@ def test_parts_of_a_layer() -> None:
     assert kinds[:2] == [LayerParts("gated_delta_net", "mlp"), LayerParts("attention", "mlp")]
     assert kinds[2:] == [LayerParts("gated_delta_net", "moe"), *[LayerParts("attention", "moe")] * 2]
     assert layer_parts(config(), 1) == LayerParts("attention", "mlp")
+    assert (
+        layer_parts(SimpleNamespace(**vars(config()) | {"experimental_attention_variant": "dsa"}), 2).token_mixer
+        == "dsa"
+    )
 
 
 def test_layers_of_a_hybrid_model() -> None:

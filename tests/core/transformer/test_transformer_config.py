@@ -66,6 +66,9 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "mup_embedding_mult",
     "mup_output_mult",
     "mup_attn_scale_power",
+    "dsa_indexer_k_norm_epsilon",
+    "dsa_indexer_rope_interleaved",
+    "dsa_indexer_scoring_relu",
 }
 """Ours too: what models need beyond the published fields (docs/models.md)."""
 OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}

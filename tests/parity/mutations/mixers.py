@@ -12,4 +12,21 @@ MIXERS = [
         "delta/tp2/default",
         quick=True,
     ),
+    Mutation(
+        "indexer-of-own-heads",
+        "a tensor parallel rank trains its copy of the indexer with the attention of its own heads only",
+        "core/ops/attention/indexer.py",
+        "summed = all_reduce(scores.softmax(-1).sum(1), tp_group)",
+        "summed = scores.softmax(-1).sum(1)",
+        "dsa/tp2/per-token",
+        quick=True,
+    ),
+    Mutation(
+        "indexer-loss-per-rank-of-tokens",
+        "under sequence parallelism the gradients of the indexer, which all ranks compute for all tokens, are summed",
+        "core/transformer/sparse_latent_attention.py",
+        '"input_is_whole": True}',
+        '"input_is_whole": False}',
+        "dsa/sp2/default",
+    ),
 ]

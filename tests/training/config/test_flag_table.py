@@ -60,6 +60,10 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--muon-nesterov",
     "--muon-scalar-optimizer",
     "--muon-use-syrk",
+    "--dsa-indexer-k-norm-epsilon",
+    "--dsa-indexer-rope-interleaved",
+    "--disable-dsa-indexer-scoring-relu",
+    "--no-dsa-indexer-scoring-relu",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",

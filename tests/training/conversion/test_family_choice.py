@@ -36,6 +36,10 @@ DEEPSEEK = (
     "--moe-router-enable-expert-bias --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16"
 )
 DELTA = "--experimental-attention-variant gated_delta_net --linear-num-key-heads 4 --linear-num-value-heads 4"
+SPARSE = (
+    "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4 "
+    "--q-lora-rank 12"
+)
 HYBRID = "--mamba-head-dim 8 --mamba-num-groups 2"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -87,6 +91,19 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
             "linear_num_value_heads": 8,
         }.items()
     },
+    **{
+        field: (f"{SPARSE} --{field.replace('_', '-')} {value}",)
+        for field, value in {
+            "dsa_indexer_n_heads": 2,
+            "dsa_indexer_head_dim": 6,
+            "dsa_indexer_topk": 2,
+            "dsa_indexer_loss_coeff": 0.1,
+            "dsa_indexer_k_norm_epsilon": 0.1,
+        }.items()
+    },
+    "dsa_indexer_use_sparse_loss": (f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --dsa-indexer-use-sparse-loss",),
+    "dsa_indexer_rope_interleaved": (f"{SPARSE} --dsa-indexer-rope-interleaved",),
+    "dsa_indexer_scoring_relu": (f"{SPARSE} --disable-dsa-indexer-scoring-relu",),
     "logit_scale": ("--logit-scale 0.5",),
     "is_hybrid_model": (f"{HYBRID} --is-hybrid-model",),
     "mamba_conv_kernel_dim": (f"{HYBRID} --is-hybrid-model --mamba-conv-kernel-dim 3",),
@@ -252,7 +269,8 @@ def tries(flag: Flag) -> list[str]:
     """The flags of each example of a field, as far as a run accepts them."""
     if flag.field in WITHOUT:
         return [LLAMA.replace(WITHOUT[flag.field], ""), MIXTRAL.replace(WITHOUT[flag.field], "")]
-    base = MIXTRAL if "moe" in flag.field else DEEPSEEK if flag.group == "multi-latent attention" else LLAMA
+    latent = flag.group == "multi-latent attention" or flag.field.startswith("dsa")
+    base = MIXTRAL if "moe" in flag.field else DEEPSEEK if latent else LLAMA
     without_activation = LLAMA.replace("--swiglu", "")
     found = []
     for example in examples_of(flag, base):

@@ -43,7 +43,7 @@ def test_patterns_over_layers_are_cut() -> None:
     assert value_of(words, "--no-rope-freq") == "[0,1]"
 
 
-def test_hybrids_and_gated_delta_nets_are_small_and_fit_the_layout() -> None:
+def test_other_token_mixers_are_small_and_fit_the_layout() -> None:
     sizes, flags = LayoutSizes(tensor=2), "--tensor-model-parallel-size 2"
     hybrid = flags_of(f"{flags} --hybrid-layer-pattern {'MM*-' * 8} --mamba-head-dim 4", 2, sizes)
     words = hybrid.model_words()
@@ -53,6 +53,10 @@ def test_hybrids_and_gated_delta_nets_are_small_and_fit_the_layout() -> None:
     delta = f"--experimental-attention-variant gated_delta_net --linear-attention-freq {[1, 1, 0, 1] * 8}"
     words = flags_of(f"{flags} {delta.replace(', ', ',')}", 2, sizes).model_words()
     assert value_of(words, "--linear-attention-freq") == "[1,1]" and value_of(words, "--linear-num-key-heads") == "4"
+    sparse = "--experimental-attention-variant dsa --dsa-indexer-n-heads 64 --dsa-indexer-head-dim 128"
+    latent = "--multi-latent-attention --dsa-indexer-topk 2048 --q-lora-rank 24"
+    words = flags_of(f"{flags} {sparse} {latent}", 2, sizes).model_words()
+    assert (value_of(words, "--dsa-indexer-topk"), value_of(words, "--dsa-indexer-head-dim")) == ("4", "6")
 
 
 def test_fields_of_a_section_of_help() -> None:

@@ -1,5 +1,6 @@
 """Specs of GPT layers."""
 
+import dataclasses
 from collections.abc import Callable
 
 from megatron.core.exceptions import UserError
@@ -27,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.query_key_norms import AllHeadsNorm, L2Norm
+from megatron.core.transformer.sparse_latent_attention import SparseLatentAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -210,6 +212,12 @@ def _gated_delta_net(config: TransformerConfig, attn_mask_type: AttnMaskType) ->
     return ModuleSpec(module=GatedDeltaNet, submodules=parts)
 
 
+def _sparse_attention(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpec:
+    if attn_mask_type is not AttnMaskType.causal:
+        raise UserError("dsa selects among earlier keys: its tokens cannot see later ones, as an encoder's do")
+    return dataclasses.replace(_latent_attention(config.qk_layernorm, attn_mask_type), module=SparseLatentAttention)
+
+
 def _mamba(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpec:
     if attn_mask_type is not AttnMaskType.causal:
         raise UserError("Mamba-2 layers are causal: their tokens cannot see later ones, as an encoder's do")
@@ -221,6 +229,7 @@ _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]
     "attention": _attention_of,
     "gated_delta_net": _gated_delta_net,
     "mamba": _mamba,
+    "dsa": _sparse_attention,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
 spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""

@@ -16,9 +16,7 @@ _DSA = "experimental_attention_variant=dsa"
 class TokenMixerConfig:
     """Layers that mix tokens by other means than softmax attention, and their sizes."""
 
-    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = flag(
-        None, supported=(None, "gated_delta_net"), families=("gpt",)
-    )
+    experimental_attention_variant: Literal["gated_delta_net", "dsa"] | None = flag(None, families=("gpt",))
     """Replace attention by another token mixer: gated_delta_net (linear attention with the gated delta rule, in the
     layers of --linear-attention-freq) or dsa (sparse attention with an indexer)."""
 
@@ -32,10 +30,26 @@ class TokenMixerConfig:
     """Number of keys that the indexer selects for a query."""
 
     dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA)
-    """Coefficient of the indexer's loss."""
+    """Coefficient of the indexer's loss: the Kullback-Leibler divergence of the indexer's distribution over keys from
+    attention's, averaged over tokens. Default, and 0: no loss, so the indexer keeps its weights."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_DSA)
-    """Compute the indexer's loss over the selected keys only."""
+    """Compute the indexer's loss over the selected keys only, not over all keys that a query may see."""
+
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, only_with=_DSA)
+    """Epsilon of the LayerNorm of the indexer's keys. Default: that of the other norms."""
+
+    dsa_indexer_rope_interleaved: bool = flag(False, only_with=_DSA)
+    """Rotate neighbouring channels of the indexer's queries and keys, as latent attention does, instead of the halves
+    of their rotary part."""
+
+    dsa_indexer_scoring_relu: bool = flag(
+        True,
+        off="--disable-dsa-indexer-scoring-relu",
+        aliases=["--no-dsa-indexer-scoring-relu"],
+        only_with=_DSA,
+    )
+    """Clamp the indexer's products of queries and keys at 0 before their weighted sum."""
 
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_DELTA)
     """Layers with linear attention: all but every N-th, or a list expression with a 1 for each. Default: all."""
@@ -56,6 +70,17 @@ class TokenMixerConfig:
     """Number of value heads of a gated delta rule layer; a multiple of --linear-num-key-heads."""
 
 
+_DSA_SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
+_OTHER_SCORES = {
+    "window_size": None,
+    "attention_chunk_size": None,
+    "attn_logit_softcapping": None,
+    "alibi": False,
+    "softmax_type": "vanilla",
+    "cache_mla_latents": False,
+}
+"""Options of attention that DeepSeek sparse attention does not have, and their values in its layers."""
+
 _DELTA_SIZES = (
     "linear_conv_kernel_dim",
     "linear_key_head_dim",
@@ -70,6 +95,33 @@ def validate(config: Any) -> Iterator[str]:
     fields of TransformerConfig."""
     if config.experimental_attention_variant == "gated_delta_net":
         yield from _delta_problems(config)
+    if config.experimental_attention_variant == "dsa":
+        yield from _sparse_problems(config)
+
+
+def _sparse_problems(config: Any) -> Iterator[str]:
+    if not config.multi_latent_attention:
+        yield "{experimental_attention_variant} needs {multi_latent_attention:name}, whose keys its indexer selects"
+        return
+    for name in _DSA_SIZES:
+        if getattr(config, name) is None:
+            yield f"{{experimental_attention_variant}} needs {{{name}:name}}"
+    yield from too_small(config, _DSA_SIZES, 1)
+    yield from too_small(config, ("dsa_indexer_loss_coeff",), 0)
+    width, turned = config.dsa_indexer_head_dim, int(config.qk_pos_emb_head_dim * config.rotary_percent)
+    if width is not None and width < turned:
+        yield (
+            f"{{dsa_indexer_head_dim}} is less than the {turned} rotary channels of {{qk_pos_emb_head_dim}}, which the "
+            f"indexer's heads have too; {turned} works"
+        )
+    if config.context_parallel_size > 1:
+        yield (
+            "{context_parallel_size} does not go with {experimental_attention_variant}, whose indexer compares all "
+            "keys of a row; use 1"
+        )
+    for name, plain in _OTHER_SCORES.items():
+        if getattr(config, name) != plain:
+            yield f"{{{name}}} does not go with {{experimental_attention_variant}}; leave it out"
 
 
 def _delta_problems(config: Any) -> Iterator[str]:

@@ -36,6 +36,19 @@ def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> No
     assert message in str(caught.value)
 
 
+def test_flags_of_sparse_attention() -> None:
+    flags = "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 4 "
+    sizes = (
+        "--dsa-indexer-head-dim 64 --dsa-indexer-topk 16 --dsa-indexer-loss-coeff 0.01 --dsa-indexer-use-sparse-loss"
+    )
+    options = "--no-dsa-indexer-scoring-relu --dsa-indexer-rope-interleaved --dsa-indexer-k-norm-epsilon 1e-6"
+    made = configured(f"{flags} {sizes} {options} --dsa-kernel-backend none").transformer
+    assert made.dsa_indexer_loss_coeff == 0.01 and made.dsa_indexer_use_sparse_loss
+    assert not made.dsa_indexer_scoring_relu and made.dsa_indexer_rope_interleaved
+    (problem,) = problems_of(f"{flags} {sizes} --window-size 4,0")
+    assert "--window-size 4 0 does not go with --experimental-attention-variant dsa; leave it out" in problem
+
+
 def test_defaults_have_no_problem() -> None:
     assert not list(validate(TransformerConfig(**SMALL)))
     assert not list(validate(TransformerConfig(**SMALL, **DELTA)))

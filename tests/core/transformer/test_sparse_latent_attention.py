@@ -1,0 +1,218 @@
+"""DeepSeek sparse attention: against `transformers`, with a cache, with packed documents, and what is refused.
+
+`tests/parity` compares layouts with one process, `tests/core/ops/attention/test_indexer.py` the loss with its formula.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from core.models.test_model_options_against_transformers import NothingNarrower
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+
+from megatron.core.exceptions import UserError
+from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
+from megatron.core.ops.rope import Rotation
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_metrics import take_layer_metrics
+from megatron.core.transformer.sparse_latent_attention import SparseLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+VOCABULARY, LENGTH = 37, 12
+LATENT = {"kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "q_lora_rank": 8}
+INDEXER = {"dsa_indexer_n_heads": 3, "dsa_indexer_head_dim": 6, "dsa_indexer_topk": 4}
+
+
+def config_of(**settings: Any) -> MLATransformerConfig:
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "fp64": True}
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+    variant = {"experimental_attention_variant": "dsa", "qk_layernorm": True, "rope_type": "rope"}
+    return MLATransformerConfig(**{**plain, **sizes, **LATENT, **INDEXER, **variant, **settings})
+
+
+def build(**settings: Any) -> GPTModel:
+    config = config_of(**settings)
+    model = GPTModel(config, gpt_layer_spec_of(config, 1), VOCABULARY, LENGTH, position_embedding_type="rope")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.4)
+    return model
+
+
+def tokens_of(rows: int, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_agrees_with_transformers() -> None:
+    # So many heads that no two scores are 0: their choice among equal scores has no rule.
+    ours = build(layernorm_epsilon=1e-6, dsa_indexer_n_heads=12).decoder.layers[0].self_attention
+    theirs_config = DeepseekV32Config(
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=10,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=4,
+        v_head_dim=5,
+        index_n_heads=12,
+        index_head_dim=6,
+        index_topk=4,
+    )
+    theirs_config._attn_implementation = "eager"
+    theirs = DeepseekV32Attention(theirs_config, 0).double()
+    names = {
+        "q_a_proj": "linear_q_down_proj",
+        "q_a_layernorm": "q_layernorm",
+        "q_b_proj": "linear_q_up_proj",
+        "kv_a_proj_with_mqa": "linear_kv_down_proj",
+        "kv_a_layernorm": "kv_layernorm",
+        "kv_b_proj": "linear_kv_up_proj",
+        "o_proj": "linear_proj",
+        "indexer.wq_b": "indexer.linear_wq_b",
+        "indexer.wk": "indexer.linear_wk",
+        "indexer.k_norm": "indexer.k_norm",
+        "indexer.weights_proj": "indexer.linear_weights_proj",
+    }
+    values = ours.state_dict()
+    source = {
+        name: values[f"{names[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}"] for name in theirs.state_dict()
+    }
+    theirs.load_state_dict(source)
+    hidden = torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    angles = torch.arange(LENGTH)[:, None] * torch.tensor([1.0, 0.01])
+    cos, sin = angles.cos().double(), angles.sin().double()
+    mask = torch.full((LENGTH, LENGTH), float("-inf"), dtype=torch.float64).triu(1)[None, None].expand(2, 1, -1, -1)
+    with NothingNarrower():
+        expected, _ = theirs(hidden, tuple(torch.cat([one, one], -1)[None] for one in (cos, sin)), mask)
+    rotation = Rotation(cos[:, None, None], sin[:, None, None], interleaved=True)
+    found, _ = ours.eval()(hidden.transpose(0, 1).flatten(0, 1), LayerInputs(Tokens(LENGTH, 2), rotation))
+    torch.testing.assert_close(found.view(LENGTH, 2, 16).transpose(0, 1), expected, rtol=1e-11, atol=1e-12)
+
+
+def test_all_keys_selected_is_latent_attention() -> None:
+    sparse, dense = build(dsa_indexer_topk=LENGTH), build(experimental_attention_variant=None)
+    dense.load_state_dict({name: value for name, value in sparse.state_dict().items() if "indexer" not in name})
+    ids = tokens_of(2)
+    assert torch.equal(sparse(ids), dense(ids))
+    assert (build(dsa_indexer_topk=2)(ids) - dense(ids)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_only_the_indexers_loss_trains_the_indexer(sparse: bool) -> None:
+    settings = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": sparse}
+    with_loss, without = build(**settings), build()
+    ids = tokens_of(2)
+    for model in (with_loss, without):
+        model(ids, labels=ids).sum().backward()
+    plain = dict(without.named_parameters())
+    for name, parameter in with_loss.named_parameters():
+        if "indexer" in name:
+            assert parameter.grad.abs().max() > 0 and not plain[name].requires_grad, name
+        else:
+            torch.testing.assert_close(parameter.grad, plain[name].grad, rtol=1e-12, atol=1e-14)
+    metrics = take_layer_metrics([with_loss])
+    assert [(metric.name, metric.layer) for metric in metrics] == [("indexer_loss", 1), ("indexer_loss", 2)]
+    assert all(metric.total / metric.count > 0 for metric in metrics)
+
+
+def test_the_loss_teaches_the_indexer_attentions_choice() -> None:
+    model = build(num_layers=1, dsa_indexer_loss_coeff=1.0)
+    indexer = [parameter for name, parameter in model.named_parameters() if "indexer" in name]
+    optimizer, ids, seen = torch.optim.Adam(indexer, lr=0.02), tokens_of(2), []
+    for _ in range(15):
+        optimizer.zero_grad()
+        model(ids, labels=ids).sum().backward()
+        optimizer.step()
+        (metric,) = take_layer_metrics([model])
+        seen.append((metric.total / metric.count).item())
+    assert seen[-1] < 0.6 * seen[0]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    model, ids = build(), tokens_of(1)
+    borders = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    packed = model(ids, tokens=Tokens(LENGTH, 1, cu_seqlens=borders, max_seqlen=6))
+    alone = torch.cat([model(part) for part in ids.split([5, 1, 6], 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-11, atol=1e-11)
+
+
+def test_recompute_changes_no_bit() -> None:
+    gradients, ids = [], tokens_of(2)
+    for modules in ([], ["core_attn", "layernorm", "mla_up_proj"]):
+        chosen = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+        model = build(dsa_indexer_loss_coeff=0.5, **chosen)
+        model(ids, labels=ids).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_writing_with_a_cache_is_writing_without() -> None:
+    model, ids, places = build(dsa_indexer_topk=3).eval(), tokens_of(3, 9), [5, 2, 4]
+    context = StaticInferenceContext(3, 9)
+    positions = context.begin(torch.tensor(places), 5)
+    logits = model(ids[:, :5], positions.expand(3, -1), inference_context=context)
+    rows = [list(ids[row, :length]) for row, length in enumerate(places)]
+    for step in range(3):
+        for row, known in enumerate(rows):
+            expected = model(torch.stack(known)[None])[0, -1]
+            torch.testing.assert_close(logits[row, 0], expected, rtol=1e-10, atol=1e-11)
+            known.append(ids[row, 6 + step])
+        logits = model(ids[:, 6 + step, None], context.advance(), inference_context=context)
+
+
+def test_rows_hide_keys_from_the_indexer_too() -> None:
+    model, ids = build(), tokens_of(1)
+    mask = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    mask[..., 6:, :6] = True  # as two documents
+    alone = model(ids[:, 6:], torch.arange(6, LENGTH)[None])
+    torch.testing.assert_close(model(ids, None, mask)[:, 6:], alone, rtol=1e-6, atol=1e-6)  # angles are float32
+    with pytest.raises(UserError, match="dsa selects keys for all heads"):
+        model(ids, None, mask.expand(1, 4, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"multi_latent_attention": False}, "experimental_attention_variant dsa needs multi_latent_attention"),
+        ({"dsa_indexer_topk": None}, "experimental_attention_variant dsa needs dsa_indexer_topk"),
+        ({"dsa_indexer_topk": 0}, "dsa_indexer_topk 0 must be at least 1"),
+        ({"dsa_indexer_loss_coeff": -1.0}, "dsa_indexer_loss_coeff -1.0 must be at least 0"),
+        ({"dsa_indexer_head_dim": 3}, "dsa_indexer_head_dim 3 is less than the 4 rotary channels"),
+        ({"context_parallel_size": 2}, "context_parallel_size 2 does not go with experimental_attention_variant dsa"),
+        ({"window_size": (4, 0)}, "window_size 4 0 does not go with experimental_attention_variant dsa; leave it out"),
+        ({"softmax_type": "learnable"}, "softmax_type learnable does not go with experimental_attention_variant dsa"),
+    ],
+)
+def test_impossible_values_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config_of(**settings)
+    assert message in str(caught.value)
+
+
+def test_what_cannot_be_selected_is_refused() -> None:
+    config = config_of()
+    with pytest.raises(UserError, match="dsa selects among earlier keys"):
+        gpt_layer_spec_of(config, 1, AttnMaskType.padding)
+    groups = SimpleNamespace(tp=None, size=lambda axis: 2 if axis == "cp" else 1)
+    parts = gpt_layer_spec_of(config, 1).submodules.self_attention.submodules
+    with pytest.raises(UserError, match="context_parallel_size 2 does not go with dsa"):
+        SparseLatentAttention(config, parts, 1, pg_collection=groups)  # type: ignore[arg-type]
+
+
+def test_options_of_the_indexer() -> None:
+    ids, plain = tokens_of(2), build(dsa_indexer_topk=2)
+    for option in (
+        {"dsa_indexer_scoring_relu": False},
+        {"dsa_indexer_rope_interleaved": True},
+        {"dsa_indexer_k_norm_epsilon": 1.0},
+    ):
+        other = build(dsa_indexer_topk=2, **option)
+        assert (other(ids) - plain(ids)).abs().max() > 1e-3, option
