@@ -22,6 +22,9 @@ CELLS = {
     "--global-batch-size 16",
     "LLAMA8B_12L": _LLAMA8B + "--num-layers 12 --vocab-size 32000",
     "LLAMA8B": _LLAMA8B + "--num-layers 32 --vocab-size 128256",
+    "LLAMA8B_1GPU": _LLAMA8B
+    + "--num-layers 32 --vocab-size 128256 --use-distributed-optimizer --use-precision-aware-optimizer "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --recompute-granularity selective --recompute-modules layernorm",
     "MOE64": _GROUPED
     + _EXPERTS
     + "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 1024 --num-attention-heads 32 --num-query-groups 4 "

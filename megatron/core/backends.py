@@ -227,5 +227,6 @@ def fp8_settings(config: Any, layer_number: int, kernels: Fp8Kernels) -> Fp8Sett
         history_len=config.fp8_amax_history_len,
         amax_algo=config.fp8_amax_compute_algo,
         wgrad=config.fp8_wgrad,
+        keeps_weights=config.fp8_weight_cache,
         kernels=kernels,
     )

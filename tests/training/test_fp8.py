@@ -49,6 +49,12 @@ def test_other_recipes_keep_nothing_in_a_checkpoint(recipe: str) -> None:
     assert outcome.losses != train(f"{FLAGS.replace('--fp8-format hybrid', '')} --bf16 --train-iters 2").losses
 
 
+def test_weights_need_not_stay_quantised() -> None:
+    flags = f"{DELAYED} --bf16 --train-iters 3"
+    kept, again = train(flags), train(f"{flags} --no-fp8-weight-cache")
+    assert kept.losses == again.losses and differences(kept.at_end, again.at_end) == []
+
+
 def test_layers_at_both_ends_stay_in_the_models_type() -> None:
     ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"
     found = histories(train(f"{DELAYED} --bf16 --train-iters 1 {ends}"))

@@ -77,7 +77,8 @@ class DistributedDataParallel(nn.Module):
         self._quantized = [layer for layer in module.modules() if isinstance(layer, Fp8Linear)]
         """Linear layers that keep quantised weights between micro-batches."""
         for layer in self._quantized:
-            layer.keeps_weights = not any(unit.shards_weights for unit in self.units)
+            sharded = any(unit.shards_weights for unit in self.units)
+            layer.keeps_weights = layer.settings.keeps_weights and not sharded
             layer.scaling.gradient_share = self._gradient_scale
         self._deferred_weight_gradients = WeightGradientQueue(
             slot.parameter for unit in self.units for slot in unit.slots

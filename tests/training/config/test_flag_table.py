@@ -35,6 +35,7 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--relu",
     "--ckpt-waive-keys",
     "--pipeline-schedule",
+    "--no-fp8-weight-cache",
     "--beta-fast",
     "--beta-slow",
     "--original-max-position-embeddings",

@@ -46,7 +46,7 @@ class Fp8Linear(nn.Module):
             )
         self.settings, self.add_rows = settings, add_rows
         self.scaling = build_scaling(settings, split, weight.device)
-        self.keeps_weights = True
+        self.keeps_weights = settings.keeps_weights
         """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
         not."""
         self._kept: tuple[Any, QuantizedPair] | None = None
@@ -65,13 +65,28 @@ class Fp8Linear(nn.Module):
         output = _Fp8Linear.apply(rows, weight, bias, self, group, gathers, torch.is_grad_enabled())
         return output if inputs.dim() == 2 else output.unflatten(0, (-1, *inputs.shape[1:-1]))
 
-    def quantized_weight(self, weight: Tensor) -> QuantizedPair:
-        """Returns the weight in fp8, [out, in] and [in, out]."""
+    def weight_rows(self, weight: Tensor) -> Quantized:
+        """Returns the weight in fp8, [out, in]."""
+        rows = self._quantized_weight(weight, rows=True).rows
+        assert rows is not None
+        return rows
+
+    def weight_columns(self, weight: Tensor) -> Quantized:
+        """Returns the transposed weight in fp8, [in, out]."""
+        columns = self._quantized_weight(weight, columns=True).columns
+        assert columns is not None
+        return columns
+
+    def _quantized_weight(self, weight: Tensor, rows: bool = False, columns: bool = False) -> QuantizedPair:
+        """Returns the weight in at least these layouts; in both, if they are kept."""
         key = weight.data_ptr(), weight._version
         if self._kept is not None and self._kept[0] == key:
             return self._kept[1]
-        pair = self.scaling.quantize(weight.detach(), Role.WEIGHTS, rows=True, columns=True, records=True)
-        if self.keeps_weights:
+        keeps = self.keeps_weights
+        pair = self.scaling.quantize(
+            weight.detach(), Role.WEIGHTS, rows=rows or keeps, columns=columns or keeps, records=True
+        )
+        if keeps:
             self._kept = key, pair
         return pair
 
@@ -101,7 +116,7 @@ class _Fp8Linear(torch.autograd.Function):
         keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad and not gathers
         quantized = layer.scaling.quantize(whole.detach(), Role.INPUTS, rows=True, columns=keeps_fp8, records=records)
         assert quantized.rows is not None
-        weights = layer.quantized_weight(weight).rows
+        weights = layer.weight_rows(weight)
         output = layer.settings.kernels.product(quantized.rows, weights, inputs.dtype, precise=False)  # [t, out]
         if bias is not None:
             output += bias
@@ -133,7 +148,7 @@ class _Fp8Linear(torch.autograd.Function):
             )
         summed = None
         if needs_inputs:
-            gradient = multiply(quantized.rows, layer.quantized_weight(weight).columns, rows.dtype)  # [t, in]
+            gradient = multiply(quantized.rows, layer.weight_columns(weight), rows.dtype)  # [t, in]
             start = start_reduce_scatter_rows if ctx.gathers else start_all_reduce
             summed = start(gradient, group)
         weight_gradient = bias_gradient = None

@@ -70,6 +70,8 @@ class Fp8Settings:
     """most_recent or max."""
     wgrad: bool = True
     """Whether weight gradients are computed in fp8 too."""
+    keeps_weights: bool = True
+    """Whether quantised weights are kept until the weights change."""
     kernels: Fp8Kernels = Fp8Kernels()
 
     def dtype(self, role: Role) -> torch.dtype:

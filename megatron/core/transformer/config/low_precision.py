@@ -43,6 +43,10 @@ class LowPrecisionConfig:
     fp8_wgrad: bool = flag(True, off="--disable-fp8-wgrad", aliases=["--no-fp8-wgrad"], only_with="fp8")
     """With --fp8-format: compute weight gradients in fp8 too."""
 
+    fp8_weight_cache: bool = flag(True, off="--no-fp8-weight-cache", only_with="fp8")
+    """With --fp8-format: keep quantised weights until the weights change, 2 bytes for each. Without it each product
+    quantises them again: the numbers are the same."""
+
     fp8_dot_product_attention: bool = not_a_flag(False)
     """Compute attention's products in fp8."""
 

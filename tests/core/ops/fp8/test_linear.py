@@ -81,19 +81,19 @@ def test_the_weight_gradient_goes_to_the_main_gradient_in_float32(wgrad: bool) -
 def test_a_weight_is_quantised_once_until_it_changes() -> None:
     x, w, _, _ = operands()
     layer = layer_for(w, "tensorwise")
-    first = layer.quantized_weight(w)
+    first, turned = layer.weight_rows(w), layer.weight_columns(w)
     layer(x, w)
-    assert layer.quantized_weight(w) is first
+    assert layer.weight_rows(w) is first and layer.weight_columns(w) is turned
     with torch.no_grad():
         w.mul_(2)
-    second = layer.quantized_weight(w)
+    second = layer.weight_rows(w)
     assert second is not first
     w.data.mul_(2)  # as an optimizer does through its own view: nothing tells torch
     layer.forget_weights()
-    assert layer.quantized_weight(w) is not second
+    assert layer.weight_rows(w) is not second
     layer.keeps_weights = False
     layer.forget_weights()
-    assert layer.quantized_weight(w) is not layer.quantized_weight(w)
+    assert layer.weight_rows(w) is not layer.weight_rows(w)
 
 
 def test_without_gradients_nothing_is_transposed_or_recorded() -> None:
