@@ -31,7 +31,9 @@ CONFIGS: dict[str, type] = {
         DistributedDataParallelConfig,
     )
 }
-OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {"fp8_weight_cache"}
+OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
+    "fp8_weight_cache"
+}
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",
     "embedding_norm",
