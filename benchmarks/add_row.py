@@ -55,6 +55,7 @@ def row(name: str, ours: dict[str, Any], anchor: dict[str, Any], anchor_flags: s
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Adds a row to a list of results and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", help="cell, or cell/layout")
     parser.add_argument("ours", type=Path, help="what tools/bench.py --json wrote")

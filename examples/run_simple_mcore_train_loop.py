@@ -36,6 +36,7 @@ VOCABULARY = 128
 
 
 def build_model(seed: int = 1234) -> GPTModel:
+    """Returns a small GPT, tensor parallel if there are two processes."""
     tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
     config = TransformerConfig(
         num_layers=2,
@@ -69,6 +70,7 @@ def build_data() -> Iterator[dict[str, Tensor]]:
 
 
 def forward_step(data: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Tensor, Any]:
+    """Computes the losses of one micro-batch; returns them with the function that averages them."""
     device = local_device()
     batch = {name: value.to(device) for name, value in next(data).items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -76,11 +78,13 @@ def forward_step(data: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> t
 
 
 def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the mean loss of the tokens that count, and what is reported."""
     loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
     return loss, {"lm loss": loss.detach()}
 
 
 def train() -> tuple[GPTModel, list[float]]:
+    """Trains; returns the model and the losses."""
     model = build_model().to(local_device())
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
@@ -107,6 +111,7 @@ def train() -> tuple[GPTModel, list[float]]:
 
 
 def save_and_reload(model: GPTModel, folder: Path) -> None:
+    """Saves the weights, loads them into another model and compares."""
     if is_first():
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier run: a save writes over nothing
     if dist.is_initialized():
@@ -121,15 +126,18 @@ def save_and_reload(model: GPTModel, folder: Path) -> None:
 
 
 def is_first() -> bool:
+    """Whether this process is rank 0."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def say(text: str) -> None:
+    """Prints a line on rank 0."""
     if is_first():
         print(text, flush=True)
 
 
 def main() -> None:
+    """Trains, saves and loads in all processes."""
     ranks = dist.get_world_size() if start_torch_distributed(local_device()) else 1
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2 if ranks % 2 == 0 else 1)
     say(f"{ranks} processes, {parallel_state.get_tensor_model_parallel_world_size()} of them tensor parallel")

@@ -1,6 +1,6 @@
-"""Megatron-LM's public names: every one can be imported from its home and takes its published parameters.
+"""Megatron-LM's public names: every one can be imported from its home and takes its parameters.
 
-The lists are facts about Megatron-LM: tests/data/megatron_lm_api.json (release 0.16.1, and names that published
+The lists are facts about Megatron-LM: tests/data/megatron_lm_api.json (release 0.16.1, and names that public
 recipes import beside them), and megatron_lm_script_names.json (what the entry scripts of releases 0.5 to 0.16 import).
 What may change in them is in docs/api.md.
 """
@@ -25,7 +25,7 @@ OTHER_PARAMETERS = {
     ("megatron.core.parallel_state", "default_embedding_ranks"): COMPUTED_RANKS,
     ("megatron.core.parallel_state", "default_position_embedding_ranks"): COMPUTED_RANKS,
 }
-"""Functions that do not take the published parameters by name, and why."""
+"""Functions that do not take Megatron-LM's parameters by name, and why."""
 
 NO_SUCH_METHODS = {
     "ColumnParallelLinear": "backward_dw",
@@ -51,7 +51,7 @@ OTHER_METHODS = {
     ("SelfAttention", "get_query_key_value_tensors"): "layers take LayerInputs",
     ("TransformerBlock", "forward"): "layers take LayerInputs",
 }
-"""Methods that do not take the published parameters, and why."""
+"""Methods that do not take Megatron-LM's parameters, and why."""
 
 
 def find(entry: dict[str, Any]) -> Any:
@@ -69,11 +69,11 @@ def names_of(parameters: list[str]) -> list[str]:
     return [word.split(":")[0].split("=")[0].strip() for word in parameters if not word.startswith("*")]
 
 
-def missing_parameters(function: Callable[..., Any], published: list[str]) -> list[str]:
-    """The published parameters that a function does not take, by name and, before a keyword-only one, by position."""
+def missing_parameters(function: Callable[..., Any], megatron_lm: list[str]) -> list[str]:
+    """Megatron-LM's parameters that a function does not take, by name and, before a keyword-only one, by position."""
     ours = [parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "self"]
     by_position = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    wanted = names_of(published)
+    wanted = names_of(megatron_lm)
     absent = [name for name in wanted if name not in {parameter.name for parameter in ours}]
     return absent or [name for name, here in zip(wanted, by_position, strict=False) if name != here]
 

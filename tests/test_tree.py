@@ -10,7 +10,7 @@ NOTHING_TO_TEST = {
     "core/enums.py": "an enum",
     "core/exceptions.py": "an exception without code",
     "core/micro_batch.py": "a record and a protocol, without code",
-    "core/packed_seq_params.py": "the published record, without code",
+    "core/packed_seq_params.py": "Megatron-LM's record, without code",
     "core/transformer/config/fusions.py": "fields without code; test_transformer_config checks names and defaults",
     "core/transformer/config/inference.py": "fields without code, as fusions",
     "core/transformer/enums.py": "enums",

@@ -83,6 +83,7 @@ class Options:
 
     @property
     def iterations(self) -> int:
+        """Steps of the whole run: warm-up, timed steps, and one with a profiler if kernels are timed."""
         return self.warmup + self.steps + self.kernels
 
 
@@ -117,6 +118,7 @@ class RandomDataset(MockGPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str | None, config: Any) -> RandomDocuments:
+        """Returns the documents."""
         return RandomDocuments(config.tokenizer)
 
 
@@ -139,12 +141,14 @@ class Stopwatch(Hook):
         self.finished = False
 
     def before_step(self, iteration: int) -> None:
+        """Starts the profiler before the last step, if kernels are timed."""
         if self.options.kernels and iteration == self.options.warmup + self.options.steps:
             torch.cuda.synchronize()
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.profiler.start()
 
     def after_step(self, iteration: int) -> None:
+        """Marks the time of a timed step, or stops the profiler."""
         if self.profiler is not None:
             torch.cuda.synchronize()
             self.profiler.stop()
@@ -157,6 +161,7 @@ class Stopwatch(Hook):
             self.clock = _clock_rate()
 
     def on_exit(self, iteration: int) -> None:
+        """Notes whether all steps were run."""
         self.finished = iteration == self.options.iterations
 
     def milliseconds(self) -> list[float]:
@@ -349,6 +354,7 @@ def print_kernels(profiler: Any) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Runs the measurement that the command line describes, and prints its row."""
     options, flags = read_options(sys.argv[1:] if words is None else words)
     measured = measure(options, flags)
     if measured is None:

@@ -274,7 +274,7 @@ class Timed:
     count: int
     """Times in a step."""
     milliseconds: float
-    """Of one."""
+    """Time of one."""
     flops: float = 0.0
 
     def describe(self) -> str:

@@ -100,6 +100,7 @@ def curve(flags: Sequence[str], vocabulary: int, text: Tensor, length: int, step
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Trains with each recipe and prints how the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", choices=CELLS, help="a model of the speed table")
     parser.add_argument("--recipes", nargs="+", default=["tensorwise", "delayed", "rowwise", "blockwise"])

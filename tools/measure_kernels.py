@@ -34,6 +34,7 @@ class Bench:
         torch.manual_seed(0)
 
     def values(self, *shape: int) -> Tensor:
+        """Random numbers of a shape, with a gradient."""
         return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_()
 
     def both(
@@ -49,6 +50,7 @@ class Bench:
         ]
 
     def operations(self) -> list[Operation]:
+        """All operations, forward and backward."""
         self.norms()
         self.positions()
         self.activations()
@@ -57,6 +59,7 @@ class Bench:
         return self.found
 
     def norms(self) -> None:
+        """Adds norms, and bias with residual."""
         args, backend = self.args, self.backend
         x, w, b = self.values(args.tokens, args.hidden), self.values(args.hidden), self.values(args.hidden)
         size = float(x.numel() * x.element_size())
@@ -70,6 +73,7 @@ class Bench:
         self.both("bias and residual", add, [x, b, residual], 3 * size, size)
 
     def positions(self) -> None:
+        """Adds rotary positions."""
         args = self.args
         heads = args.hidden // args.channels
         per_group = max(1, heads // 4)
@@ -82,6 +86,7 @@ class Bench:
         self.both("rotary positions", call, [query], 2 * size, 2 * size)
 
     def activations(self) -> None:
+        """Adds activations of an MLP."""
         args, backend = self.args, self.backend
         product, bias = self.values(args.tokens, args.ffn), self.values(args.ffn)
         size = float(product.numel() * product.element_size())
@@ -91,6 +96,7 @@ class Bench:
         self.both("swiglu", swiglu, [product], 1.5 * size, 2.5 * size)
 
     def losses(self) -> None:
+        """Adds losses."""
         args = self.args
         logits = self.values(args.tokens // 4, args.vocab)
         labels = torch.randint(args.vocab, (args.tokens // 4,), device=self.device)

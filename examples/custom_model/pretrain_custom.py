@@ -130,16 +130,20 @@ def refuse_what_has_no_effect(config: TransformerConfig) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds this model's flags."""
     group = parser.add_argument_group("convolution")
     group.add_argument("--convolution-width", type=int, default=4, help="Tokens that a convolution sees.")
     return parser
 
 
 def build_model(context: Context, stage: Stage) -> ConvolutionModel:
+    """Builds the model chunk of a stage."""
     return ConvolutionModel(context, stage, context.config.extra["convolution_width"])
 
 
 def build_forward_step(context: Context) -> ForwardStep:
+    """Returns the forward step: one micro-batch's losses, and the function that averages them."""
+
     def forward_step(data: Any, model: nn.Module) -> tuple[Tensor, Any]:
         batch = next(data).to(context.environment.device, non_blocking=True)
         return model(batch.tokens, batch.labels), lambda losses: loss_func(batch.loss_mask, losses)

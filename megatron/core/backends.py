@@ -117,6 +117,7 @@ class ByDevice:
     cuda: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the implementation for the device of the first tensor argument."""
         first = next(argument for argument in args if isinstance(argument, Tensor))
         return (self.cuda if first.is_cuda else self.cpu)(*args, **kwargs)
 

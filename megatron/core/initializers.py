@@ -14,7 +14,8 @@ from megatron.core.counter_rng import standard_normal, uniform
 class Initializer(Protocol):
     """Fills a whole tensor in place. The classes below can also compute any box of it without the rest."""
 
-    def __call__(self, tensor: Tensor, /) -> object: ...
+    def __call__(self, tensor: Tensor, /) -> object:
+        """Fills the tensor."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Normal:
     std: float
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.normal_(tensor, mean=0.0, std=self.std)
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
@@ -40,6 +42,7 @@ class XavierUniform:
     """Number of leading dimensions that index separate tensors, such as experts, each with its own fans."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         for part in tensor.flatten(0, self.stacked - 1) if self.stacked else (tensor,):
             if part.dim() > 1:
                 nn.init.xavier_uniform_(part)
@@ -59,6 +62,7 @@ class Constant:
     value: float
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.constant_(tensor, self.value)
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
@@ -74,6 +78,7 @@ class Uniform:
     high: float
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.uniform_(tensor, self.low, self.high)
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
@@ -89,6 +94,7 @@ class LogUniform:
     high: float
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         return nn.init.uniform_(tensor, self.low, self.high).log_()
 
     def values(self, index: Tensor, key: tuple[int, int], global_shape: tuple[int, ...]) -> Tensor:
@@ -103,6 +109,7 @@ class EachOf:
     init: Initializer
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills each tensor of the stack; returns the stack."""
         for part in tensor:
             self.init(part.view(-1, part.shape[-1]))
         return tensor

@@ -40,6 +40,7 @@ class StragglerDetector:
     _instance: "StragglerDetector | None" = None
 
     def __new__(cls) -> "StragglerDetector":
+        """Returns the detector of this process."""
         if cls._instance is None:
             cls._instance = super().__new__(cls)
             cls._instance._clear()

@@ -16,7 +16,7 @@ def test_a_constant_batch() -> None:
     assert (schedule.num_microbatches, schedule.global_batch_size, schedule.samples_at_once) == (8, 64, 8)
 
 
-def test_ramp_up_follows_the_published_formula() -> None:
+def test_ramp_up_follows_megatron_lms_formula() -> None:
     schedule = BatchSchedule(32, 2, 2, RampUp(8, 8, 300))
     for consumed, size in ((0, 8), (99, 8), (100, 16), (199, 16), (200, 24), (299, 24), (300, 32), (301, 32)):
         schedule.update(consumed)
@@ -79,7 +79,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("clean")
-def test_the_published_functions() -> None:
+def test_megatron_lm_functions() -> None:
     with pytest.raises(UserError, match="init_num_microbatches_calculator first"):
         facade.get_num_microbatches()
     facade.init_num_microbatches_calculator(0, [8, 8, 300], 32, 2, 2)

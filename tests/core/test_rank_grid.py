@@ -8,13 +8,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.rank_grid import DEFAULT_ORDER, GROUP_AXES, RankGrid, hierarchical_groups, ranks_text
 
 
-def published_dense(tp: int, cp: int, dp: int, pp: int) -> dict[int, dict[str, int]]:
+def megatron_lm_dense(tp: int, cp: int, dp: int, pp: int) -> dict[int, dict[str, int]]:
     """rank = tp + TP * (cp + CP * (dp + DP * pp))."""
     axes = itertools.product(range(tp), range(cp), range(dp), range(pp))
     return {t + tp * (c + cp * (d + dp * p)): {"tp": t, "cp": c, "dp": d, "pp": p} for t, c, d, p in axes}
 
 
-def published_expert(etp: int, ep: int, edp: int, pp: int) -> dict[int, dict[str, int]]:
+def megatron_lm_expert(etp: int, ep: int, edp: int, pp: int) -> dict[int, dict[str, int]]:
     axes = itertools.product(range(etp), range(ep), range(edp), range(pp))
     return {t + etp * (e + ep * (d + edp * p)): {"etp": t, "ep": e, "edp": d, "pp": p} for t, e, d, p in axes}
 
@@ -29,11 +29,11 @@ def enumerated(places: dict[int, dict[str, int]], along: tuple[str, ...]) -> lis
 @pytest.mark.parametrize(
     ("tp", "cp", "dp", "pp", "ep", "etp"), [(2, 2, 4, 3, 4, 2), (4, 1, 2, 2, 8, 1), (1, 3, 4, 1, 2, 3)]
 )
-def test_groups_are_the_published_ones(tp: int, cp: int, dp: int, pp: int, ep: int, etp: int) -> None:
+def test_groups_are_megatron_lms(tp: int, cp: int, dp: int, pp: int, ep: int, etp: int) -> None:
     world = tp * cp * dp * pp
     grid = RankGrid(world, tensor=tp, context=cp, pipeline=pp, expert=ep, expert_tensor=etp)
-    dense = published_dense(tp, cp, dp, pp)
-    expert = published_expert(etp, ep, world // (etp * ep * pp), pp)
+    dense = megatron_lm_dense(tp, cp, dp, pp)
+    expert = megatron_lm_expert(etp, ep, world // (etp * ep * pp), pp)
     for places in (dense, expert):
         names = tuple(next(iter(places.values())))
         for count in range(5):

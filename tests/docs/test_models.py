@@ -78,7 +78,7 @@ ORACLES = {
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_a_model_needs_what_its_oracle_needs(name: str) -> None:
-    """The same fields are turned, whatever the numbers: a flag too many or too few in a row is seen."""
+    """The flags of a row change the fields that its oracle changes, at other sizes: none too many, none too few."""
     by_flags = turned(configured(command_line(name)).transformer, configured().transformer)
     assert by_flags - EXPERTS == turned_by(CASES[ORACLES[name]]) - EXPERTS
 

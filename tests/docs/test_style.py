@@ -83,3 +83,18 @@ def headings(page: Path) -> set[str]:
     """The anchors of a page, as GitHub makes them."""
     lines = (line for _, line in prose(page.read_text(encoding="utf-8")) if line.startswith("#"))
     return {re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower()).replace(" ", "-") for line in lines}
+
+
+BEGINNINGS = re.compile(r'"""(Of|As|The same|Also|Undo|See)\b')
+"""Docstrings begin with what a function returns or does, and not with a reference to something else."""
+
+
+def test_docstrings_begin_with_what_is_there() -> None:
+    code = [path for folder in ("megatron", "tools", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    code += ROOT.glob("*.py")
+    assert not [path for path in code if BEGINNINGS.search(path.read_text(encoding="utf-8"))]
+
+
+def test_a_docstring_that_begins_with_a_reference_is_found() -> None:
+    quotes = '"' * 3
+    assert BEGINNINGS.search(f"{quotes}As g, but faster.{quotes}") and not BEGINNINGS.search(f"{quotes}Assigns.")

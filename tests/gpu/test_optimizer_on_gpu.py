@@ -1,4 +1,4 @@
-"""Sinks, update rules and whole steps on a GPU: against float64 on the CPU, and without one wait for the device."""
+"""Main gradients, update rules and whole steps on a GPU, compared with float64 on the CPU; no step waits for it."""
 
 from collections.abc import Iterator
 from functools import partial

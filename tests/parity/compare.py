@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from parity.evidence import Evidence, Masks, Piece, Step, relative
+from parity.evidence import Evidence, Masks, Step, TensorSlice, relative
 from torch import Tensor
 
 TOLERANCE = 1e-11
@@ -56,9 +56,9 @@ def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -
         for step in steps:
             verdict.note("norm", abs(step.norm - expected.norm) / max(expected.norm, 1e-300), f"step {number}")
         _compare_reports(verdict, number, [expected], steps)
-        _compare_pieces(verdict, "gradient", f"step {number}", expected.gradients, [s.gradients for s in steps])
+        _compare_slices(verdict, "gradient", f"step {number}", expected.gradients, [s.gradients for s in steps])
     verdict.problems += _unequal_replicas("weight", [rank.weights for rank in ranks])
-    _compare_pieces(verdict, "weights", "the end", reference.weights, [rank.weights for rank in ranks])
+    _compare_slices(verdict, "weights", "the end", reference.weights, [rank.weights for rank in ranks])
     for rank in ranks:
         error = abs(rank.norm_of_ones / reference.norm_of_ones - 1)
         verdict.note("norm of ones", error, f"{rank.norm_of_ones**2:.3f} of {reference.norm_of_ones**2:.0f} elements")
@@ -68,10 +68,14 @@ def judge(reference: Evidence, ranks: list[Evidence], to_the_bit: bool = True) -
 def _unequal_starts(reference: Evidence, ranks: list[Evidence]) -> Iterator[str]:
     whole = assemble(reference.initial)
     for number, rank in enumerate(ranks):
-        for piece in rank.initial:
-            if piece.name not in whole or not torch.equal(piece.values.double(), piece.of(whole[piece.name].values)):
-                yield f"initial value of {piece.name} on rank {number} differs"
-    yield from _missing("initial value", whole, assemble(piece for rank in ranks for piece in rank.initial))
+        for tensor_slice in rank.initial:
+            if tensor_slice.name not in whole or not torch.equal(
+                tensor_slice.values.double(), tensor_slice.of(whole[tensor_slice.name].values)
+            ):
+                yield f"initial value of {tensor_slice.name} on rank {number} differs"
+    yield from _missing(
+        "initial value", whole, assemble(tensor_slice for rank in ranks for tensor_slice in rank.initial)
+    )
 
 
 def _unequal_masks(reference: Masks, ranks: list[Masks]) -> Iterator[str]:
@@ -102,13 +106,13 @@ def _agree(drawn: list[tuple[int, bytes]], expected: list[tuple[int, bytes]]) ->
     return True
 
 
-def _unequal_replicas(what: str, ranks: list[list[Piece]]) -> Iterator[str]:
+def _unequal_replicas(what: str, ranks: list[list[TensorSlice]]) -> Iterator[str]:
     seen: dict[object, tuple[int, Tensor]] = {}
     for number, rank in enumerate(ranks):
-        for piece in rank:
-            first, values = seen.setdefault(piece.place, (number, piece.values))
-            if not torch.equal(values, piece.values):
-                yield f"{what} {piece.name} {piece.box}: ranks {first} and {number} differ"
+        for tensor_slice in rank:
+            first, values = seen.setdefault(tensor_slice.place, (number, tensor_slice.values))
+            if not torch.equal(values, tensor_slice.values):
+                yield f"{what} {tensor_slice.name} {tensor_slice.box}: ranks {first} and {number} differ"
 
 
 def _compare_losses(
@@ -166,9 +170,11 @@ def _means(steps: Iterable[Step]) -> dict[tuple[str, int], Tensor]:
     return {place: total / (total.sum() if total.dim() else count) for place, (total, count) in sums.items()}
 
 
-def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece], ranks: list[list[Piece]]) -> None:
-    """Compares whole tensors that are assembled from the ranks' pieces."""
-    wanted, made = assemble(expected), assemble(piece for rank in ranks for piece in rank)
+def _compare_slices(
+    verdict: Verdict, kind: str, when: str, expected: list[TensorSlice], ranks: list[list[TensorSlice]]
+) -> None:
+    """Compares whole tensors that are assembled from the ranks' slices."""
+    wanted, made = assemble(expected), assemble(tensor_slice for rank in ranks for tensor_slice in rank)
     verdict.problems += [f"{text} at {when}" for text in _missing(kind, wanted, made)]
     for name in wanted.keys() & made.keys():
         values = wanted[name].values
@@ -177,29 +183,29 @@ def _compare_pieces(verdict: Verdict, kind: str, when: str, expected: list[Piece
 
 @dataclass
 class Whole:
-    """A canonical tensor that is assembled from pieces."""
+    """A canonical tensor that is assembled from slices."""
 
     values: Tensor
-    """float64; NaN at elements without a piece."""
+    """float64; NaN at elements without a slice."""
     filled: Tensor
-    """bool; true at elements with a piece."""
+    """bool; true at elements with a slice."""
 
 
-def assemble(pieces: Iterable[Piece]) -> dict[str, Whole]:
+def assemble(slices: Iterable[TensorSlice]) -> dict[str, Whole]:
     """Assembles canonical tensors, by name. Uses the first of several replicas; `_unequal_replicas` compares them."""
     made: dict[str, Whole] = {}
     known: set[Any] = set()
-    for piece in pieces:
-        if piece.place in known:
+    for tensor_slice in slices:
+        if tensor_slice.place in known:
             continue
-        known.add(piece.place)
-        shape = piece.global_shape
-        if piece.name not in made:
+        known.add(tensor_slice.place)
+        shape = tensor_slice.global_shape
+        if tensor_slice.name not in made:
             nothing = torch.full(shape, torch.nan, dtype=torch.float64)
-            made[piece.name] = Whole(nothing, torch.zeros(shape, dtype=torch.bool))
-        whole = made[piece.name]
-        index = piece.of(torch.arange(whole.values.numel()))
-        whole.values.view(-1)[index] = piece.values.double()
+            made[tensor_slice.name] = Whole(nothing, torch.zeros(shape, dtype=torch.bool))
+        whole = made[tensor_slice.name]
+        index = tensor_slice.of(torch.arange(whole.values.numel()))
+        whole.values.view(-1)[index] = tensor_slice.values.double()
         whole.filled.view(-1)[index] = True
     return made
 

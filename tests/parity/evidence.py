@@ -17,7 +17,7 @@ from megatron.core.transformer.layer_metrics import LayerMetric, take_layer_metr
 
 
 @dataclass
-class Piece:
+class TensorSlice:
     """Elements [begin, end) of a box of a canonical tensor, as one rank holds them."""
 
     name: str
@@ -39,9 +39,9 @@ class Piece:
         return whole.view(self.global_shape)[cut].reshape(-1)[self.begin : self.end]
 
 
-def pieces(chunks: Iterable[Chunk]) -> list[Piece]:
+def slices(chunks: Iterable[Chunk]) -> list[TensorSlice]:
     """Copies the values of checkpoint chunks to the CPU."""
-    return [Piece(c.name, c.global_shape, c.box, *c.range, c.flat.detach().cpu().clone()) for c in chunks]
+    return [TensorSlice(c.name, c.global_shape, c.box, *c.range, c.flat.detach().cpu().clone()) for c in chunks]
 
 
 def reports_of(chunks: Iterable[nn.Module]) -> list[LayerMetric]:
@@ -96,7 +96,7 @@ class Step:
     losses: dict[int, Tensor]
     """[sum, tokens] of this rank's part of each micro-batch, by the number of its first sample. Empty on ranks without
     the last stage."""
-    gradients: list[Piece]
+    gradients: list[TensorSlice]
     norm: float
     reports: list[LayerMetric] = field(default_factory=list)
     """Values that layers report (such as auxiliary losses): this rank's parts of totals and counts, on the CPU."""
@@ -106,9 +106,9 @@ class Step:
 class Evidence:
     """Everything that one rank of a cell recorded. The single process of the reference records the same."""
 
-    initial: list[Piece]
+    initial: list[TensorSlice]
     steps: list[Step] = field(default_factory=list)
-    weights: list[Piece] = field(default_factory=list)
+    weights: list[TensorSlice] = field(default_factory=list)
     """After the last step."""
     masks: Masks = field(default_factory=Masks)
     """Dropout masks of the first step."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity.cells import Cell
-from parity.evidence import Evidence, Piece, Step, pieces, reports_of, watched_masks
+from parity.evidence import Evidence, Step, TensorSlice, reports_of, slices, watched_masks
 from parity.kinds import Chunk, build_model, kind_of, on_device
 from parity.models import LENGTH, OPTIMIZER, transformer_config
 from parity.text import GLOBAL_BATCH
@@ -102,13 +102,13 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     stages: StageMap = stage_map(config)
     plain: list[nn.Module] = []
-    initial: list[Piece] = []
+    initial: list[TensorSlice] = []
     for number in range(cell.layout.pipeline.chunks):
         part = stages.stage_at(groups.rank("pp"), number)
         virtual = number if cell.layout.pipeline.chunks > 1 else None
         place = Chunk(groups, part.embedding, part.loss, virtual)
         chunk = build_model(cell.model, config, place).to(device)
-        initial += pieces(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
+        initial += slices(parameter_chunk(parameter) for _, parameter in canonical_names(chunk))
         plain.append(chunk)
     wrapped = [
         DistributedDataParallel(config, cell.layout.ddp_config(grad_reduce_in_fp32=True), chunk, pg_collection=groups)
@@ -131,7 +131,7 @@ def train(
             with watched_masks(parts.plain, evidence.masks) if number == 0 and not lean else nullcontext():
                 evidence.steps.append(_step(parts, number, lean))
         if not lean:
-            evidence.weights = pieces(_weight_chunks(parts))
+            evidence.weights = slices(_weight_chunks(parts))
             evidence.norm_of_ones = norm_of_ones(parts)
     finally:
         parts.groups.close()
@@ -142,7 +142,7 @@ def _step(parts: Parts, number: int, lean: bool) -> Step:
     for chunk in parts.chunks:
         chunk.zero_grad_buffer()
     losses = _micro_batches(parts, number)
-    gradients = [] if lean else pieces(_gradient_chunks(parts))
+    gradients = [] if lean else slices(_gradient_chunks(parts))
     reports = reports_of(parts.plain)
     update = parts.optimizer.step_on_device()
     assert bool(update.update_applied)

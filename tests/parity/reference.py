@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from parity.evidence import Evidence, Masks, Piece, Step, reports_of, watched_masks
+from parity.evidence import Evidence, Masks, Step, TensorSlice, reports_of, watched_masks
 from parity.kinds import build_model, kind_of
 from parity.model_list import MODELS
 from parity.models import OPTIMIZER, Model, transformer_config
@@ -34,7 +34,7 @@ def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> 
     model = next(m for m in MODELS if m.name == name)
     config = _config(model, per_token)
     built = build_model(model, config)
-    evidence = Evidence(initial=_pieces(built), masks=Masks())
+    evidence = Evidence(initial=_slices(built), masks=Masks())
     optimizer, loads = plain_optimizer(built, lr), watched_loads(built)
     for number in range(steps):
         with watched_masks([built], evidence.masks if number == 0 else Masks()):
@@ -42,7 +42,7 @@ def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> 
         even_out(loads, config.moe_router_bias_update_rate)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    evidence.weights = _pieces(built)
+    evidence.weights = _slices(built)
     evidence.norm_of_ones = sum(info_of(p).box.numel for p in built.parameters() if p.requires_grad) ** 0.5
     return evidence
 
@@ -116,7 +116,7 @@ def _step(built: nn.Module, model: Model, number: int, per_token: bool, rows: in
     else:
         total = sum(map(_mean_loss, results.values())) / len(results)
     total.backward()
-    gradients = _pieces(built, gradient=True)
+    gradients = _slices(built, gradient=True)
     reports = reports_of([built])
     norm = nn.utils.clip_grad_norm_(built.parameters(), OPTIMIZER["clip_grad"])
     losses = {first: result[-1] for first, result in results.items()}
@@ -129,17 +129,17 @@ def _mean_loss(result: tuple[Any, ...]) -> Tensor:
     return mean
 
 
-def _pieces(built: nn.Module, gradient: bool = False) -> list[Piece]:
+def _slices(built: nn.Module, gradient: bool = False) -> list[TensorSlice]:
     return list(_each(built, gradient))
 
 
-def _each(built: nn.Module, gradient: bool) -> Iterator[Piece]:
+def _each(built: nn.Module, gradient: bool) -> Iterator[TensorSlice]:
     for parameter in built.parameters():
         if gradient and not parameter.requires_grad:
             continue
         info = info_of(parameter)
         values = parameter.grad if gradient else parameter.detach()
         assert values is not None
-        yield Piece(
+        yield TensorSlice(
             info.name, info.global_shape, info.box, 0, info.box.numel, values.view(-1)[: info.box.numel].clone()
         )

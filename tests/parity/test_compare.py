@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from parity.compare import Verdict, judge
-from parity.evidence import Evidence, Masks, Piece, Step
+from parity.evidence import Evidence, Masks, Step, TensorSlice
 
 from megatron.core.parameters import Box
 from megatron.core.transformer.layer_metrics import LayerMetric
@@ -14,9 +14,9 @@ from megatron.core.transformer.layer_metrics import LayerMetric
 WHOLE = torch.arange(1.0, 13.0, dtype=torch.float64)  # [4, 3], by rows
 
 
-def piece(start: int, rows: int, values: torch.Tensor, begin: int = 0, end: int | None = None) -> Piece:
+def tensor_slice(start: int, rows: int, values: torch.Tensor, begin: int = 0, end: int | None = None) -> TensorSlice:
     box = Box((start, 0), (rows, 3))
-    return Piece("w", (4, 3), box, begin, box.numel if end is None else end, values.clone())
+    return TensorSlice("w", (4, 3), box, begin, box.numel if end is None else end, values.clone())
 
 
 def balance(total: float, count: float) -> LayerMetric:
@@ -26,14 +26,14 @@ def balance(total: float, count: float) -> LayerMetric:
 def alone() -> Evidence:
     losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
     masks = Masks({((1, 2), 0, 5, 0): [(0, b"\1\0\1\1")]})
-    whole = piece(0, 4, WHOLE)
+    whole = tensor_slice(0, 4, WHOLE)
     return Evidence([whole], [Step(losses, [whole], 2.0, [balance(1.5, 3.0)])], [whole], masks, 12**0.5)
 
 
 def two_ranks() -> list[Evidence]:
     """The first has rows 0 and 1, the second rows 2 and 3; the last row in two ranges."""
-    first, second = piece(0, 2, WHOLE[:6]), piece(2, 2, WHOLE[6:])
-    halves = [piece(2, 2, WHOLE[6:10], 0, 4), piece(2, 2, WHOLE[10:], 4, 6)]
+    first, second = tensor_slice(0, 2, WHOLE[:6]), tensor_slice(2, 2, WHOLE[6:])
+    halves = [tensor_slice(2, 2, WHOLE[6:10], 0, 4), tensor_slice(2, 2, WHOLE[10:], 4, 6)]
     losses = {0: torch.tensor([3.0, 2.0]), 1: torch.tensor([0.0, 0.0])}
     masks = [Masks({((1, 2), 0, 5, 0): [(at, bits)]}) for at, bits in ((0, b"\1\0"), (2, b"\1\1"))]
     return [
@@ -66,7 +66,7 @@ def test_every_difference_is_seen() -> None:
         ranks[0].weights[0] = dataclasses.replace(ranks[0].weights[0], name="v")
 
     def replica(ranks: list[Evidence]) -> None:
-        ranks[1].weights.append(piece(0, 2, WHOLE[:6] * (1 + 2e-16)))
+        ranks[1].weights.append(tensor_slice(0, 2, WHOLE[:6] * (1 + 2e-16)))
 
     def mask(ranks: list[Evidence]) -> None:
         ranks[1].masks.rows[(1, 2), 0, 5, 0] = [(2, b"\0\1")]

@@ -53,17 +53,17 @@ class Golden:
     def check_all(self, model: GPTModel) -> None:
         """Checks outputs (`check_outputs`), and the name and gradient of every parameter."""
         self.check_outputs(model)
-        published = self.tensors("grads")
-        assert {key for key, _ in model.named_parameters()} == set(published)
+        megatron_lm = self.tensors("grads")
+        assert {key for key, _ in model.named_parameters()} == set(megatron_lm)
         for key, parameter in model.named_parameters():
             assert parameter.grad is not None, key
-            close(key, parameter.grad, published[key])
+            close(key, parameter.grad, megatron_lm[key])
 
 
-def close(name: str, ours: Tensor, published: Tensor) -> None:
+def close(name: str, ours: Tensor, megatron_lm: Tensor) -> None:
     """Checks that shape and type are equal, and values up to the rounding of float32 sums."""
-    assert ours.shape == published.shape and ours.dtype == published.dtype, name
-    error = (ours - published).abs().max() / published.abs().max()
+    assert ours.shape == megatron_lm.shape and ours.dtype == megatron_lm.dtype, name
+    error = (ours - megatron_lm).abs().max() / megatron_lm.abs().max()
     assert error < 1e-5, (name, error.item())
 
 

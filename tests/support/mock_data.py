@@ -5,7 +5,7 @@
 
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
-PUBLISHED = MockGPTLowLevelDataset.num_documents
+NUM_DOCUMENTS = MockGPTLowLevelDataset.num_documents
 
 
 def make_small() -> None:

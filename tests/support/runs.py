@@ -41,7 +41,7 @@ TINY = (
 
 
 @dataclass
-class Piece:
+class TensorSlice:
     """A contiguous range of a canonical tensor, as one rank held it."""
 
     name: str
@@ -71,9 +71,9 @@ class Outcome:
     at_start: dict[str, Any] = field(default_factory=dict)
     """Everything that a checkpoint contains, before the first step."""
     at_end: dict[str, Any] = field(default_factory=dict)
-    pieces_at_start: list[Piece] = field(default_factory=list)
+    slices_at_start: list[TensorSlice] = field(default_factory=list)
     """Weights and optimizer state that this rank holds, before the first step."""
-    pieces_at_end: list[Piece] = field(default_factory=list)
+    slices_at_end: list[TensorSlice] = field(default_factory=list)
 
     @property
     def losses(self) -> list[float]:
@@ -95,7 +95,7 @@ class _Recorder(Hook, LogWriter):
 
     def on_start(self, iteration: int) -> None:
         self.outcome.at_start = everything(self.run)
-        self.outcome.pieces_at_start = pieces(self.run)
+        self.outcome.slices_at_start = slices(self.run)
 
     def after_step(self, iteration: int) -> None:
         ids = [
@@ -105,7 +105,7 @@ class _Recorder(Hook, LogWriter):
 
     def on_exit(self, iteration: int) -> None:
         self.outcome.at_end = everything(self.run)
-        self.outcome.pieces_at_end = pieces(self.run)
+        self.outcome.slices_at_end = slices(self.run)
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
         self.outcome.steps += steps
@@ -121,32 +121,38 @@ class _Recorder(Hook, LogWriter):
 
 
 def everything(run: Trainer) -> dict[str, Any]:
-    """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `pieces`."""
+    """Returns all state of a run by name: weights, optimizer, schedule, counts. To compare layouts use `slices`."""
     weights = {f"weight {chunk.name}": chunk.flat.clone() for chunk in run.checkpoints.weights(run.model)}
     optimizer = run.optimizer.state_dict()
     rest = {"state": run.state.to_json(), "scheduler": run.scheduler.state_dict(), "optimizer": optimizer["common"]}
     return weights | optimizer["state"] | rest
 
 
-def pieces(run: Trainer) -> list[Piece]:
+def slices(run: Trainer) -> list[TensorSlice]:
     """Copies all tensors that this rank holds for a checkpoint, also those that another rank would write."""
     held = [(f"weight {chunk.name}", chunk) for chunk in run.checkpoints.weights(run.model)]
     held += [(chunk.name, chunk) for chunk in run.optimizer.state_chunks()]
-    return [Piece(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held]
+    return [
+        TensorSlice(name, chunk.global_shape, chunk.box, chunk.range[0], chunk.flat.clone()) for name, chunk in held
+    ]
 
 
-def gathered(held: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
-    """Joins the pieces of all ranks into whole canonical tensors. Checks that replicas are bit-equal, all there."""
+def gathered(held: Iterable[Sequence[TensorSlice]]) -> dict[str, Tensor]:
+    """Joins the slices of all ranks into whole canonical tensors. Checks that replicas are bit-equal, all there."""
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
-    for piece in (piece for pieces_of_rank in held for piece in pieces_of_rank):
-        tensor = whole.setdefault(piece.name, torch.zeros(piece.global_shape, dtype=piece.values.dtype))
-        known = filled.setdefault(piece.name, torch.zeros(tensor.numel(), dtype=torch.bool))
-        info = ParameterInfo(piece.global_shape, piece.box, Constant(0.0))
-        index = canonical_index(info, piece.start, piece.values.numel())
+    for tensor_slice in (tensor_slice for slices_of_rank in held for tensor_slice in slices_of_rank):
+        tensor = whole.setdefault(
+            tensor_slice.name, torch.zeros(tensor_slice.global_shape, dtype=tensor_slice.values.dtype)
+        )
+        known = filled.setdefault(tensor_slice.name, torch.zeros(tensor.numel(), dtype=torch.bool))
+        info = ParameterInfo(tensor_slice.global_shape, tensor_slice.box, Constant(0.0))
+        index = canonical_index(info, tensor_slice.start, tensor_slice.values.numel())
         again = known[index]
-        assert torch.equal(tensor.view(-1)[index[again]], piece.values[again]), f"copies of {piece.name} differ"
-        tensor.view(-1)[index] = piece.values
+        assert torch.equal(tensor.view(-1)[index[again]], tensor_slice.values[again]), (
+            f"copies of {tensor_slice.name} differ"
+        )
+        tensor.view(-1)[index] = tensor_slice.values
         known[index] = True
     missing = [name for name, known in filled.items() if not known.all()]
     assert not missing, f"no rank holds all of {missing}"
@@ -155,12 +161,12 @@ def gathered(held: Iterable[Sequence[Piece]]) -> dict[str, Tensor]:
 
 def state_at_start(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
     """Returns whole weights and optimizer state before the first step, for any layout."""
-    return gathered(rank.pieces_at_start for rank in ranks)
+    return gathered(rank.slices_at_start for rank in ranks)
 
 
 def state_at_end(ranks: Sequence[Outcome]) -> dict[str, Tensor]:
     """Returns whole weights and optimizer state after the last step, for any layout."""
-    return gathered(rank.pieces_at_end for rank in ranks)
+    return gathered(rank.slices_at_end for rank in ranks)
 
 
 def logger_of(ranks: Sequence[Outcome]) -> Outcome:
@@ -171,7 +177,7 @@ def logger_of(ranks: Sequence[Outcome]) -> Outcome:
 
 def train(
     flags: str,
-    pieces: Providers = GPT,
+    providers: Providers = GPT,
     *,
     base: str = TINY,
     before: Callable[[Trainer], None] = lambda run: None,
@@ -184,7 +190,7 @@ def train(
     config = configure(f"{base} {flags}".split(), None, defaults, launch_environment=LaunchEnvironment(world, False))
     outcome = Outcome()
     with _remembered(outcome, before):
-        outcome.decision = training.run_pretraining(config, pieces, time.monotonic() - seconds_ago)
+        outcome.decision = training.run_pretraining(config, providers, time.monotonic() - seconds_ago)
     return outcome
 
 

@@ -29,7 +29,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 """Settings of DistributedDataParallelConfig. Those named `plain` overlap no communication."""
 
-Pieces = dict[tuple[str, tuple[int, int]], Tensor]
+SlicesByName = dict[tuple[str, tuple[int, int]], Tensor]
 """Values that a rank holds, by (name, range of elements in the box)."""
 
 
@@ -75,12 +75,12 @@ def backward(ddp: DistributedDataParallel, step: int, micro_batches: int, per_to
     return tokens
 
 
-def pieces(chunks: "list[Chunk] | Any") -> Pieces:
+def slices(chunks: "list[Chunk] | Any") -> SlicesByName:
     return {(chunk.name, chunk.range): chunk.tensor.double().clone() for chunk in chunks}
 
 
-def joined(ranks: list[Pieces]) -> dict[str, Tensor]:
-    """Joins the pieces of all ranks into whole flat tensors. Checks that replicas are bit-equal and all is there."""
+def joined(ranks: list[SlicesByName]) -> dict[str, Tensor]:
+    """Joins the slices of all ranks into whole flat tensors. Checks that replicas are bit-equal and all is there."""
     found: dict[str, dict[tuple[int, int], Tensor]] = {}
     for rank in ranks:
         for (name, place), values in rank.items():

@@ -85,7 +85,7 @@ def test_greedy_text_is_what_the_plain_model_says(checkpoints: Path, capsys: pyt
 
 
 class BlanksBefore(NullTokenizer):
-    """As SentencePiece: a blank goes before each word, and none is left at the start of a text."""
+    """Puts a blank before each word, and none at the start of a text, as SentencePiece does."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return "".join(f" w{i}" for i in ids).removeprefix(" ")

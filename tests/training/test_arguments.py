@@ -41,7 +41,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> "object":
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[row["source"] for row in COMMANDS])
-def test_a_published_command_makes_a_config_or_is_refused_for_reasons(command: dict[str, str]) -> None:
+def test_a_command_for_megatron_lm_makes_a_config_or_is_refused_for_reasons(command: dict[str, str]) -> None:
     argv, defaults = shlex.split(command["command"]), ENTRY_DEFAULTS.get(command["entry"])
     try:
         configure(argv, None, defaults, launch_environment=LaunchEnvironment(smallest_world(argv), True))
@@ -67,7 +67,7 @@ def _is_a_reason(problem: str) -> bool:
     )
 
 
-def test_how_many_published_commands_run_today() -> None:
+def test_how_many_commands_for_megatron_lm_run_today() -> None:
     """This number may only grow."""
     counts: collections.Counter[bool] = collections.Counter()
     for command in COMMANDS:

@@ -146,7 +146,7 @@ def pretrain_and_tell_of_the_wait() -> None:
 
 
 def test_a_mistake_that_all_ranks_find_is_said_once(tmp_path, corpus):
-    """As under torchrun, which ends the other ranks when the first has ended."""
+    """The test ends the other rank when the first has ended, as torchrun does."""
     flags = f"--data-path {corpus} --train-iters 2 --load {tmp_path} --exit-on-missing-checkpoint"
     program = launch(flags, 2, tmp_path / "run", pretrain_and_tell_of_the_wait)
     program.wait_for(0, "error on rank 0: --load")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_on_ranks
-from support.runs import Piece, differences, train
+from support.runs import TensorSlice, differences, train
 
 from megatron.core.traffic import recorded
 
@@ -22,15 +22,17 @@ def run_recorded(flags: str) -> dict[str, Any]:
         outcome = train(EXPERTS + flags)
     assert outcome.decision is None or not outcome.decision.code  # type: ignore[attr-defined]
     return {
-        "state": by_name(outcome.pieces_at_end),
+        "state": by_name(outcome.slices_at_end),
         "losses": [step.losses for step in outcome.steps],
         "norms": [step.grad_norm for step in outcome.steps],
         "sent": [(t.operation, str(t.dtype), t.nbytes, t.ranks) for t in log if t.operation != "receive"],
     }
 
 
-def by_name(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    return {f"{piece.name} {piece.box} {piece.start}": piece.values for piece in pieces}
+def by_name(slices: list[TensorSlice]) -> dict[str, torch.Tensor]:
+    return {
+        f"{tensor_slice.name} {tensor_slice.box} {tensor_slice.start}": tensor_slice.values for tensor_slice in slices
+    }
 
 
 def run_all(flags: list[str]) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ LAYOUTS = {
         "ZeRO-3 as torch calls it": "--use-torch-fsdp2",
     },
 }
-"""Of two ranks, by dimension."""
+"""Layouts of two ranks, by dimension."""
 QUICK = ["TP with SP", "VPP", "auto", "zb-v", "CP by heads", "ZeRO-1 overlapped", "ZeRO-3"]
 """Layouts of two ranks in `make test`: the flags of each dimension. tests/parity tests the layouts themselves."""
 LAYOUTS_OF_FOUR = {
@@ -167,13 +167,15 @@ def test_what_each_layout_spreads_over_its_ranks(corpus):
     for number, (name, expected) in enumerate(SPREADS.items()):
         ranks = [outcomes[number] for outcomes in by_rank]
         whole = elements((key, tensor) for key, tensor in state_at_end(ranks).items())
-        held = [elements((piece.name, piece.values) for piece in rank.pieces_at_end) for rank in ranks]
+        held = [
+            elements((tensor_slice.name, tensor_slice.values) for tensor_slice in rank.slices_at_end) for rank in ranks
+        ]
         parts = [max(rank[kind] for rank in held) / whole[kind] for kind in (0, 1)]
         assert all(part <= found < part + 0.1 for part, found in zip(expected, parts, strict=True)), (name, parts)
 
 
 def elements(tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, int]:
-    """Of weights, and of the optimizer's state."""
+    """Counts the elements of weights, and those of the optimizer's state."""
     counts = [0, 0]
     for name, tensor in tensors:
         counts[name.startswith("optimizer.")] += tensor.numel()

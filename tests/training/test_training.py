@@ -300,7 +300,7 @@ def test_what_the_log_flags_promise(tmp_path, corpus, capsys):
 
 
 def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
-    """As under torchrun: each run makes its process group and gives it back."""
+    """Each run makes its process group and gives it back, under torchrun's environment."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     runs = []

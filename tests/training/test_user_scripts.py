@@ -383,7 +383,7 @@ def loop_with_a_bad_loss(flags: str, bad_step: int) -> tuple[list[tuple[Any, ...
 @pytest.mark.parametrize("action", ["stop", "skip"])
 @pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 1024", "--bf16"])
 def test_a_loop_of_ones_own_skips_a_step_whose_loss_is_not_finite(corpus, precision, action):
-    """As in our own loop, even with finite gradients no weight changes, and the script learns whether to exit."""
+    """No weight changes, even with finite gradients, as in our own loop; the script learns whether to exit."""
     flags = f"{precision} --data-path {corpus} --train-iters 3 --eval-iters 0 --nonfinite-action {action} {EXACT}"
     returned, weights = loop_with_a_bad_loss(flags, bad_step=1)
     skipped = (1, False, action == "stop", int(action == "stop"))

@@ -85,9 +85,12 @@ class Ring:
 
     @property
     def steps(self) -> tuple[tuple[Tile, ...], ...]:
+        """The tiles of each step."""
         return tuple(ring_step.tiles for ring_step in self.ring_steps)
 
     def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+        """Starts to fetch the rows of another rank's keys that the step needs; `own` [rows, width] are this rank's
+        keys."""
         ring_step = self.ring_steps[step]
         arriving = own.new_empty(ring_step.fetched.stop - ring_step.fetched.start, own.shape[1])
         pending = start_exchange(
@@ -96,6 +99,7 @@ class Ring:
         return PendingRows(pending, lambda rows: rows)
 
     def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+        """Starts to return the gradient of fetched keys; the rows that come back are added to `total`."""
         ring_step = self.ring_steps[step]
         arriving = gradient.new_empty(ring_step.given.stop - ring_step.given.start, gradient.shape[1])
         pending = start_exchange(gradient, self._before(ring_step), arriving, self._after(ring_step), self.group)
@@ -136,10 +140,12 @@ class Gather:
         self.steps = gather_steps(part, chunk, reach)
 
     def start_fetch(self, step: int, own: Tensor) -> PendingRows:
+        """Starts to gather the keys of all ranks; `own` [rows, width] are this rank's keys."""
         size = self.part.size
         return PendingRows(start_gather_rows(own, self.group), lambda rows: in_natural_order(rows, size))
 
     def start_return(self, step: int, gradient: Tensor, total: Tensor) -> PendingRows:
+        """Starts to return the gradient of gathered keys; the sum over all ranks is added to `total`."""
         size = self.part.size
         pending = start_all_to_all_rows(in_rank_order(gradient, size), self.group)
         return PendingRows(pending, lambda rows: total.add_(sum_of_parts(rows, size)))

@@ -34,10 +34,12 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 
     @property
     def max_tokens(self) -> int:
+        """Most tokens of text in a sample: the length without three special tokens."""
         return self.sequence_length - 3
 
     @property
     def min_sentences(self) -> int:
+        """Fewest sentences of a sample."""
         return 2 if self.classification_head else 1
 
 

@@ -20,6 +20,7 @@ class MappedBin:
         self.size = _size_of(path)
 
     def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns `count` tokens from byte `start` on. The file must have them."""
         if self._bytes is None:
             self._bytes = np.frombuffer(_map(self._path), np.uint8) if self.size else np.empty(0, np.uint8)
         return np.frombuffer(self._bytes, dtype, count, start) if count else np.empty(0, dtype)
@@ -34,6 +35,7 @@ class ReadBin:
         self.size = _size_of(path)
 
     def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns `count` tokens from byte `start` on. Raises UserError if the file has become shorter."""
         if self._file is None:
             self._file = open(self._path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
         data = bytearray()

@@ -83,10 +83,12 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 
     @property
     def max_tokens(self) -> int:
+        """Most tokens of text in a sample: the length without two special tokens."""
         return self.sequence_length - 2
 
     @property
     def min_sentences(self) -> int:
+        """Fewest sentences of a sample."""
         return 1
 
 

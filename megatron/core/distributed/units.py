@@ -60,7 +60,7 @@ class ParameterSlice:
     start: int
     stop: int
     flat_range: tuple[int, int] | None
-    """The same elements as a range of the box; None: all of the box."""
+    """These elements as a range of the box; None: all of the box."""
 
     @property
     def info(self) -> ParameterInfo:

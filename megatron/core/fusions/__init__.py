@@ -1,1 +1,1 @@
-"""Published names of fused operations."""
+"""Megatron-LM's names of fused operations."""

@@ -49,6 +49,7 @@ class Activation:
     """Gated only: is added to the up half."""
 
     def __call__(self, product: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns the activation of product + bias: [..., f * ffn] (f = 2 if gated) -> [..., ffn]."""
         x = product if bias is None else product + bias
         if not self.gated:
             return self.function(x)

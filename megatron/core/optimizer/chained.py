@@ -31,6 +31,7 @@ class ChainedOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        """Clips by the norm of all gradients and updates all weights, unless one gradient is not finite."""
         norm = torch.stack([optimizer.unscaled_norm() for optimizer in self.chained_optimizers]).square().sum().sqrt()
         updates = [optimizer.update(norm, loss_is_finite) for optimizer in self.chained_optimizers]
         zeros = [update.num_zeros for update in updates if update.num_zeros is not None]
@@ -38,30 +39,38 @@ class ChainedOptimizer(MegatronOptimizer):
         return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets `.grad` of all parameters to None."""
         for optimizer in self.chained_optimizers:
             optimizer.zero_grad(set_to_none)
 
     def get_loss_scale(self) -> Tensor:
+        """Returns the loss scale of the first optimizer, which all share."""
         return self.chained_optimizers[0].get_loss_scale()
 
     def get_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of all optimizers."""
         return [parameter for optimizer in self.chained_optimizers for parameter in optimizer.get_parameters()]
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Continues from the model's weights, after they were changed from outside."""
         for optimizer in self.chained_optimizers:
             optimizer.reload_model_params(state_dict)
 
     def after_load(self) -> None:
+        """Calls `after_load` of each optimizer."""
         for optimizer in self.chained_optimizers:
             optimizer.after_load()
 
     def state_chunks(self) -> Iterator[Chunk]:
+        """Yields the chunks of all optimizers."""
         for optimizer in self.chained_optimizers:
             yield from optimizer.state_chunks()
 
     def common_state(self) -> dict[str, Any]:
+        """Returns the common state of each optimizer, in a list."""
         return {"chained": [optimizer.common_state() for optimizer in self.chained_optimizers]}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `common_state` returned."""
         for optimizer, its_state in zip(self.chained_optimizers, state["chained"], strict=True):
             optimizer.load_common_state(its_state)

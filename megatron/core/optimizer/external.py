@@ -66,6 +66,7 @@ class ExternalOptimizer(MegatronOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The parameter groups of the script's optimizer."""
         return self.optimizer.param_groups
 
     @property
@@ -89,13 +90,16 @@ class ExternalOptimizer(MegatronOptimizer):
         return StepUpdate(norm, applied)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets `.grad` of all parameters to None."""
         for parameter in self._slots:
             parameter.grad = None
 
     def get_loss_scale(self) -> Tensor:
+        """Returns 1: there is no loss scale."""
         return torch.ones((), dtype=torch.float32, device=self.device)
 
     def get_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters of all groups."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -105,6 +109,7 @@ class ExternalOptimizer(MegatronOptimizer):
     # -----------------------------------------
 
     def state_chunks(self) -> Iterator[Chunk]:
+        """Yields the state tensors that have the shape of their parameter."""
         self._begin_state()
         for parameter, (_, slot) in self._slots.items():
             for kind, value in self.state.get(parameter, {}).items():
@@ -133,6 +138,7 @@ class ExternalOptimizer(MegatronOptimizer):
         return known
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `common_state` returned."""
         self._begin_state()
         for parameter, (_, slot) in self._slots.items():
             for kind, value in state[slot.info.name].items():

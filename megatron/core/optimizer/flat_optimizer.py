@@ -176,6 +176,7 @@ class FlatOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
+        """Clips and updates on the device, without waiting for it."""
         return self.update(self.unscaled_norm(), loss_is_finite)
 
     def unscaled_norm(self) -> Tensor:
@@ -226,13 +227,16 @@ class FlatOptimizer(MegatronOptimizer):
     # Queries of the training loop ------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets `.grad` of all parameters to None."""
         for parameter in self.get_parameters():
             parameter.grad = None
 
     def get_loss_scale(self) -> Tensor:
+        """Returns the loss scale, a scalar on the device; 1 without one."""
         return self._no_scale if self.grad_scaler is None else self.grad_scaler.scale
 
     def get_parameters(self) -> list[nn.Parameter]:
+        """Returns all parameters that are updated."""
         return [slot.parameter for unit in self.units for slot in unit.slots]
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
@@ -278,12 +282,15 @@ class FlatOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Continues from the model's weights, after they were changed from outside."""
         for state in self.states:
             state.reload()
 
     @torch.no_grad()
     def after_load(self) -> None:
         # The load of main weights with remainders writes the model's weights in this rank's shard alone.
+        """Gathers the model's weights, if the load wrote main weights with remainders: it writes this rank's shard
+        alone."""
         written = [state.unit for state in self.states if isinstance(state.weights, WithRemainder)]
         for unit in written:
             unit.mark_updated()
@@ -291,6 +298,7 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.start_param_sync(force_sync=True)
 
     def state_chunks(self) -> Iterator[Chunk]:
+        """Yields this rank's main weights and moments as chunks that share their memory."""
         for state in self.states:
             for parameter_slice in state.unit.parameter_slices:
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)
@@ -308,10 +316,12 @@ class FlatOptimizer(MegatronOptimizer):
                     )
 
     def common_state(self) -> dict[str, Any]:
+        """Returns the number of updates and the state of the loss scale. Waits for the device."""
         scaler = self.grad_scaler.state_dict() if self.grad_scaler is not None else None
         return {"update_count": int(self.update_count.item()), "grad_scaler": scaler}
 
     def load_common_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `common_state` returned."""
         self.update_count.fill_(state["update_count"])
         if self.grad_scaler is not None and state["grad_scaler"] is not None:
             self.grad_scaler.load_state_dict(state["grad_scaler"])

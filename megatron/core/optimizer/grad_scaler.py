@@ -35,6 +35,7 @@ class ConstantGradScaler:
         """Does nothing."""
 
     def state_dict(self) -> dict[str, float | int]:
+        """Returns the scale. Waits for the device."""
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
@@ -68,6 +69,8 @@ class DynamicGradScaler:
         self.hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int32, device=device)
 
     def update(self, overflowed: Tensor, counted: Tensor) -> None:
+        """Adapts the scale to one step, on the device. `overflowed` and `counted` are bool scalars; a step that does
+        not count changes nothing."""
         left = self.hysteresis_tracker - overflowed.int()
         backs_off = overflowed & (left <= 0)
         clean = torch.where(overflowed, 0, self.growth_tracker + 1)
@@ -82,6 +85,7 @@ class DynamicGradScaler:
             old.copy_(torch.where(counted, new, old))
 
     def state_dict(self) -> dict[str, float | int]:
+        """Returns the scale and both counts. Waits for the device."""
         return {
             "scale": self.scale.item(),
             "growth_tracker": self.growth_tracker.item(),
@@ -89,6 +93,7 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Loads what `state_dict` returned."""
         self.scale.fill_(state["scale"])
         self.growth_tracker.fill_(state["growth_tracker"])
         self.hysteresis_tracker.fill_(state["hysteresis_tracker"])

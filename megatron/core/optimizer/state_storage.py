@@ -56,16 +56,21 @@ class Plain:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
+        """The tensor."""
         return (self.tensor,)
 
     def decode(self) -> Tensor:
+        """Returns the numbers in the main type: the tensor itself if it has this type, else a copy."""
         return self.tensor.to(self.main)
 
     def encode(self, values: Tensor, skip: Tensor | None = None) -> None:
+        """Stores numbers of the main type, rounded, unless `skip` is set. Numbers that are the tensor itself are
+        already stored."""
         if values.data_ptr() != self.tensor.data_ptr():
             store(self.tensor, values.to(self.tensor.dtype), skip)
 
     def part(self, start: int, stop: int) -> "Plain":
+        """Returns the elements [start, stop) in the same memory."""
         return Plain(self.tensor[start:stop], self.main)
 
 
@@ -86,13 +91,16 @@ class Scaled:
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
+        """Codes and scales."""
         return self.codes, self.scales
 
     def decode(self) -> Tensor:
+        """Returns the numbers in the main type."""
         values = self.codes.to(self.main) * self._each(self.scales)
         return values.square() if self.is_root else values
 
     def encode(self, values: Tensor, skip: Tensor | None = None) -> None:
+        """Computes a scale for each block and stores the rounded codes and the scales, unless `skip` is set."""
         values = values.sqrt() if self.is_root else values
         padded = F.pad(values.abs(), (0, -values.numel() % SCALE_BLOCK))
         scales = power_of_two_scales(padded.view(-1, SCALE_BLOCK).amax(1).float(), self.codes.dtype)
@@ -103,6 +111,7 @@ class Scaled:
         store(self.scales, scales, skip)
 
     def part(self, start: int, stop: int) -> "Scaled":
+        """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
         assert start % SCALE_BLOCK == 0, start
         blocks = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         return Scaled(self.codes[start:stop], self.scales[blocks], self.main, self.is_root)
@@ -127,22 +136,27 @@ class WithRemainder:
 
     @property
     def main(self) -> torch.dtype:
+        """float32."""
         return torch.float32
 
     @property
     def memory(self) -> tuple[Tensor, ...]:
+        """Weights and remainders."""
         return self.model_weights, self.remainder
 
     def decode(self) -> Tensor:
+        """Returns the float32 weights."""
         bits = (self.model_weights.view(torch.int16).to(torch.int32) << 16) + self.remainder
         return bits.view(torch.float32)
 
     def encode(self, values: Tensor, skip: Tensor | None = None) -> None:
+        """Stores float32 weights in two parts, unless `skip` is set."""
         rounded, remainder = split_float32(values)
         store(self.model_weights, rounded, skip)
         store(self.remainder, remainder, skip)
 
     def part(self, start: int, stop: int) -> "WithRemainder":
+        """Returns the elements [start, stop) in the same memory."""
         return WithRemainder(self.model_weights[start:stop], self.remainder[start:stop])
 
 

@@ -82,6 +82,8 @@ class Adam:
         self.decoupled = decoupled
 
     def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Updates with our Triton kernel on a GPU, with torch's fused kernel elsewhere, and by the plain formula in
+        float64."""
         if segments.dtype is torch.float64:
             self._update_plainly(segments, step, lr, weight_decay)
             return
@@ -141,6 +143,7 @@ class Sgd:
         self.momentum = momentum
 
     def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Updates with torch's fused kernel, and by the plain formula in float64."""
         if segments.dtype is torch.float64:
             self._update_plainly(segments, step, lr, weight_decay)
             return

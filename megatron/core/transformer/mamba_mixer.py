@@ -174,5 +174,6 @@ class TimeStepBias:
     most: float = 0.1
 
     def __call__(self, tensor: Tensor) -> Tensor:
+        """Fills a whole tensor with torch's generator; returns it."""
         step = torch.empty_like(tensor).uniform_(math.log(self.least), math.log(self.most)).exp_()
         return tensor.copy_(step + torch.log(-torch.expm1(-step)))

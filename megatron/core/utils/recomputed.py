@@ -32,6 +32,7 @@ class Recomputed:
     spread_over: Group = None
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        """Calls the function, and keeps what backward needs to call it again."""
         if not torch.is_grad_enabled():
             return self.function(*inputs, **keywords)
         # Inside another recomputed function this code runs twice; the second pass uses the cached values of the first.

@@ -49,7 +49,7 @@ AROUND: Mapping = ENDS | one_to_one(
         f"{OURS}.pre_mlp_layernorm.weight": f"{HUB}.post_attention_layernorm.weight",
     }
 )
-"""The same, and the norms before attention and MLP."""
+"""What is before and after the layers, and the norms before attention and MLP."""
 
 
 def _qkv(kind: str) -> tuple[HubTensorPattern, ...]:

@@ -31,7 +31,7 @@ from megatron.core.utils.torch_private import DistFolderWriter
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.megatron_args import check_token_mixers
-from megatron.training.conversion.megatron_names import exported_place, exported_shape
+from megatron.training.conversion.megatron_names import exported_location, exported_shape
 from megatron.training.inspection.run_description import MODEL_OPTIONS, architecture_of
 from megatron.training.trained_model import config_for_one_process
 
@@ -125,13 +125,13 @@ def _write(checkpoint: Checkpoint, config: PretrainConfig, folder: Path, log: Lo
     with open(folder / _DATA, "wb") as file:
         for prefix, source, weight, dtype in plan:
             shape = checkpoint.catalogue[weight][0].chunk.global_shape
-            place = exported_place(weight, stacked)
+            location = exported_location(weight, stacked)
             theirs = exported_shape(weight, shape, divisor)
             values = _read(checkpoint, source, shape, dtype, theirs)
-            lead = () if place.layer is None else (len(layers),)
-            offset = () if place.layer is None else (place.layer,)
+            lead = () if location.layer is None else (len(layers),)
+            offset = () if location.layer is None else (location.layer,)
             whole, start = (*lead, *theirs), (*offset, *(0 for _ in theirs))
-            writer.add_tensor(file, prefix + place.name, whole, start, values.view((*(1 for _ in lead), *theirs)))
+            writer.add_tensor(file, prefix + location.name, whole, start, values.view((*(1 for _ in lead), *theirs)))
             nbytes += values.nbytes
         for name in _extra_states(weights, stacked, len(layers), checkpoint):
             writer.add_object(file, name, [None])
@@ -192,12 +192,12 @@ def _extra_states(weights: Sequence[str], stacked: bool, layers: int, checkpoint
         module = weight.removesuffix(".weight")
         if not weight.endswith(".weight") or ".linear_" not in module:
             continue
-        place = exported_place(weight, stacked)
+        location = exported_location(weight, stacked)
         experts = checkpoint.catalogue[weight][0].chunk.global_shape[0] if ".experts.linear_" in weight else 1
-        stem = place.name.removesuffix(".weight")
+        stem = location.name.removesuffix(".weight")
         for expert in range(experts):
-            index = [*([place.layer] if place.layer is not None else []), *([expert] if experts > 1 else [])]
-            sizes = [*([layers] if place.layer is not None else []), *([experts] if experts > 1 else [])]
+            index = [*([location.layer] if location.layer is not None else []), *([expert] if experts > 1 else [])]
+            sizes = [*([layers] if location.layer is not None else []), *([experts] if experts > 1 else [])]
             yield f"{stem}._extra_state/shard_{'.'.join(map(str, index or [0]))}_{'.'.join(map(str, sizes or [1]))}"
 
 

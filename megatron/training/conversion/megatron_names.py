@@ -35,7 +35,7 @@ _ALIASES = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where their checkpoint holds a canonical tensor."""
 
     name: str
@@ -66,13 +66,13 @@ class Found:
         self.tensors[name] = SourceTensor(dtype, read)
 
 
-def possible_places(name: str) -> Iterator[Place]:
-    """Yields the places where a checkpoint may hold a canonical tensor, the usual ones first."""
+def possible_locations(name: str) -> Iterator[Location]:
+    """Yields the locations where a checkpoint may hold a canonical tensor, the usual ones first."""
     for spelling in _spellings(name):
         found = _LAYER.fullmatch(spelling)
         if found is not None:
-            yield Place(f"{found['stack']}.{found['rest']}", int(found["layer"]))
-        yield Place(spelling, None)
+            yield Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+        yield Location(spelling, None)
 
 
 def _spellings(name: str) -> Iterator[str]:
@@ -85,31 +85,31 @@ def _spellings(name: str) -> Iterator[str]:
         yield known
 
 
-def place_of(name: str, shapes: Mapping[str, Sequence[int]]) -> Place | None:
-    """Returns the place of a canonical tensor in a checkpoint whose tensors have these shapes; None if it has none."""
-    for place in possible_places(name):
-        if place.name in shapes and (place.layer is None or len(shapes[place.name]) > 1):
-            return place
+def location_of(name: str, shapes: Mapping[str, Sequence[int]]) -> Location | None:
+    """Returns the location of a canonical tensor in a checkpoint with tensors of these shapes; None if it has none."""
+    for location in possible_locations(name):
+        if location.name in shapes and (location.layer is None or len(shapes[location.name]) > 1):
+            return location
     return None
 
 
-def box_in(place: Place, theirs: Sequence[int], name: str, ours: Sequence[int]) -> Box:
+def box_in(location: Location, theirs: Sequence[int], name: str, ours: Sequence[int]) -> Box:
     """Returns the box of their tensor that has the elements of a canonical tensor, in the same order.
 
     `theirs` and `ours` are the shapes of the whole tensors. Raises UserError if they do not fit, naming both.
     """
-    inner = tuple(theirs) if place.layer is None else tuple(theirs[1:])
+    inner = tuple(theirs) if location.layer is None else tuple(theirs[1:])
     wanted = inner
     if name in VOCABULARY and inner[0] > ours[0]:
         wanted = (ours[0], *inner[1:])
-    layer_exists = place.layer is None or place.layer < theirs[0]
+    layer_exists = location.layer is None or location.layer < theirs[0]
     if not layer_exists or not merges_into(tuple(ours), wanted):
         raise UserError(
-            f"{name} has shape {list(ours)} by the flags of the model, but {place.name} has shape {list(theirs)}"
+            f"{name} has shape {list(ours)} by the flags of the model, but {location.name} has shape {list(theirs)}"
         )
-    if place.layer is None:
+    if location.layer is None:
         return Box((0,) * len(wanted), wanted)
-    return Box((place.layer, *(0,) * len(wanted)), (1, *wanted))
+    return Box((location.layer, *(0,) * len(wanted)), (1, *wanted))
 
 
 def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
@@ -125,14 +125,14 @@ def merges_into(ours: tuple[int, ...], theirs: tuple[int, ...]) -> bool:
     return all(size == 1 for size in ours[at:]) and math.prod(ours) == math.prod(theirs)
 
 
-def exported_place(name: str, stacked: bool) -> Place:
-    """Returns the place that a canonical tensor of a GPT model gets in an export, with or without stacked layers."""
+def exported_location(name: str, stacked: bool) -> Location:
+    """Returns the location that a canonical tensor of a GPT model gets in an export, with or without stacked layers."""
     for pattern, replacement in (*_ALIASES[:1], *_FUSED[:2]):
         name = re.sub(pattern, replacement, name)
     found = _LAYER.fullmatch(name)
     if found is None or not stacked:
-        return Place(name, None)
-    return Place(f"{found['stack']}.{found['rest']}", int(found["layer"]))
+        return Location(name, None)
+    return Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
 
 
 def exported_shape(name: str, shape: Sequence[int], divisor: int) -> tuple[int, ...]:

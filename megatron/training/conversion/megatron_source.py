@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.chunk import MASTER, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.flat_buffers import find_flat_state, is_flat_state
-from megatron.training.conversion.megatron_names import Found, box_in, place_of
+from megatron.training.conversion.megatron_names import Found, box_in, location_of
 from megatron.training.conversion.torch_archive import StoredTensor
 from megatron.training.conversion.torch_dist import COMMON_OBJECT, DistFolder, DistTensor
 
@@ -47,6 +47,7 @@ class DistSource:
         return {**common, "optimizer": [common.get("optimizer"), *said]}
 
     def find(self, shapes: Mapping[str, Sequence[int]], with_optimizer: bool) -> Found:
+        """Returns the tensors, and the optimizer state if it is asked for, from folders of all three formats."""
         found, used = Found(), set()
         tables = self._tables()
         for kind, table in sorted(tables.items()):
@@ -86,15 +87,15 @@ class DistSource:
         used: dict[str, int] = Counter()
         missing = []
         for name, shape in shapes.items():
-            place = place_of(name, theirs)
-            if place is None:
+            location = location_of(name, theirs)
+            if location is None:
                 missing.append(name)
                 continue
-            tensor = table[place.name]
-            box = box_in(place, tensor.shape, name, shape)
+            tensor = table[location.name]
+            box = box_in(location, tensor.shape, name, shape)
             ours = optimizer_state_name(kind, name) if kind else name
             found.add(ours, tensor.dtype, partial(tensor.read, box))
-            used[tensor.name] += 1 if place.layer is not None else 0
+            used[tensor.name] += 1 if location.layer is not None else 0
         if missing and not kind:
             raise UserError(f"{self.folder.path} has no {describe_names(missing)}, which the flags of the model need")
         if missing and kind:

@@ -27,7 +27,7 @@ ALL = slice(None)
 QUERIES, KEYS, VALUES = (ALL, slice(None, -2)), (ALL, slice(-2, -1)), (ALL, slice(-1, None))
 GATE, UP = (slice(0, 1),), (slice(1, 2),)
 
-Part = tuple[slice, ...]
+Slices = tuple[slice, ...]
 Axes = tuple[tuple[int, ...], ...]
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
@@ -39,11 +39,11 @@ class HubTensorPattern:
 
     name: str
     """Name in the safetensors file, with `{layer}` and `{expert}` in place of the numbers."""
-    part: Part = ()
+    part: Slices = ()
     """Slices of the first axes of the canonical tensor. If the name has `{expert}`, the expert axis is not included."""
     dims: int | None = None
     """The pattern is for canonical tensors of this many dimensions; None: of any number. A gated MLP has one more."""
-    fused: tuple[Part, ...] = ()
+    fused: tuple[Slices, ...] = ()
     """Parts that follow `part` in the same hub tensor, along its first dimension."""
     axes: Axes | None = None
     """For each dimension of the hub tensor the axes of the canonical tensor that it consists of, the slowest first:
@@ -149,7 +149,7 @@ def _tensors_of(
             yield HubTensor(pattern.name.format(layer=layer, expert=expert), name, shape, boxes, pattern.axes)
 
 
-def _box(shape: tuple[int, ...], part: Part) -> Box:
+def _box(shape: tuple[int, ...], part: Slices) -> Box:
     spans = [slice_.indices(size)[:2] for slice_, size in zip(part, shape, strict=False)]
     spans += [(0, size) for size in shape[len(spans) :]]
     box = Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))

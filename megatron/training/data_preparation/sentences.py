@@ -69,6 +69,7 @@ class PunktSplitter:
         self.name = f"nltk punkt, {language}"
 
     def split(self, text: str) -> list[str]:
+        """Returns the sentences. A very long text is split in parts of PUNKT_CHARACTERS."""
         sentences: list[str] = []
         for begin in range(0, len(text), PUNKT_CHARACTERS):
             part = text[begin : begin + PUNKT_CHARACTERS]
@@ -118,6 +119,7 @@ class RuleSplitter:
         self._keep_newlines = keep_newlines
 
     def split(self, text: str) -> list[str]:
+        """Returns the sentences."""
         starts = [0]
         for match in _ENDS.finditer(text):
             if _ends_sentence(text, starts[-1], match):

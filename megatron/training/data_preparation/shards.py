@@ -57,6 +57,7 @@ class ShardPaths:
 
     @classmethod
     def of(cls, folder: Path, worker: int, stream: StreamName) -> "ShardPaths":
+        """Returns the paths of one worker and one stream."""
         stem = f"worker{worker}.key{stream.key}.part{stream.part}"
         return cls(folder / f"{stem}.tokens", folder / f"{stem}.sequences", folder / f"{stem}.documents")
 

@@ -34,7 +34,7 @@ class DryRun:
     """The result of a dry run."""
 
     parameters: int
-    """Of the whole model, without what pads the vocabulary."""
+    """Number of parameters of the whole model, without padding of the vocabulary."""
     vocab_size: int
     padded_vocab_size: int
     ranks: tuple[RankMemory, ...]
@@ -46,7 +46,7 @@ class DryRun:
     config: PretrainConfig
     """The run's config, with stages in place of the layout auto."""
     notes: tuple[str, ...] = ()
-    """What is settled only once the vocabulary is known, a line each."""
+    """What depends on the size of the vocabulary, a line each."""
 
     @property
     def memory(self) -> MemoryBytes:

@@ -151,7 +151,7 @@ class _ModuleRecorder:
     def __init__(self, trace: LayoutTrace, chunk: nn.Module, trainer: Trainer) -> None:
         self.trace, self.groups = trace, trainer.environment.groups
         self._places: Tensor | None = None
-        """Of the tokens of the micro-batch under way, on this context parallel rank."""
+        """Places of the tokens of the current micro-batch on this context parallel rank."""
         model: Any = chunk.module if hasattr(chunk, "module") else chunk
         self._handles = []
         if isinstance(model, GPTModel):

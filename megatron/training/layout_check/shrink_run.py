@@ -44,9 +44,9 @@ class ShrunkRun:
 
     sizes: LayoutSizes
     words: list[str]
-    """Its command line."""
+    """Command line of the run under the layout."""
     plain_words: list[str]
-    """Of one process."""
+    """Command line of the run of one process."""
     notes: list[str] = field(default_factory=list)
     """What is not as the user wrote it, a line each."""
 

@@ -46,7 +46,7 @@ class Speed:
 
     seconds_per_iteration: float
     tokens_per_second: float | None = None
-    """Of all ranks together."""
+    """Tokens that all ranks together process in a second."""
     tflops_per_device: float | None = None
     mfu: float | None = None
     """Model FLOP utilisation, 0 to 1. None: the peak of this device is not known."""

@@ -66,10 +66,12 @@ class BertWordPieceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return len(self._tokens)
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._ids["[EOS]"]
 
     @property
@@ -89,17 +91,21 @@ class BertWordPieceTokenizer(Tokenizer):
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return {role: self._ids[token] for role, token in _TOKEN_OF_ROLE.items()}
 
     @property
     def special_literals(self) -> tuple[str, ...]:
+        """Spellings of the special tokens in text."""
         return (*_TOKEN_OF_ROLE.values(), *self._extra)
 
     @property
     def matches_special_literals(self) -> bool:
+        """False: the spelling of a special token in a text is ordinary text."""
         return False
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         words = cut_words(text, self._lower_case)
         return list(chain.from_iterable(map(self._pieces.__getitem__, words)))
 

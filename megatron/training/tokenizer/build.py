@@ -96,6 +96,7 @@ class PaddedSize(int):
     """Size of the vocabulary without padding."""
 
     def __new__(cls, padded: int, unpadded: int) -> "PaddedSize":
+        """Returns the padded size. `unpadded` is at least 1 and at most `padded`."""
         assert 0 < unpadded <= padded
         size = super().__new__(cls, padded)
         size.unpadded = unpadded

@@ -39,31 +39,39 @@ class GPT2BPETokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return max(self._vocab.values()) + 1
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._vocab[END_OF_TEXT]
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return {"eos_token": self.eod, "bos_token": self.eod}
 
     @property
     def special_literals(self) -> tuple[str, ...]:
+        """Spellings of the special tokens in text."""
         return (END_OF_TEXT,)
 
     @property
     def matches_special_literals(self) -> bool:
+        """False: the spelling of a special token in a text is ordinary text."""
         return False
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         return self._library.encode(text).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Returns the ids of many texts."""
         return self._encoder.encode(texts)
 
     def _identity(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return self._own_size + len(self._added)
 
     @property
@@ -87,30 +88,37 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
+        """Ids of the sentinels <extra_id_0>, <extra_id_1>, ...; empty without them."""
         return list(self._sentinels)
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._eod
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return dict(self._special)
 
     @property
     def special_literals(self) -> tuple[str, ...]:
+        """Spellings of the special tokens in text."""
         return tuple(token["content"] for token in self._state["added_tokens"] if token["special"])
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         return self._library.encode(text, add_special_tokens=self._include_special_tokens).ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
         parts = []
         for added, group in itertools.groupby(ids, self._added.get):
             parts += [self._library.decode(list(group), skip_special_tokens=False)] if added is None else [added]
         return "".join(parts)
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Returns the ids of many texts."""
         if self._fast is not None:
             return self._fast.encode(texts)
         encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=self._include_special_tokens)
@@ -118,6 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @property
     def speed_note(self) -> str | None:
+        """Why `encode_texts` is slow for this tokenizer; None if it is fast."""
         return self._speed_note
 
     def _make_fast(self) -> tuple[HuggingFaceFastPath | None, str | None]:

@@ -23,17 +23,21 @@ class NullTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return self._size + 1
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._eod
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return {"eos_token": self._eod} | ({} if self._pad is None else {"pad_token": self._pad})
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         if not text:
             return []
         try:
@@ -47,6 +51,7 @@ class NullTokenizer(Tokenizer):
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
         return " ".join(str(i) for i in ids)
 
     def _identity(self) -> dict[str, Any]:

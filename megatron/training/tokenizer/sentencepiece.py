@@ -75,14 +75,17 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return self._model.get_piece_size() + len(self._added)
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._roles.get("eod_token", self._roles["eos_token"])
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return {role: index for role, index in self._roles.items() if role != "eod_token"}
 
     @property
@@ -118,6 +121,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def special_literals(self) -> tuple[str, ...]:
+        """Spellings of the special tokens in text."""
         if self.matches_special_literals:
             return tuple(self._literals)
         controls = (i for i in range(self._model.get_piece_size()) if self._model.is_control(i))
@@ -125,9 +129,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def matches_special_literals(self) -> bool:
+        """Whether special tokens are looked for in texts: --tokenizer-sentencepiece-legacy."""
         return "eod_token" in self._roles
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         if not self.matches_special_literals:
             return self._prefix + self._model.encode(text)
         ids: list[int] = []
@@ -140,6 +146,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ids + self._model.encode(text[start:])
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
         size = self._model.get_piece_size()
         parts: list[str] = []
         start = 0
@@ -153,12 +160,14 @@ class SentencePieceTokenizer(Tokenizer):
         return " ".join(parts)
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Returns the ids of many texts."""
         if self.matches_special_literals:
             return pack_ids([self.tokenize(text) for text in texts])
         return pack_ids([self._prefix + ids for ids in self._model.encode(list(texts), num_threads=1)])
 
     @property
     def speed_note(self) -> str | None:
+        """Why `encode_texts` is slow: it looks for special tokens; None otherwise."""
         if self.matches_special_literals:
             return "--tokenizer-sentencepiece-legacy looks for special tokens in each text"
         return None

@@ -77,33 +77,41 @@ class TikTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids, without padding."""
         return self._vocab_size
 
     @property
     def eod(self) -> int:
+        """The id that ends a document."""
         return self._special["</s>"]
 
     @property
     def special_tokens_dict(self) -> dict[str, int]:
+        """Special ids by role."""
         return {_ROLE_OF_TOKEN[token]: i for token, i in self._special.items() if token in _ROLE_OF_TOKEN}
 
     @property
     def special_literals(self) -> tuple[str, ...]:
+        """Spellings of the special tokens in text."""
         return tuple(self._special)
 
     @property
     def matches_special_literals(self) -> bool:
+        """Whether a spelling in a text becomes the special token: not with `legacy`."""
         return not self._legacy
 
     def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text."""
         if self._legacy:
             return self._library.encode_ordinary(text)
         return self._library.encode(text, allowed_special="all")
 
     def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of ids."""
         return self._library.decode(list(ids))
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Returns the ids of many texts."""
         return pack_ids([self.tokenize(text) for text in texts])
 
     def _identity(self) -> dict[str, Any]:

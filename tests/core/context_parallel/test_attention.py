@@ -207,7 +207,7 @@ def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
 
 
 def errors_of_fused_kernels() -> dict[str, float]:
-    """The same for the kernels of a GPU, with stand-ins for what only a GPU has."""
+    """Returns the errors of the kernels of a GPU, with stand-ins for what only a GPU has."""
     fused_kernels.put_in_place()
     errors = {}
     groups = ProcessGroupCollection.from_grid(

@@ -1,4 +1,4 @@
-"""Small token files, the published golden data, and warnings that are said once in a process told anew in each test."""
+"""Small token files, Megatron-LM's golden data, and warnings that are said once in a process told anew in each test."""
 
 import itertools
 import json

@@ -8,7 +8,7 @@ from megatron.core.exceptions import UserError
 BLEND = (["a", "b"], None)
 
 
-def test_without_a_split_the_published_one_is_taken_and_said(caplog):
+def test_without_a_split_megatron_lms_one_is_taken_and_said(caplog):
     config = BlendedMegatronDatasetConfig(1, 8, blend=BLEND)
     assert config.split == "969,30,1"
     assert config.split_matrix == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]

@@ -1,4 +1,4 @@
-"""megatron/core/datasets/blending.py: the published greedy rule, from any place, in little memory."""
+"""megatron/core/datasets/blending.py: Megatron-LM's greedy rule, from any place, in little memory."""
 
 import json
 
@@ -9,7 +9,7 @@ from megatron.core.datasets.blending import BlendOrder
 from megatron.core.exceptions import UserError
 
 
-def published(weights, size, limits=None):
+def megatron_lm(weights, size, limits=None):
     """The rule, a sample at a time: (dataset_index, dataset_sample_index)."""
     weights = [float(weight) for weight in weights]
     taken = [0] * len(weights)
@@ -62,7 +62,7 @@ def test_equal_to_the_plain_rule_from_any_place(kind, seed):
     random = np.random.default_rng(seed)
     weights = some_weights(kind, random)
     size = int(random.integers(1, 40_000))
-    datasets, samples = published(weights, size)
+    datasets, samples = megatron_lm(weights, size)
     order = BlendOrder(weights, size)
     for place in random.integers(0, size, 5).tolist():
         assert order.locate(place) == (datasets[place], samples[place])
@@ -85,7 +85,7 @@ def test_every_sample_once(seed):
     sizes = random.integers(0, 800, random.integers(1, 30)) + (seed == 0)
     sizes[0] += 1
     order = BlendOrder(sizes / sizes.sum(), int(sizes.sum()), limits=sizes)
-    datasets, samples = published(sizes / sizes.sum(), int(sizes.sum()), sizes)
+    datasets, samples = megatron_lm(sizes / sizes.sum(), int(sizes.sum()), sizes)
     found = order.indices(0, order.size + 10)
     assert found.dataset_index.tolist() == datasets
     assert found.dataset_sample_index.tolist() == samples
@@ -98,8 +98,8 @@ def test_used_up_datasets_end_the_blend():
 
 
 def test_weight_zero_is_never_drawn():
-    # The published rule draws the zero-weight dataset at its second step, where all errors are 0.
-    assert published([0.0, 1.0], 3)[0] == [1, 0, 1]
+    # Megatron-LM's rule draws the zero-weight dataset at its second step, where all errors are 0.
+    assert megatron_lm([0.0, 1.0], 3)[0] == [1, 0, 1]
     assert BlendOrder(np.array([0.0, 1.0]), 3).indices(0, 3).dataset_index.tolist() == [1, 1, 1]
 
 

@@ -1,4 +1,4 @@
-"""megatron/core/datasets/gpt_dataset.py: indices, samples and masks equal to the published release's."""
+"""megatron/core/datasets/gpt_dataset.py: indices, samples and masks equal to Megatron-LM's."""
 
 import hashlib
 import json
@@ -99,7 +99,7 @@ def test_golden_fields(golden, build, number, split):
 
 @pytest.mark.parametrize("number", range(2))
 def test_golden_mock(golden, number, monkeypatch):
-    monkeypatch.setattr(MockGPTLowLevelDataset, "num_documents", mock_data.PUBLISHED)
+    monkeypatch.setattr(MockGPTLowLevelDataset, "num_documents", mock_data.NUM_DOCUMENTS)
     case = json.loads((golden / "gpt_dataset" / "mock.json").read_text())[number]
     tokenizer = SimpleNamespace(vocab_size=case["vocab_size"], eod=case["eod"])
     config = GPTDatasetConfig(case["seed"], case["seq"], tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""megatron/core/datasets/index_building.py against the published walk written down step by step."""
+"""megatron/core/datasets/index_building.py against Megatron-LM's walk written down step by step."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from megatron.core.datasets.index_building import (
 
 
 def walk(lengths, document_index, sequence_length, extra, num_samples):
-    """The published way: fill sample after sample, sequence after sequence."""
+    """Megatron-LM's way: fill sample after sample, sequence after sequence."""
     rows = [(0, 0)]
     entry, offset = 0, 0
     for _ in range(num_samples):

@@ -56,7 +56,7 @@ CASES = json.loads((Path(__file__).parents[2] / "data" / "golden" / "bert_t5" / 
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
-def test_samples_are_the_published_ones(case, golden, wordpiece, tmp_path):
+def test_samples_are_megatron_lms(case, golden, wordpiece, tmp_path):
     cls, config_class, _ = BERT if case["cls"] == "BERTMaskedWordPieceDataset" else T5
     blend = ([str(golden / "corpus" / "pp" / "bert_body_document")], None)
     vocab = {i: token for i, token in wordpiece.inv_vocab.items() if i < case["tokenizer"]["vocab_size"]}

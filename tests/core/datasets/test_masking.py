@@ -11,7 +11,7 @@ from megatron.core.datasets.masking import MaskingRule, _RunLengths, draw_spans,
 def test_words_are_runs_of_pieces_between_special_tokens():
     continues = np.array([0, 1, 0, 1, 1, 0, 0, 1, 0], bool)
     special = np.array([1, 0, 0, 0, 0, 0, 1, 0, 1], bool)
-    # The first token continues nothing; the one after a special token continues the word before it, as published.
+    # The first token continues nothing; the one after a special token continues the word before it.
     assert words_of(continues, special) == [[1], [2, 3, 4], [5, 7]]
 
 
@@ -47,5 +47,5 @@ def test_spans_are_runs_of_whole_words_and_not_too_many_tokens(seed):
 def test_numbers_of_masked_tokens():
     rule = MaskingRule(0.15, 3, geometric=False)
     assert rule.count(100, 509) == 15 and rule.count(3, 509) == 1
-    assert rule.count(512, 509) == 0.15 * 509  # not rounded, as published
+    assert rule.count(512, 509) == 0.15 * 509  # not rounded
     assert not list(draw_spans([[0], [1]], rule.count(5, 2), rule, np.random.RandomState(0)))

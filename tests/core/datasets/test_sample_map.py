@@ -1,4 +1,4 @@
-"""megatron/core/datasets/sample_map.py against the published walk and both twisters written down in plain Python."""
+"""megatron/core/datasets/sample_map.py against Megatron-LM's walk and both twisters written down in plain Python."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def test_the_reference_is_that_of_the_standard(bits, expected):
 
 
 def walk(boundaries, lengths, plan):
-    """The published way, document after document, then the shuffle."""
+    """Megatron-LM's way, document after document, then the shuffle."""
     draw = mersenne_twister(plan.seed, 32)
     ratio = int(1 / plan.short_sequence_probability + 0.5) if plan.short_sequence_probability else 0
 

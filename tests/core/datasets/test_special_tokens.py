@@ -1,4 +1,4 @@
-"""megatron/core/datasets/special_tokens.py against the published rules, taken one end of document at a time."""
+"""megatron/core/datasets/special_tokens.py against Megatron-LM's rules, taken one end of document at a time."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def reference(tokens):
         *np.random.default_rng(0).integers(0, 6, (8, 40)),
     ],
 )
-def test_boundaries_mean_what_the_published_masks_mean(tokens):
+def test_boundaries_mean_what_megatron_lms_masks_mean(tokens):
     tokens = np.array(tokens)
     boundaries = cumulative_lengths(tokens, EOD)
     mask, positions = reference(tokens)

@@ -1,4 +1,4 @@
-"""megatron/core/datasets/utils.py: splits equal to the published ones, blends, and what is wrong with the others."""
+"""megatron/core/datasets/utils.py: splits equal to Megatron-LM's, blends, and what is wrong with the others."""
 
 import json
 

@@ -140,7 +140,7 @@ def killed(save_again, last_step, half, testament):
 
 
 def lose_power(testament, names_too):
-    """Undo what was not synced: contents always, and names as an unkind file system may; removals stay done."""
+    """Takes back what was not synced: contents always, names if `names_too`, as a file system may; never a removal."""
     files, names = json.loads(testament.read_text())
     for name in files:
         if Path(name).exists():
@@ -218,8 +218,8 @@ def test_every_step(tmp_path, action, loss):
         iteration, value, said = load_values(root)
         outcomes.add(value)
         assert (iteration, value) in {(10, 1.0), (20 if action is not same_again else 10, 2.0)}
-        lagging = (root / folders.TRACKER).read_bytes() != str(iteration).encode()
-        assert len(said) == lagging and all("its save was interrupted" in note for note in said), said
+        behind = (root / folders.TRACKER).read_bytes() != str(iteration).encode()
+        assert len(said) == behind and all("its save was interrupted" in note for note in said), said
         # The next save cleans up and goes through.
         save_values(root, 30, 3.0, keep_last=1)
         assert load_values(root) == (30, 3.0, [])

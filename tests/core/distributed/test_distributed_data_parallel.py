@@ -174,7 +174,7 @@ def test_a_gradient_after_its_reduction_is_an_error_that_names_the_parameter() -
         accumulate(ddp, range(2), 1, per_token=False)
 
 
-def test_published_methods_of_the_wrapper() -> None:
+def test_megatron_lms_methods_of_the_wrapper() -> None:
     model = SmallModel()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     ddp = wrapped(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.pool import Pool
-from support.sharding import STRATEGIES, Pieces, backward, groups_of, joined, pieces, small_model, wrap
+from support.sharding import STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.reading import load
@@ -34,7 +34,7 @@ def pool() -> Iterator[Pool]:
         yield ranks
 
 
-def train_and_save(layout: tuple[str, int, int], dtype: torch.dtype, root: str) -> Pieces:
+def train_and_save(layout: tuple[str, int, int], dtype: torch.dtype, root: str) -> SlicesByName:
     """Two steps; what this rank holds of weights, masters and moments."""
     strategy, ranks, instances = layout
     groups = groups_of(ranks, instances)
@@ -46,12 +46,14 @@ def train_and_save(layout: tuple[str, int, int], dtype: torch.dtype, root: str) 
         optimizer.step_on_device()
     chunks = [*ddp.weight_chunks(), *optimizer.state_chunks()]
     save(Path(root), chunks, step=2, common=optimizer.common_state(), config={}, layout={}, group=groups.dp_cp)
-    found = pieces(chunks)
+    found = slices(chunks)
     groups.close()
     return found
 
 
-def load_and_train(layout: tuple[str, int, int], dtype: torch.dtype, root: str) -> tuple[Pieces, Pieces, int]:
+def load_and_train(
+    layout: tuple[str, int, int], dtype: torch.dtype, root: str
+) -> tuple[SlicesByName, SlicesByName, int]:
     """What a rank of another layout reads into a fresh model, and its weights after one step more."""
     strategy, ranks, instances = layout
     groups = groups_of(ranks, instances)
@@ -64,12 +66,12 @@ def load_and_train(layout: tuple[str, int, int], dtype: torch.dtype, root: str) 
     loaded = load(Path(root), chunks, group=groups.dp_cp, log=lambda *words: None)
     assert loaded is not None
     optimizer.load_common_state(loaded.manifest.common)
-    found = pieces(chunks)
+    found = slices(chunks)
     ddp.zero_grad_buffer()
     backward(ddp, 2, 1)
     finalize_model_grads([ddp])
     optimizer.step_on_device()
-    after = pieces(ddp.weight_chunks())
+    after = slices(ddp.weight_chunks())
     groups.close()
     return found, after, optimizer.common_state()["update_count"]
 
@@ -109,7 +111,7 @@ class Tied(nn.Module):
         initialize_parameters(self, 1)
 
 
-def two_chunks(strategy: str, root: str, reads: bool) -> Pieces:
+def two_chunks(strategy: str, root: str, reads: bool) -> SlicesByName:
     """Save or load a model whose two chunks, on the same ranks, both hold a tied table."""
     groups = groups_of(2)
     config = DistributedDataParallelConfig(**STRATEGIES[strategy])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.pool import Pool
-from support.sharding import SAMPLES, STRATEGIES, Pieces, backward, groups_of, joined, pieces, small_model, wrap
+from support.sharding import SAMPLES, STRATEGIES, SlicesByName, backward, groups_of, joined, slices, small_model, wrap
 from support.small_models import batch
 from torch import Tensor
 
@@ -47,15 +47,15 @@ def train(
         ddp.zero_grad_buffer()
         tokens = (late_backward if late else backward)(ddp, step, micro_batches, per_token)
         finalize_model_grads([ddp], tokens if per_token else None)
-        gradients = pieces(ddp.gradient_chunks())
+        gradients = slices(ddp.gradient_chunks())
         norm = optimizer.step_on_device().grad_norm
-        seen.append({"norm": float(norm), "gradients": gradients, "weights": pieces(ddp.weight_chunks())})
+        seen.append({"norm": float(norm), "gradients": gradients, "weights": slices(ddp.weight_chunks())})
     groups.close()
     return seen
 
 
 def late_backward(ddp: Any, step: int, micro_batches: int, per_token: bool) -> Tensor:
-    """As `backward`, in the order of a zero-bubble pipeline: a product runs one input gradient later than it could."""
+    """Runs `backward` in the order of a zero-bubble pipeline: a product runs one input gradient later than it could."""
     place, ranks = ddp.pg_collection.rank("dp_cp"), ddp.pg_collection.size("dp_cp")
     per = SAMPLES // (ranks * micro_batches)
     with ddp.no_sync():
@@ -187,7 +187,7 @@ def test_instances_must_fit() -> None:
         wrap(small_model(), groups_of(1), instances=2, **STRATEGIES["no_shard"])
 
 
-def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[Pieces, int, int]:
+def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[SlicesByName, int, int]:
     """Weights of a GPT that was built with or without memory, and the most whole units that had memory at a time."""
     groups = groups_of(2)
     config = TransformerConfig(
@@ -198,7 +198,7 @@ def built(dtype: torch.dtype, name: str, on_meta: bool) -> tuple[Pieces, int, in
     ddp_config = DistributedDataParallelConfig(**STRATEGIES[name])
     device = torch.device("cpu")
     ddp = DistributedDataParallel(config, ddp_config, model, pg_collection=groups, device=device)
-    found = pieces(ddp.weight_chunks()), len(ddp.units), sum(unit.has_whole_weights for unit in ddp.units)
+    found = slices(ddp.weight_chunks()), len(ddp.units), sum(unit.has_whole_weights for unit in ddp.units)
     groups.close()
     return found
 

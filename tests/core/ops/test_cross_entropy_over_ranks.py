@@ -104,7 +104,7 @@ def test_parts_of_a_vocabulary(
         assert result["beyond"]
 
 
-def published() -> float:
+def megatron_lm() -> float:
     rank = dist.get_rank()
     logits, labels, _ = problem(18, 18, torch.float64)
     loss = vocab_parallel_cross_entropy(
@@ -114,7 +114,7 @@ def published() -> float:
 
 
 def test_public_function(pool: Pool) -> None:
-    assert max(pool.run(published, 2)) < 1e-14
+    assert max(pool.run(megatron_lm, 2)) < 1e-14
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 CPU = torch.device("cpu")
 
 
-class Published:
+class MegatronLm:
     """Overflow: growth = 0, hysteresis -= 1, and at 0 or below the scale is halved, not under its minimum. Clean:
     growth += 1; at the interval growth = 0, hysteresis is full again, the scale doubles."""
 
@@ -35,16 +35,16 @@ class Published:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_dynamic_scale_follows_the_rules(seed: int) -> None:
     source = random.Random(seed)
-    published = Published(2.0**6, 1.0, 5, 2)
+    megatron_lm = MegatronLm(2.0**6, 1.0, 5, 2)
     ours = DynamicGradScaler(2.0**6, 1.0, 5, 2, CPU)
     for _ in range(300):
         overflowed = source.random() < 0.2
-        published.update(overflowed)
+        megatron_lm.update(overflowed)
         ours.update(torch.tensor(overflowed), torch.tensor(True))
         assert ours.state_dict() == {
-            "scale": published.scale,
-            "growth_tracker": published.growth,
-            "hysteresis_tracker": published.hysteresis,
+            "scale": megatron_lm.scale,
+            "growth_tracker": megatron_lm.growth,
+            "hysteresis_tracker": megatron_lm.hysteresis,
         }
 
 

@@ -1,4 +1,4 @@
-"""What MegatronOptimizer does for every optimizer: the published step, and state that goes out and comes back."""
+"""What MegatronOptimizer does for every optimizer: Megatron-LM's step, and state that goes out and comes back."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ class Fake(MegatronOptimizer):
         self.count = state["count"]
 
 
-def test_the_published_step_gives_numbers_or_none() -> None:
+def test_megatron_lm_step_gives_numbers_or_none() -> None:
     assert Fake().step() == (True, 2.5, None)
     assert Fake(zeros=7).step() == (True, 2.5, 7)
     assert Fake(applied=False, zeros=7).step() == (False, None, None)

@@ -71,7 +71,7 @@ def test_vocab_parallel_embedding() -> None:
     assert torch.equal(layer(ids), layer.weight[ids])
 
 
-def test_published_empty_extra_state_is_taken() -> None:
+def test_megatron_lms_empty_extra_state_is_taken() -> None:
     layer = tensor_parallel.ColumnParallelLinear(6, 8, config=CONFIG, init_method=nn.init.normal_)
     layer.load_state_dict({**layer.state_dict(), "_extra_state": None})
     with pytest.raises(RuntimeError, match="_extra_state"):
@@ -102,7 +102,7 @@ def test_sizes_that_do_not_divide_are_named_with_those_that_do() -> None:
         tensor_parallel.RowParallelLinear(3, 8, bias=True, input_is_parallel=True, skip_bias_add=False, **init)
 
 
-def test_linear_by_its_published_name() -> None:
+def test_linear_by_megatron_lms_name() -> None:
     x = torch.arange(12.0).view(3, 4)
     weight, bias = torch.ones(2, 4), torch.ones(2)
     result = tensor_parallel.linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False)

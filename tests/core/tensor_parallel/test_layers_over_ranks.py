@@ -227,7 +227,7 @@ def megatron_lm_linear() -> dict[str, float]:
     return errors
 
 
-def test_linear_by_its_published_name(pool: Pool) -> None:
+def test_linear_by_megatron_lms_name(pool: Pool) -> None:
     check(pool.run(megatron_lm_linear, 2))
 
 

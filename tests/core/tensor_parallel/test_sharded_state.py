@@ -1,4 +1,4 @@
-"""Sharded state dicts of modules: what one layout saves, any other loads, through `load_state_dict` as published."""
+"""Sharded state dicts of modules: what one layout saves, any other loads through `load_state_dict`."""
 
 from pathlib import Path
 

@@ -53,9 +53,9 @@ def resolved(config: TransformerConfig, seq_length: int, vocab_size: int) -> Tra
 def test_a_head_that_costs_as_much_as_layers_takes_their_place() -> None:
     made = config(14, 4)
     vocabulary = layer_cost(made, 1, 128) // 64 * 2  # a head of two layers
-    settled = resolved(made, 128, vocabulary)
-    assert [len(stage.layers) for stage in stage_map(settled).stages] == [4, 4, 4, 2]
-    assert stages_of_auto_layout(settled, 4096, 10) is None
+    with_stages = resolved(made, 128, vocabulary)
+    assert [len(stage.layers) for stage in stage_map(with_stages).stages] == [4, 4, 4, 2]
+    assert stages_of_auto_layout(with_stages, 4096, 10) is None
 
 
 @pytest.mark.parametrize("fields", [{"virtual_pipeline_model_parallel_size": 2}, {"pipeline_schedule": "zb-v"}])
@@ -162,7 +162,7 @@ GPT = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 32, "num_attention_
 
 
 def per_token(**fields: Any) -> float:
-    """Of 128 rows of vocabulary and sequences of 16 tokens."""
+    """Returns the FLOPs for 128 rows of vocabulary and sequences of 16 tokens."""
     kind = MLATransformerConfig if "kv_lora_rank" in fields else TransformerConfig
     return flops_per_token(kind(**{**GPT, **fields}), 128, 16)
 

@@ -163,7 +163,7 @@ def with_parts(spec: Any, **parts: Any) -> Any:
 
 
 def errors_of_other_parts(expected: dict[str, Any], layout: dict[str, Any], norm: bool) -> dict[str, float]:
-    """With down projections that are shared out, as in the published plain spec, and a user's own norms."""
+    """With down projections that are shared out, as in Megatron-LM's plain spec, and a user's own norms."""
     groups = ProcessGroupCollection.from_grid(RankGrid(2, tensor=2), torch.distributed.get_rank())
     config = build(MODELS["all latents"], groups, **layout).config
     config.hidden_dropout = 0.0
@@ -240,7 +240,7 @@ def test_factor_of_the_scores() -> None:
 
     assert scale(rotary_scaling_factor=1.0, mscale_all_dim=1.0) == pytest.approx(10**-0.5)
     magnitude = 0.1 * 0.8 * torch.log(torch.tensor(4.0, dtype=torch.float64)).item() + 1
-    for rope_type in ("rope", "yarn"):  # as published, for either
+    for rope_type in ("rope", "yarn"):  # as in Megatron-LM, for either
         found = scale(rotary_scaling_factor=4.0, mscale_all_dim=0.8, rope_type=rope_type)
         assert found == pytest.approx(magnitude**2 * 10**-0.5, rel=1e-12)
     assert scale(softmax_scale=0.3, mscale_all_dim=0.8) == 0.3

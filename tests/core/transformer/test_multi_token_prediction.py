@@ -103,7 +103,7 @@ def test_losses_reports_and_gradients(case: str) -> None:
         assert (parameter.grad - reference).abs().max() < 1e-11 * reference.abs().max(), name
 
 
-def test_names_and_shapes_are_the_published_ones() -> None:
+def test_names_and_shapes_are_megatron_lms() -> None:
     model = predicting_model(predicting_config(mtp_num_layers=1, **LLAMA), **ROPE)
     found = {name: tuple(p.shape) for name, p in model.named_parameters() if name.startswith("mtp.")}
     layer = get_parts(model.decoder.layers[0], "mtp.layers.0.transformer_layer.")

@@ -128,7 +128,7 @@ def test_memory_that_is_kept() -> None:
 
 
 def test_full_recompute_counts_predicting_layers_after_the_decoders() -> None:
-    """Of two layers and one that predicts further ahead."""
+    """The model has two layers and one that predicts further ahead."""
 
     def kept(method: str, num_layers: int) -> int:
         how = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": num_layers}

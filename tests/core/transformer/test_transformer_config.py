@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-PUBLISHED = json.loads((Path(__file__).parents[2] / "data/flags/megatron_lm_config_fields.json").read_text())
+MEGATRON_LM = json.loads((Path(__file__).parents[2] / "data/flags/megatron_lm_config_fields.json").read_text())
 CONFIGS: dict[str, type] = {
     cls.__name__: cls
     for cls in (
@@ -72,7 +72,7 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "dsa_indexer_rope_interleaved",
     "dsa_indexer_scoring_relu",
 }
-"""Ours too: what models need beyond the published fields (docs/models.md)."""
+"""Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
 OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}
 
 
@@ -81,24 +81,24 @@ def small(**fields: Any) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_published_field_is_there_with_its_default(name: str) -> None:
+def test_every_field_of_megatron_lm_is_there_with_its_default(name: str) -> None:
     fields = {field.name: field for field in dataclasses.fields(CONFIGS[name])}
-    for statement in PUBLISHED[name]:
+    for statement in MEGATRON_LM[name]:
         field, _, rest = statement.partition(":")
         assert field in fields, statement
-        published = rest.rpartition(" = ")[2].strip("'")
-        if published == "factory":
+        megatron_lm = rest.rpartition(" = ")[2].strip("'")
+        if megatron_lm == "factory":
             assert fields[field].default_factory is list
         else:
             ours = fields[field].default
             shown = repr(ours) if isinstance(ours, enum.Enum) else str(ours)
-            assert shown == OTHER_DEFAULTS.get(field, published), statement
+            assert shown == OTHER_DEFAULTS.get(field, megatron_lm), statement
 
 
 def test_we_add_only_these_fields() -> None:
     for name, cls in CONFIGS.items():
-        published = {s.partition(":")[0] for base in cls.__mro__ for s in PUBLISHED.get(base.__name__, [])}
-        added = {field.name for field in dataclasses.fields(cls)} - published
+        megatron_lm = {s.partition(":")[0] for base in cls.__mro__ for s in MEGATRON_LM.get(base.__name__, [])}
+        added = {field.name for field in dataclasses.fields(cls)} - megatron_lm
         assert added <= OURS | MODEL_OPTIONS, name
 
 
@@ -132,7 +132,7 @@ def test_number_formats(flag: str, dtype: torch.dtype) -> None:
     assert small(params_dtype=torch.bfloat16).params_dtype is torch.bfloat16
 
 
-def test_the_published_example_builds_a_config() -> None:
+def test_megatron_lm_example_builds_a_config() -> None:
     TransformerConfig(
         num_layers=12,
         hidden_size=768,

@@ -42,7 +42,7 @@ def test_the_model_of_the_checkpoint(saved):
 
 
 def test_what_the_line_says(saved):
-    """Of the model it is replaced, which is said; of the tokenizer it stands; of the layout nothing is taken."""
+    """The checkpoint replaces flags of the model, and a note says so. Flags of the tokenizer and the layout stay."""
     config = config_of(f"--load {saved} --hidden-size 64 --vocab-size 50 --seq-length 8 --moe-grouped-gemm")
     assert config.transformer.hidden_size == 32
     assert config.tokenizer.vocab_size == 50 and config.data.seq_length == 8 and config.transformer.moe_grouped_gemm

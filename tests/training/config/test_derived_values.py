@@ -101,7 +101,7 @@ def test_latent_attention_says_that_learned_positions_are_added() -> None:
     assert not told("--position-embedding-type learned_absolute"), "who asks for it knows"
 
 
-def test_defaults_that_are_not_the_published_ones_are_said_once() -> None:
+def test_defaults_that_are_not_megatron_lms_are_said_once() -> None:
     line = "defaults that differ from Megatron-LM's: --ckpt-format safetensors, --transformer-impl auto"
     assert configured(has_cuda=True).notes[0] == line
     given = configured("--ckpt-format torch --transformer-impl local --distributed-backend gloo")

@@ -1,4 +1,4 @@
-"""Every flag: frozen, published where it is not ours, and telling the truth."""
+"""Every flag is in the frozen list, is Megatron-LM's or marked as ours, and does what its help says."""
 
 import enum
 import json
@@ -23,7 +23,7 @@ from megatron.training.config.retired import RETIRED
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests/data/flags"
-PUBLISHED = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
+MEGATRON_LM = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
 
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--config",
@@ -80,7 +80,7 @@ MODEL_OPTIONS = {
     "--moe-router-norm-topk-prob", "--no-moe-router-norm-topk-prob", "--moe-router-bias", "--no-moe-router-bias",
     "--moe-router-group-score-topk", "--moe-expert-mlp-bias", "--no-moe-expert-mlp-bias",
 }  # fmt: skip
-"""Ours too: what models need beyond the published fields (docs/models.md)."""
+"""Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
 OTHER_DEFAULT = {
     "--fim-eod-token": None,  # that of the tokenizer
     "--sft-tokenizer-prompt-format": "default",  # the tokenizer's own chat template, not that of one model
@@ -88,8 +88,8 @@ OTHER_DEFAULT = {
     "--transformer-impl": "auto",
     "--distributed-backend": None,  # by device
     "--is-hybrid-model": None,  # as false; the default of pretrain_mamba.py is true
-    "--no-persist-layer-norm": True,  # published the other way round, as a flag that says no
-    # published as None, which is as false
+    "--no-persist-layer-norm": True,  # the other way round in Megatron-LM: a flag that says no
+    # None in Megatron-LM, which counts as false
     "--no-save-optim": False,
     "--no-save-rng": False,
     "--no-load-optim": False,
@@ -116,7 +116,7 @@ def test_the_list_of_options_is_frozen() -> None:
 
 
 def test_only_these_options_are_ours() -> None:
-    assert set(spellings()) - PUBLISHED.keys() == OURS | MODEL_OPTIONS
+    assert set(spellings()) - MEGATRON_LM.keys() == OURS | MODEL_OPTIONS
 
 
 def test_every_frequently_used_flag_is_offered() -> None:
@@ -124,18 +124,18 @@ def test_every_frequently_used_flag_is_offered() -> None:
     assert set(json.loads((DATA / "frequent_flags.json").read_text())) <= offered
 
 
-@pytest.mark.parametrize("spelling", sorted(PUBLISHED))
-def test_a_published_flag_has_its_published_facts(spelling: str) -> None:
-    flag, facts = flags_by_spelling()[spelling], PUBLISHED[spelling]
+@pytest.mark.parametrize("spelling", sorted(MEGATRON_LM))
+def test_a_flag_of_megatron_lm_has_its_facts(spelling: str) -> None:
+    flag, facts = flags_by_spelling()[spelling], MEGATRON_LM[spelling]
     assert _plain(flag.default, spelling) == OTHER_DEFAULT.get(spelling, facts["default"])
     assert str(flag.nargs) == str(facts["nargs"])
     if spelling not in OTHER_ACTION:
         assert facts["action"] == _action(flag, spelling)
     if facts["choices"] is None:
         assert set(flag.choices or ()) == MORE_CHOICES.get(spelling, set())
-    elif spelling != "--exit-signal":  # published as numbers, read by name there too
-        published = {str(choice).rpartition(".")[2] for choice in facts["choices"]}
-        assert set(flag.choices or ()) == published | MORE_CHOICES.get(spelling, set())
+    elif spelling != "--exit-signal":  # numbers in its parser, read by name there too
+        megatron_lm = {str(choice).rpartition(".")[2] for choice in facts["choices"]}
+        assert set(flag.choices or ()) == megatron_lm | MORE_CHOICES.get(spelling, set())
     if facts["type"] in ("int", "float") and not (flag.declaration.parse or flag.choices):
         assert flag.parse is {"int": whole_number, "float": number}[facts["type"]]
 

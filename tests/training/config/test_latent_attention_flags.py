@@ -12,11 +12,11 @@ from megatron.training.inspection.run_description import architecture_difference
 MLA = "--multi-latent-attention"
 
 
-def test_the_flag_makes_a_config_of_its_own_with_published_defaults() -> None:
+def test_the_flag_makes_a_config_of_its_own_with_megatron_lms_defaults() -> None:
     transformer = configured(MLA).transformer
     assert isinstance(transformer, MLATransformerConfig)
     sizes = (transformer.q_lora_rank, transformer.kv_lora_rank, transformer.qk_head_dim, transformer.v_head_dim)
-    assert sizes == (None, 32, 128, 128)  # of the published command line; the library's are others
+    assert sizes == (None, 32, 128, 128)  # of Megatron-LM's command line; the library's are others
     assert (transformer.rope_type, transformer.rotary_scaling_factor) == ("yarn", 1.0)
     assert transformer.normalization == "LayerNorm" and MLATransformerConfig.normalization == "RMSNorm"
     assert type(configured().transformer) is TransformerConfig

@@ -25,7 +25,7 @@ class First:
     """Say more."""
 
     old: int | None = flag(None, no_effect="nobody needs it")
-    """Of older releases."""
+    """For older releases."""
 
     gears: int = flag(1, only_with="mode=slow")
     """With --mode slow: gears."""

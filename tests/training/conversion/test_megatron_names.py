@@ -4,11 +4,11 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.megatron_names import Place, box_in, merges_into, place_of
+from megatron.training.conversion.megatron_names import Location, box_in, location_of, merges_into
 
 
 @pytest.mark.parametrize(
-    ("canonical", "theirs", "place"),
+    ("canonical", "theirs", "location"),
     [
         ("decoder.layers.3.input_layernorm.weight", "decoder.layers.self_attention.linear_qkv.layer_norm_weight", 3),
         ("decoder.layers.3.input_layernorm.bias", "decoder.layers.3.self_attention.linear_qkv.layer_norm_bias", None),
@@ -24,25 +24,25 @@ from megatron.training.conversion.megatron_names import Place, box_in, merges_in
         ("embedding.word_embeddings.weight", "embedding.word_embeddings.weight", None),
     ],
 )
-def test_places(canonical: str, theirs: str, place: int | None) -> None:
+def test_locations(canonical: str, theirs: str, location: int | None) -> None:
     shapes = {theirs: (4, 8, 8), "decoder.final_layernorm.weight": (8,)}
-    assert place_of(canonical, shapes) == Place(theirs, place)
-    assert place_of("decoder.layers.0.mlp.linear_fc2.weight", shapes) is None
+    assert location_of(canonical, shapes) == Location(theirs, location)
+    assert location_of("decoder.layers.0.mlp.linear_fc2.weight", shapes) is None
 
 
 def test_boxes() -> None:
-    qkv = Place("decoder.layers.self_attention.linear_qkv.weight", 1)
+    qkv = Location("decoder.layers.self_attention.linear_qkv.weight", 1)
     assert box_in(qkv, (2, 192, 64), "decoder.layers.1.self_attention.linear_qkv.weight", (4, 3, 16, 64)) == Box(
         (1, 0, 0), (1, 192, 64)
     )
     word = "embedding.word_embeddings.weight"
-    assert box_in(Place(word, None), (128, 64), word, (100, 64)) == Box((0, 0), (100, 64))
+    assert box_in(Location(word, None), (128, 64), word, (100, 64)) == Box((0, 0), (100, 64))
     for shape in ((101, 32), (129, 64)):
         with pytest.raises(UserError, match=r"embedding.word_embeddings.weight has shape .* by the flags of the model"):
-            box_in(Place(word, None), (128, 64), word, shape)
+            box_in(Location(word, None), (128, 64), word, shape)
     with pytest.raises(UserError, match="has shape"):  # only a vocabulary is padded
         box_in(
-            Place("embedding.position_embeddings.weight", None),
+            Location("embedding.position_embeddings.weight", None),
             (32, 8),
             "embedding.position_embeddings.weight",
             (31, 8),

@@ -1,4 +1,4 @@
-"""megatron/training/data_preparation/prepare.py: bytes of the published tool, however many workers; nothing half."""
+"""megatron/training/data_preparation/prepare.py: bytes of Megatron-LM's tool, however many workers; nothing half."""
 
 import gzip
 import hashlib
@@ -67,7 +67,7 @@ def nothing_under(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7, 20])
-def test_bytes_of_the_published_tool(tmp_path, workers):
+def test_bytes_of_megatron_lms_tool(tmp_path, workers):
     run(tmp_path, workers=workers, append_eod=True)
     assert output(tmp_path) == golden("gpt2_eod_text")
     run(tmp_path, workers=workers)
@@ -75,7 +75,7 @@ def test_bytes_of_the_published_tool(tmp_path, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
-def test_sentences_in_word_pieces_are_those_of_the_published_tool(tmp_path, workers):
+def test_sentences_in_word_pieces_are_those_of_megatron_lms_tool(tmp_path, workers):
     bert = BertWordPieceTokenizer(str(GOLDEN / "bert/vocab.txt"), lower_case=True)
     run(tmp_path, tokenizer=bert, workers=workers, json_keys=["body"])
     assert output(tmp_path, "body") == golden("bert_body")

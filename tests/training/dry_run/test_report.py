@@ -13,14 +13,14 @@ from megatron.training.providers import Providers
 from pretrain_gpt import build_model
 
 PROVIDERS = Providers(build_model, lambda context, counts: [], lambda context: lambda data, model: None)  # type: ignore[arg-type,return-value]
-PUBLISHED = (
+MEGATRON_LM = (
     "--dry-run --tokenizer-type NullTokenizer --vocab-size 50257 --tensor-model-parallel-size 4 "
     "--pipeline-model-parallel-size 4 --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
     "--micro-batch-size 2 --global-batch-size 1024 --seq-length 4096"
 )
 
 
-def report(flags: str = "", base: str = PUBLISHED, ranks: int = 128) -> list[str]:
+def report(flags: str = "", base: str = MEGATRON_LM, ranks: int = 128) -> list[str]:
     config = configured(flags, base=base, ranks=ranks)
     return list(report_lines(config, dry_run(config, PROVIDERS)))
 
@@ -107,7 +107,7 @@ def test_chunks_of_a_v_shaped_pipeline_lie_on_one_rank() -> None:
 
 
 def test_stages_that_are_balanced_by_cost_are_told() -> None:
-    config = configured("--pipeline-model-parallel-layout auto", base=PUBLISHED, ranks=128)
+    config = configured("--pipeline-model-parallel-layout auto", base=MEGATRON_LM, ranks=128)
     run = dry_run(config, PROVIDERS)
     (note,) = run.notes
     assert note.startswith("--pipeline-model-parallel-layout auto: stages Et")

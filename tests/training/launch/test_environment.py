@@ -20,7 +20,7 @@ def configured(flags: str, world_size: int) -> PretrainConfig:
 
 
 def environments(config: PretrainConfig) -> list[Environment]:
-    """Of every rank."""
+    """Returns the environment of every rank."""
     stage = pipeline_of(config.transformer).loss_rank
     return [
         Environment(rank, config.world_size, torch.device("cpu"), groups_of_rank(config, rank), stage)

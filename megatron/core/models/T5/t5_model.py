@@ -31,12 +31,11 @@ class T5Model(LanguageModule):
     """An encoder-decoder language model, or the part of one on a pipeline stage.
 
     `config` describes the decoder, `encoder_config` (default: `config`) the encoder; they may differ in `num_layers`
-    only. Both stacks
-    share one embedding. `position_embedding_type` relative gives the self-attention of each stack a bias that its
-    layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's weight, it has a
-    bias, unless our own keyword `head_bias` is False; with `logit_scale` 1 / sqrt(hidden size) and without the bias it
-    is that of the published T5. `vocab_size`, `parallel_output` and our own keyword `vocab_padding_multiple` are those
-    of GPTModel; `fp16_lm_cross_entropy` has no effect.
+    only. Both stacks share one embedding. `position_embedding_type` relative gives the self-attention of each stack a
+    bias that its layers share; rope and learned_absolute are those of GPTModel. If the head shares the embedding's
+    weight, it has a bias, unless our own keyword `head_bias` is False. Without the bias, and with `logit_scale`
+    1 / sqrt(hidden size), it is the head of T5 (Raffel et al. 2020). `vocab_size`, `parallel_output` and our keyword
+    `vocab_padding_multiple` are those of GPTModel; `fp16_lm_cross_entropy` has no effect.
 
     With several pipeline stages, `config.num_encoder_layers` is the number of the encoder's layers, and
     `stage_map(config)` says which layers are where: the first stages have the encoder, the others the decoder.

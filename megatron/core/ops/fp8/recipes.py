@@ -119,7 +119,7 @@ class TensorwiseScaling(Scaling):
     """One scale for a tensor, from its own largest value ("current scaling")."""
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """See `Scaling`."""
+        """Casts by the scale of the largest value of the whole matrix, over the ranks that divide it."""
         amax = self.kernels.largest_value(matrix)
         for groups in self.split.groups(role):
             amax = _largest_over(amax, groups)
@@ -149,7 +149,7 @@ class DelayedScaling(Scaling):
         self._first = TensorwiseScaling(settings, split)
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """See `Scaling`."""
+        """Casts by the scales of earlier steps, and keeps the largest value for later ones."""
         dtype = self.settings.dtype(role)
         seen = self._seen_here[role] if records or role is Role.WEIGHTS else None
         if self._is_cold is None:
@@ -192,7 +192,7 @@ class DelayedScaling(Scaling):
         self._scales, self._is_cold = None, False
 
     def forget(self) -> None:
-        """See `Scaling`."""
+        """Computes the scales from the history again."""
         self._scales, self._is_cold = None, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DelayedScaling":
@@ -209,7 +209,7 @@ class RowwiseScaling(Scaling):
     """A scale for each row of each operand of a product, along which the product reduces."""
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """See `Scaling`."""
+        """Casts each row, and each column, by the scale of its own largest value."""
         of_rows, of_columns = self.kernels.largest_of_lines(matrix)
         row_groups, column_groups = self.split.groups(role)
         dtype, margin = self.settings.dtype(role), self.settings.margin
@@ -224,7 +224,7 @@ class BlockwiseScaling(Scaling):
     arXiv:2412.19437)."""
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
-        """See `Scaling`."""
+        """Casts each block by the scale of its own largest value."""
         return self.kernels.quantize_blocks(
             matrix,
             self.settings.dtype(role),

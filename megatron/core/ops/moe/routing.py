@@ -48,12 +48,14 @@ class _RouterLogits(torch.autograd.Function):
         if needs_inputs:
             inputs_gradient = (gradient @ weight.detach().to(ctx.dtype)).to(inputs.dtype)
         if needs_weight:
-            sink, columns = main_grad_accumulator(weight), inputs.detach()
-            if sink is None:
+            main_grad, columns = main_grad_accumulator(weight), inputs.detach()
+            if main_grad is None:
                 weight_gradient = (gradient.t() @ columns.to(ctx.dtype)).to(weight.dtype)
             else:
-                defers_weight_grad = getattr(sink, "defers_weight_grad", False)
-                sink.add_product(gradient, _Narrow(columns, ctx.dtype) if defers_weight_grad else columns.to(ctx.dtype))
+                defers_weight_grad = getattr(main_grad, "defers_weight_grad", False)
+                main_grad.add_product(
+                    gradient, _Narrow(columns, ctx.dtype) if defers_weight_grad else columns.to(ctx.dtype)
+                )
         if needs_bias:
             bias_gradient = gradient.sum(0)
         return inputs_gradient, weight_gradient, bias_gradient, None

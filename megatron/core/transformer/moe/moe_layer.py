@@ -122,9 +122,9 @@ class MoELayer(MegatronModule):
             output = latent_output if bias is None else latent_output + bias
         return shared.added_to(output).view(hidden_states.shape), None
 
-    def _results_of(self, arrived: ExpertRows) -> Tensor:
+    def _results_of(self, received: ExpertRows) -> Tensor:
         """Runs the experts. The rows are freed before the results are sent."""
-        results: Tensor = self.experts(arrived.rows, arrived.weights, arrived.groups)
+        results: Tensor = self.experts(received.rows, received.weights, received.groups)
         return results
 
     def _whole_rows(self, hidden_states: Tensor) -> Tokens:

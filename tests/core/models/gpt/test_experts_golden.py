@@ -54,13 +54,13 @@ def test_names_and_shapes_of_the_state_dict(golden: Golden) -> None:
 def test_logits_losses_and_gradients(golden: Golden, is_grouped: bool, dispatcher: str) -> None:
     model = build(golden, moe_grouped_gemm=is_grouped, moe_token_dispatcher_type=dispatcher)
     golden.check_outputs(model)
-    published = golden.tensors("grads")
+    megatron_lm = golden.tensors("grads")
     gradients = {}
     for key, parameter in model.named_parameters():
         if parameter.grad is not None and is_grouped and ".experts.linear_fc" in key:
             gradients |= {f"{key}{number}": part for number, part in enumerate(parameter.grad)}
         elif parameter.grad is not None:
             gradients[key] = parameter.grad
-    assert gradients.keys() == {grouped(key) if is_grouped else key for key in published}
-    for key, gradient in published.items():
+    assert gradients.keys() == {grouped(key) if is_grouped else key for key in megatron_lm}
+    for key, gradient in megatron_lm.items():
         close(key, gradients[grouped(key) if is_grouped else key], gradient)

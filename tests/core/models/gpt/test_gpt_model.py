@@ -185,8 +185,8 @@ def test_packed_documents_equal_separate_ones(backend: AttnBackend, model: dict)
     close(packed, separate, "loss")
     for name, parameter in gpt.named_parameters():
         close(gradients[name], parameter.grad, name)
-    published = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=5)
-    assert torch.equal(packed, gpt(tokens, labels=labels, packed_seq_params=published))
+    megatron_lm = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=5)
+    assert torch.equal(packed, gpt(tokens, labels=labels, packed_seq_params=megatron_lm))
 
 
 def test_padded_vocabulary_changes_nothing() -> None:

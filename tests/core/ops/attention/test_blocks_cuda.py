@@ -20,7 +20,7 @@ def in_theirs(heads: Tensor, like: Tensor) -> Tensor:
 
 
 def checked(*tensors: Tensor) -> list[Tensor]:
-    """As the kernel checks them."""
+    """Returns the tensors in our layout, after the checks that the kernel makes."""
     assert len({tensor.shape[-1] for tensor in tensors}) == 1 and tensors[0].shape[-1] % 8 == 0
     return [in_our_layout(tensor) for tensor in tensors]
 

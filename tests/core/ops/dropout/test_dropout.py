@@ -92,7 +92,7 @@ def test_bias_dropout_add_gradients() -> None:
     assert torch.equal(bias_dropout_add(x, bias, r, 0.3, None), r + (x + bias))
 
 
-def test_published_function_draws_for_itself() -> None:
+def test_megatron_lms_function_draws_for_itself() -> None:
     x, residual = torch.ones(4, 2, 50), torch.zeros(4, 2, 50)
     training, evaluating = (get_bias_dropout_add(training, fused=True) for training in (True, False))
     torch.manual_seed(1)

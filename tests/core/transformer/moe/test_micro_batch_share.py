@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def shares(context: int, tensor: int, **fields: int) -> list[MicroBatchShare]:
-    """Of two rows of 8 tokens, by context and then by sequence parallel rank."""
+    """Returns the shares of two rows of 8 tokens, by context and then by sequence parallel rank."""
     found, ranks = [], tuple(range(context * tensor))
     for rank in ranks:
         part = SequencePart(rank // tensor, context) if context > 1 else None

@@ -268,7 +268,7 @@ def test_rows_go_when_what_is_made_of_them_is_there(kind: str, pool: Pool) -> No
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_experts_one_after_the_other_and_grouped_are_the_same_weights_under_published_names() -> None:
+def test_experts_one_after_the_other_and_grouped_are_the_same_weights_under_megatron_lms_names() -> None:
     grouped, sequential = build(**SWIGLU), build(**SWIGLU, grouped=False)
     names = set(grouped.state_dict())
     stacked = ("linear_fc1.weight", "linear_fc2.bias")

@@ -49,11 +49,11 @@ def reports(of: TopKRouter) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The published release
+# A release of Megatron-LM
 
 
 @pytest.mark.parametrize("model", ["moe_softmax_auxloss", "moe_sigmoid_group_bias_shared"])
-def test_the_published_release_routes_alike(model: str) -> None:
+def test_megatron_lm_release_routes_alike(model: str) -> None:
     info = json.loads((GOLDEN / "info.json").read_text())[model]
     weights, io = (load_file(GOLDEN / f"{model}.{kind}.safetensors") for kind in ("weights", "io"))
     settings = TransformerConfig(**info["config"] | {"activation_func": F.silu})
@@ -73,7 +73,7 @@ def test_the_published_release_routes_alike(model: str) -> None:
     assert layers
 
 
-def test_state_dict_has_the_published_names() -> None:
+def test_state_dict_has_megatron_lms_names() -> None:
     full = router(add_bias_linear=True, moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
     assert {name: tuple(value.shape) for name, value in full.state_dict().items()} == {
         "weight": (EXPERTS, H),
@@ -282,7 +282,7 @@ def test_a_padding_mask_is_refused() -> None:
         router()(hidden().view(S, B, H), torch.ones(S, B, dtype=torch.bool))
 
 
-def test_published_methods_say_what_counts() -> None:
+def test_megatron_lms_methods_say_what_counts() -> None:
     ours = router(**KINDS["seq_aux_loss"])
     assert ours.is_aux_loss_enabled() and ours.get_aux_loss_coeff("seq_aux_loss") == 0.3
     assert ours.get_aux_loss_coeff("aux_loss") == 0.0 and not router().is_aux_loss_enabled()

@@ -175,7 +175,7 @@ def global_loss(data_parallel: int) -> Tensor:
 
 
 def test_balance_of_the_global_batch_is_that_of_all_ranks_tokens(pool: Pool) -> None:
-    """As if one rank had had one micro-batch of all the tokens."""
+    """The gradient is that of one rank with one micro-batch of all the tokens."""
     (found, _) = pool.run(global_loss, 2, 2)
     weight = torch.randn(EXPERTS, H, generator=torch.Generator().manual_seed(4), dtype=torch.float64).requires_grad_()
     scores = torch.softmax(data(False).view(-1, H) @ weight.t(), -1)
