@@ -377,7 +377,7 @@ def _fp8_products(each: Product, settings: Fp8Settings | None, clock: Clock) -> 
     runs: dict[str, Callable[[], object]] = {
         "forward": lambda: multiply(inputs[0], weights[0], each.dtype, precise=False),
         "input gradient": lambda: multiply(gradients[0], weights[1], each.dtype),
-        "weight gradient": (lambda: multiply(gradients[1], inputs[1], total.dtype))
+        "weight gradient": (lambda: settings.kernels.accumulate_product(total, gradients[1], inputs[1]))
         if settings.wgrad
         else (lambda: accumulate_product(total, dy, x)),
     }

@@ -33,7 +33,12 @@ from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.linear import Fp8Linear
-from megatron.core.ops.fp8.product import emulated_product, product_cuda
+from megatron.core.ops.fp8.product import (
+    accumulate_product,
+    accumulate_product_cuda,
+    emulated_product,
+    product_cuda,
+)
 from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, largest_of_lines, largest_value, quantize_blocks
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.head_loss import head_loss
@@ -184,6 +189,7 @@ def triton_backend() -> Backend | None:
             ByDevice(cpu=cast_scaled, cuda=cast_scaled_triton),
             ByDevice(cpu=quantize_blocks, cuda=quantize_blocks_triton),
             _scaled_product,
+            ByDevice(cpu=accumulate_product, cuda=accumulate_product_cuda),
         ),
     )
 

@@ -8,8 +8,11 @@ from support import fp8_kernels
 from torch import nn
 
 from megatron.core.backends import LOCAL, Backend, triton_backend
+from megatron.core.ops.fp8 import cublaslt
 from megatron.core.ops.fp8.formats import FORMATS
 from megatron.core.ops.fp8.linear import Fp8Linear
+from megatron.core.ops.fp8.product import accumulate_product, accumulate_product_cuda, product_cuda
+from megatron.core.ops.fp8.quantize import Quantized
 from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +49,25 @@ def test_products_equal_emulated_ones(recipe: str, name: str, tokens: int) -> No
     ):
         error = (ours.double() - exact.double()).norm() / exact.double().norm()
         assert error < 0.005, (recipe, name, float(error))  # sums of fewer bits, rounded to bfloat16
+
+
+@pytest.mark.parametrize(("out", "width", "tokens"), [(6144, 4096, 8192), (512, 1024, 16), (48, 16, 4096)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_is_added_in_one_kernel(out: int, width: int, tokens: int, name: str) -> None:
+    torch.manual_seed(1)
+    total = torch.randn(out, width, device="cuda")
+    left = Quantized(torch.randn(out, tokens, device="cuda").to(FORMATS[name].gradients), torch.tensor(0.1).cuda())
+    right = Quantized(torch.randn(width, tokens, device="cuda").to(torch.float8_e4m3fn), torch.tensor(3.0).cuda())
+    expected, separate = total.clone(), total.clone()
+    accumulate_product(expected, left, right)
+    separate += product_cuda(left, right, torch.float32)
+    assert cublaslt.is_available()
+    assert cublaslt.accumulate_product(total, left.values, right.values, left.factors, right.factors)
+    torch.testing.assert_close(total, separate, rtol=1e-4, atol=1e-3 * tokens**0.5)
+    torch.testing.assert_close(total, expected, rtol=1e-3, atol=3e-3 * tokens**0.5)
+    accumulate_product_cuda(separate, left, right)
+    accumulate_product_cuda(total, left, right)
+    torch.testing.assert_close(total, separate, rtol=1e-4, atol=1e-3 * tokens**0.5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -192,6 +192,8 @@ def _add_product(
         quantized = pair.columns
     else:
         quantized = Quantized(inputs, input_factors)
-    dtype = torch.float32 if total is None else total.dtype
-    found = layer.settings.kernels.product(Quantized(gradients, gradient_factors), quantized, dtype)
-    return found if total is None else total.add_(found)
+    kernels, left = layer.settings.kernels, Quantized(gradients, gradient_factors)
+    if total is None:
+        return kernels.product(left, quantized, torch.float32)
+    kernels.accumulate_product(total, left, quantized)
+    return total

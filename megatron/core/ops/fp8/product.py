@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megatron.core.ops.fp8 import cublaslt
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.quantize import Quantized, dequantize
 from megatron.core.utils.torch_private import scaled_mm
@@ -16,6 +17,28 @@ def emulated_product(left: Quantized, right: Quantized, dtype: torch.dtype, prec
     """Returns left right^T, [m, k] x [n, k] -> [m, n], of the dequantised values: accumulated in float32 at least and
     rounded to `dtype`. `precise` has no effect."""
     return (dequantize(left, dtype) @ dequantize(right, dtype).t()).to(dtype)
+
+
+def accumulate_product(total: Tensor, left: Quantized, right: Quantized) -> None:
+    """Adds `emulated_product` to `total` [m, n], computed and added in its type."""
+    total.add_(emulated_product(left, right, total.dtype))
+
+
+def accumulate_product_cuda(total: Tensor, left: Quantized, right: Quantized) -> None:
+    """Does `accumulate_product` on the fp8 units of a GPU, in one kernel if each matrix has one factor."""
+    if not (
+        total.dtype is torch.float32
+        and total.is_contiguous()
+        and left.factors.dim() == right.factors.dim() == 0
+        and _is_native(left, right, total.dtype)
+        and total.shape[0] % _MULTIPLE == 0
+    ):
+        total.add_(product_cuda(left, right, total.dtype))
+        return
+    operands = left.values, right.values, left.factors, right.factors
+    if not (cublaslt.is_available() and cublaslt.accumulate_product(total, *operands)):
+        warn_on_first_rank("fp8: cuBLASLt adds no fp8 product to a float32 gradient here, so a separate kernel does")
+        total.add_(product_cuda(left, right, total.dtype))
 
 
 def product_cuda(left: Quantized, right: Quantized, dtype: torch.dtype, precise: bool = True) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.formats import Fp8Formats, scale_for
-from megatron.core.ops.fp8.product import emulated_product
+from megatron.core.ops.fp8.product import accumulate_product, emulated_product
 from megatron.core.ops.fp8.quantize import (
     Quantized,
     QuantizedPair,
@@ -55,6 +55,7 @@ class Fp8Kernels:
     cast_scaled: Callable[..., tuple[Tensor | None, Tensor | None]] = cast_scaled
     quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
     product: Callable[..., Tensor] = emulated_product
+    accumulate_product: Callable[..., None] = accumulate_product
 
 
 @dataclass(frozen=True)
