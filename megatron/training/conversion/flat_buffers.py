@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +31,23 @@ _SIGNATURE = 64
 _STEP = 64
 """A parameter begins behind the one before, or at the next multiple of this."""
 
-Bucket = Mapping[str, DistTensor]
+
+class FlatTensor(Protocol):
+    """A one-dimensional tensor in a checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, of one dimension."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+
+    def read(self, box: Box) -> Tensor:
+        """Returns the elements of a range."""
+
+
+Bucket = Mapping[str, FlatTensor]
 """The flat tensors of a bucket by kind."""
 
 
@@ -66,7 +83,12 @@ def find_flat_state(
 ) -> None:
     """Adds main weights and moments to `found`, whose weights are known. Raises UserError if a parameter is not found
     in the buffers, and for buffers of several model parallel ranks."""
-    buckets = _buckets(folder, tensors)
+    place_flat_state(_buckets(folder, tensors), shapes, found, str(folder.path))
+
+
+def place_flat_state(buckets: Sequence[Bucket], shapes: Mapping[str, Sequence[int]], found: Found, source: str) -> None:
+    """Finds the parameters of `shapes`, whose weights are in `found`, in flat buffers, and adds their main weights and
+    moments. `source` names the checkpoint in errors. Raises UserError if a parameter is in no buffer."""
     parts = _parts(shapes, found)
     index = _Index(parts, found)
     places: dict[_Part, _Range] = {}
@@ -75,7 +97,7 @@ def find_flat_state(
     lost = {part.name for part in parts if part not in places and not part.name.endswith("expert_bias")}
     if lost:
         raise UserError(
-            f"{folder.path}: its flat optimizer state does not hold {describe_names(lost)} as the weights have it; "
+            f"{source}: its flat optimizer state does not hold {describe_names(lost)} as the weights have it; "
             "let Megatron-LM save with --dist-ckpt-optim-fully-reshardable, or import with --no-load-optim"
         )
     if index.ambiguous:

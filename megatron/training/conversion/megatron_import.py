@@ -23,15 +23,18 @@ from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.core.utils.files import write_atomically
+from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.conversion.importing import FLAGS
 from megatron.training.conversion.inert_pickle import shown
+from megatron.training.conversion.legacy_source import FILE, LegacySource, ModelLayout, RankTensor, TensorsOf
 from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
 from megatron.training.conversion.megatron_names import Found, SourceTensor
 from megatron.training.conversion.megatron_source import DistSource, Source, numbers_called
-from megatron.training.conversion.model import BuildModel, canonical_shapes
+from megatron.training.conversion.model import BuildModel, canonical_shapes, tensors_of_rank
 from megatron.training.conversion.torch_dist import METADATA, DistFolder
 from megatron.training.inspection.run_description import describe_run
 from megatron.training.state import TrainState
@@ -88,7 +91,13 @@ def import_run(
     if mine:
         raise UserError(f"{root} holds checkpoints ({max(mine)}); name another folder to import into")
     folder, step = find_folder(source, step)
-    checkpoint = open_source(folder)
+    words: list[str] = []
+    vocab_size = 0
+
+    def tensors_of(layout: ModelLayout, rank: int) -> list[list[RankTensor]]:
+        return tensors_of_rank(_config_of_layout(words, layout), build_model, vocab_size, rank)
+
+    checkpoint = open_source(folder, tensors_of)
     common = checkpoint.common()
     config, words = _config(common, flags, folder)
     check_token_mixers(config, "import-megatron")
@@ -130,13 +139,17 @@ def find_folder(source: Path, step: Step | None) -> tuple[Path, Step]:
     return folder, step
 
 
-def open_source(folder: Path) -> Source:
-    """Returns the checkpoint in a folder. Raises UserError if it is none of Megatron-LM's formats."""
+def open_source(folder: Path, tensors_of: TensorsOf) -> Source:
+    """Returns the checkpoint in a folder. `tensors_of` describes the tensors of a rank, which the legacy format needs.
+
+    Raises UserError if it is neither in the format torch_dist nor in the legacy one."""
     if (folder / MANIFEST).exists():
         raise UserError(f"{folder} is a checkpoint of this program already; load it as it is")
     if (folder / METADATA).exists():
         return DistSource(DistFolder(folder))
-    raise UserError(f"{folder} has no {METADATA}: it is no checkpoint in the format torch_dist")
+    if any(folder.glob(f"mp_rank_*/{FILE}")):
+        return LegacySource(folder, tensors_of)
+    raise UserError(f"{folder} has no {METADATA} and no mp_rank_*/{FILE}: it is in neither of the known formats")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -151,6 +164,19 @@ def _config(common: Mapping[Any, Any], flags: Sequence[str], folder: Path) -> tu
         raise UserError(f"{folder} holds no arguments of its run: give the flags of the model behind --")
     described = {"command_line": words, "model_family": "gpt"}
     return config_for_one_process(described, ["--micro-batch-size", "1"], has_cuda=False), words
+
+
+def _config_of_layout(words: Sequence[str], layout: ModelLayout) -> PretrainConfig:
+    """Returns the settings of the run in the smallest world of a layout."""
+    more = ["--tensor-model-parallel-size", layout.tensor, "--pipeline-model-parallel-size", layout.pipeline]
+    more += ["--expert-model-parallel-size", layout.expert] if layout.expert > 1 else []
+    more += ["--sequence-parallel"] if layout.tensor > 1 else []
+    more += ["--num-virtual-stages-per-pipeline-rank", layout.chunks] if layout.chunks > 1 else []
+    more += ["--micro-batch-size", 1, "--global-batch-size", layout.world_size, "--dry-run"]
+    launch = LaunchEnvironment(layout.world_size, False)
+    return configure(
+        _replaced(words, [str(word) for word in more]), None, {"model_family": "gpt"}, launch_environment=launch
+    )
 
 
 def _replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:

@@ -68,14 +68,15 @@ class Found:
 
 def possible_locations(name: str) -> Iterator[Location]:
     """Yields the locations where a checkpoint may hold a canonical tensor, the usual ones first."""
-    for spelling in _spellings(name):
+    for spelling in spellings(name):
         found = _LAYER.fullmatch(spelling)
         if found is not None:
             yield Location(f"{found['stack']}.{found['rest']}", int(found["layer"]))
         yield Location(spelling, None)
 
 
-def _spellings(name: str) -> Iterator[str]:
+def spellings(name: str) -> Iterator[str]:
+    """Yields the names that a canonical tensor, or one of a rank, may have in Megatron-LM, the usual ones first."""
     names = [name]
     for pattern, replacement in _ALIASES:
         names += [other for other in (re.sub(pattern, replacement, known) for known in names) if other not in names]

@@ -13,8 +13,9 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import canonical_names, info_of
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.conversion.legacy_source import RankTensor
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
-from megatron.training.providers import Context, Stage
+from megatron.training.providers import Context, Stage, stages_of_rank
 from megatron.training.state import TrainState
 from megatron.training.tokenizer.null import NullTokenizer
 
@@ -46,6 +47,22 @@ def canonical_shapes(config: PretrainConfig, build_model: BuildModel, vocab_size
     model = build_on(torch.device("meta"), config, build_model, vocab_size)
     infos = [info_of(parameter) for _, parameter in canonical_names(model)]
     return {info.name: info.global_shape for info in infos}
+
+
+def tensors_of_rank(
+    config: PretrainConfig, build_model: BuildModel, vocab_size: int, rank: int
+) -> list[list[RankTensor]]:
+    """Returns the tensors of each model chunk of a rank of the run, without allocating them."""
+    groups, pipeline = groups_of_rank(config, rank), pipeline_of(config.transformer)
+    environment = Environment(rank, config.world_size, torch.device("meta"), groups, pipeline.loss_rank)
+    context = Context(config, environment, NullTokenizer(vocab_size - 1, None, None), TrainState())
+    with torch.device("meta"), default_groups(groups, pipeline):
+        chunks = [build_model(context, stage) for stage in stages_of_rank(config, groups.rank("pp"))]
+    described = []
+    for chunk in chunks:
+        infos = [(name, info_of(parameter)) for name, parameter in chunk.named_parameters()]
+        described.append([RankTensor(name, info.name, info.global_shape, info.box) for name, info in infos])
+    return described
 
 
 def load_on_cpu(checkpoint: Checkpoint, config: PretrainConfig, build_model: BuildModel, vocab_size: int) -> nn.Module:

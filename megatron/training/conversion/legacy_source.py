@@ -1,0 +1,428 @@
+"""Megatron-LM's legacy checkpoints (--ckpt-format torch): a file for each model parallel rank, `mp_rank_TT_PPP_EEE`.
+
+A file holds the state dict of its rank, with layers and experts counted from 0 on the rank. Which part of each tensor
+that is, our own model says: it is built for every rank of the same layout, without memory. The parts are put together.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.chunk import MASTER, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.planning import describe_names
+from megatron.core.exceptions import UserError
+from megatron.core.parameters import Box
+from megatron.training.conversion.flat_buffers import Bucket, place_flat_state
+from megatron.training.conversion.megatron_args import attributes
+from megatron.training.conversion.megatron_names import VOCABULARY, Found, SourceTensor, merges_into, spellings
+from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
+
+FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+KINDS = ("exp_avg", "exp_avg_sq", MASTER)
+_FOLDER = re.compile(r"mp_rank_(?P<tp>\d\d+)(?:_(?P<second>\d\d\d+))?(?:_(?P<third>\d\d\d+))?")
+_EXPERTS = ".experts.linear_"
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Sizes of the model parallel dimensions of a checkpoint, and the chunks of each pipeline rank."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    chunks: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the smallest run of this layout."""
+        return self.tensor * self.pipeline * self.expert
+
+    def rank(self, tensor: int, pipeline: int, expert: int) -> int:
+        """Returns the rank at these places in the smallest run."""
+        return tensor + self.tensor * (expert + self.expert * pipeline)
+
+
+@dataclass(frozen=True)
+class RankTensor:
+    """A tensor of our model on one rank: its name in the rank's module, and the part of the canonical tensor."""
+
+    local_name: str
+    name: str
+    global_shape: tuple[int, ...]
+    box: Box
+
+
+TensorsOf = Callable[[ModelLayout, int], list[list[RankTensor]]]
+"""Returns the tensors of each model chunk of a rank of a layout, in the order of the module."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a canonical tensor, or of a state of it, in a file."""
+
+    box: Box
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+class LegacySource:
+    """A checkpoint in the legacy format, with optimizer state of a sharded optimizer or of a plain one."""
+
+    def __init__(self, folder: Path, tensors_of: TensorsOf) -> None:
+        self.path = folder
+        self._tensors_of = tensors_of
+        self._paths = _paths_by_place(folder)
+
+    def common(self) -> dict[Any, Any]:
+        """Returns what the first file holds beside the model."""
+        return {key: value for key, value in self._first.items() if not str(key).startswith("model")}
+
+    @cached_property
+    def _first(self) -> dict[Any, Any]:
+        return _loaded(next(iter(self._paths.values())) / FILE)
+
+    @cached_property
+    def layout(self) -> ModelLayout:
+        """The layout, by the names of the folders. Raises UserError if a rank's file is missing."""
+        places = self._places()
+        tensor, pipeline, expert = (1 + max(place[axis] for place in places) for axis in range(3))
+        chunks = max(1, sum(re.fullmatch(r"model\d+", str(key)) is not None for key in self._first))
+        layout = ModelLayout(tensor, pipeline, expert, chunks)
+        if len(places) != layout.world_size:
+            raise UserError(
+                f"{self.path}: {len(places)} folders mp_rank_*, but their numbers are those of {tensor} tensor, "
+                f"{pipeline} pipeline and {expert} expert parallel ranks; some are missing"
+            )
+        return layout
+
+    def _places(self) -> dict[tuple[int, int, int], Path]:
+        """Folders by tensor, pipeline and expert parallel rank. A name with two numbers means one of the latter."""
+        names = {len(key): True for key in self._paths}
+        if len(names) > 1:
+            raise UserError(f"{self.path}: folders mp_rank_* of different layouts; keep those of one run")
+        if 2 in names and not self._second_is_pipeline():
+            return {(tensor, 0, expert): path for (tensor, expert), path in self._paths.items()}
+        return {(*key, 0, 0)[:3]: path for key, path in self._paths.items()}  # type: ignore[misc]
+
+    def _second_is_pipeline(self) -> bool:
+        given = attributes(self._first.get("args")).get("pipeline_model_parallel_size")
+        if isinstance(given, int):
+            return given > 1
+        last = _loaded(self._paths[max(self._paths)] / FILE)  # a later pipeline rank has no embedding of the input
+        return _EMBEDDING not in _model_chunks(last)[0]
+
+    def find(self, shapes: Mapping[str, Sequence[int]], with_optimizer: bool) -> Found:
+        """Returns the tensors by our names. Raises UserError for those that are missing, do not fit or are unknown."""
+        found = Found()
+        parts: dict[str, list[_Part]] = {}
+        for (tensor, pipeline, expert), path in self._places().items():
+            rank = self.layout.rank(tensor, pipeline, expert)
+            described = self._tensors_of(self.layout, rank)
+            file = _RankFile(path, tensor, described, found)
+            for name, part in file.parts(with_optimizer):
+                known = parts.setdefault(name, [])
+                if all(part.box != other.box for other in known):  # copies on other ranks have the same box
+                    known.append(part)
+        missing = {name for name in shapes if name not in parts}
+        if missing:
+            raise UserError(f"{self.path} has no {describe_names(missing)}, which the flags of the model need")
+        for name, pieces in parts.items():
+            shape = tuple(shapes[name.split(".", 2)[2] if name.startswith("optimizer.") else name])
+            covered = sum(piece.box.numel for piece in pieces)
+            if covered != torch.Size(shape).numel():
+                raise UserError(f"{self.path}: its files hold {covered} elements of {name}, which has shape {[*shape]}")
+            found.add(name, pieces[0].dtype, partial(_joined, shape, pieces))
+        return found
+
+
+def _joined(shape: tuple[int, ...], parts: Sequence[_Part]) -> Tensor:
+    """The elements of a whole tensor, one-dimensional."""
+    if len(parts) == 1:
+        return parts[0].read()
+    whole = torch.empty(shape, dtype=parts[0].dtype)
+    for part in parts:
+        place = tuple(slice(start, start + size) for start, size in zip(part.box.start, part.box.shape, strict=True))
+        whole[place] = part.read().view(part.box.shape)
+    return whole.flatten()
+
+
+class _RankFile:
+    """The files of one rank."""
+
+    def __init__(self, path: Path, tensor_rank: int, described: list[list[RankTensor]], found: Found) -> None:
+        self.path = path
+        self._tensor_rank = tensor_rank
+        self._described = described
+        self._found = found
+        self._content = _loaded(path / FILE)
+
+    def parts(self, with_optimizer: bool) -> Iterator[tuple[str, _Part]]:
+        """Yields the parts of weights by canonical name, and of optimizer state by the names of ours."""
+        chunks = _model_chunks(self._content)
+        if len(chunks) != len(self._described):
+            raise UserError(
+                f"{self.path / FILE}: {len(chunks)} model chunks; the flags give {len(self._described)} (virtual "
+                "pipeline stages)"
+            )
+        weights: dict[str, tuple[RankTensor, Box, SourceTensor]] = {}
+        order: list[tuple[int, int, str]] = []  # of the parameters in their model
+        local = Found()
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, (tensors, state) in enumerate(zip(self._described, chunks, strict=True)):
+            used: set[str] = set()
+            for tensor in tensors:
+                names = _stored_names(tensor, state)
+                if not names:
+                    continue  # missing: the whole checkpoint decides
+                used.update(names)
+                key = tensor.local_name if len(chunks) == 1 else f"chunk {number}: {tensor.local_name}"
+                box, shapes[key], values = self._fitted(tensor, [state[name] for name in names])
+                order.append((number, list(state).index(names[0]), key))
+                weights[key] = (tensor, box, values)
+                local.tensors[key] = values
+            left = {name for name in state if name not in used and "_extra_state" not in name}
+            if left:
+                raise UserError(f"{self.path / FILE}: the model of these flags has no {describe_names(left)}")
+            self._found.dropped |= {name for name in state if "_extra_state" in name}
+        for key in weights:
+            yield weights[key][0].name, _part(*weights[key][1:])
+        if with_optimizer:
+            for key, kind, values in self._states(local, shapes, weights, order):
+                tensor, box, _ = weights[key]
+                yield optimizer_state_name(kind, tensor.name), _part(box, values)
+
+    def _fitted(self, tensor: RankTensor, stored: list[StoredTensor]) -> tuple[Box, tuple[int, ...], SourceTensor]:
+        """Returns the box of the canonical tensor that is stored, the shape as stored, and all stored elements."""
+        box = tensor.box
+        inner = box.shape if len(stored) == 1 else box.shape[1:]
+        theirs = stored[0].shape
+        if tensor.name in VOCABULARY:  # padded by their rule
+            begin = self._tensor_rank * theirs[0] if theirs[0] < tensor.global_shape[0] else 0
+            rows = max(0, min(theirs[0], tensor.global_shape[0] - begin))
+            box = Box((begin, *box.start[1:]), (rows, *box.shape[1:]))
+            inner = (theirs[0], *box.shape[1:])
+        if any(not merges_into(inner, one.shape) for one in stored):
+            raise UserError(
+                f"{self.path / FILE}: {tensor.name} has shape {[*inner]} on this rank by the flags of the model, but "
+                f"shape {[*theirs]} in the file"
+            )
+        shape = inner if len(stored) == 1 else (len(stored), *inner)
+        return box, shape, SourceTensor(stored[0].dtype, partial(_concatenated, stored))
+
+    def _states(
+        self,
+        local: Found,
+        shapes: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
+        order: Sequence[tuple[int, int, str]],
+    ) -> Iterator[tuple[str, str, SourceTensor]]:
+        """Yields the optimizer state of the rank: name of the weight in `local`, kind, and all elements."""
+        if (self.path / FLAT_FILE).exists():
+            parameters = {key: shape for key, shape in shapes.items() if _is_trained(weights[key][0].name)}
+            states = Found()
+            states.tensors = dict(local.tensors)
+            place_flat_state(_flat_buckets(self.path / FLAT_FILE), parameters, states, str(self.path / FLAT_FILE))
+            self._found.notes += states.notes
+            for key in parameters:
+                for kind in KINDS:
+                    if (name := optimizer_state_name(kind, key)) in states.tensors:
+                        yield key, kind, states.tensors[name]
+            return
+        names = [key for _, _, key in sorted(order) if _is_trained(weights[key][0].name)]
+        yield from _plain_states(self._content.get("optimizer"), names, weights, shapes, self.path / FILE)
+
+
+def _is_trained(name: str) -> bool:
+    """Whether the optimizer updates a canonical tensor. The biases of a router that balance experts are no parameters
+    of theirs."""
+    return is_weight(name) and not name.endswith("expert_bias")
+
+
+def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list[str]:
+    """Returns the names in a state dict that hold a tensor of ours: one name, or one for each expert, or none."""
+    for name in spellings(tensor.local_name):
+        if name in state:
+            return [name]
+        if _EXPERTS not in name:
+            continue
+        head, tail = name.split(_EXPERTS)
+        numbers = range(tensor.box.shape[0])
+        for names in (
+            [f"{head}.experts.local_experts.{number}.linear_{tail}" for number in numbers],
+            [f"{head}{_EXPERTS}{tail}{number}" for number in numbers],
+        ):
+            if all(one in state for one in names):
+                return names
+    return []
+
+
+def _part(box: Box, values: SourceTensor) -> _Part:
+    """A part whose stored elements begin with those of the box; rows that pad a vocabulary follow."""
+    return _Part(box, values.dtype, lambda: values.read()[: box.numel])
+
+
+def _concatenated(stored: Sequence[StoredTensor]) -> Tensor:
+    return stored[0].read() if len(stored) == 1 else torch.cat([one.read() for one in stored])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def _paths_by_place(folder: Path) -> dict[tuple[int, ...], Path]:
+    """Folders by the numbers in their names."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        match = _FOLDER.fullmatch(path.name)
+        if match is not None and (path / FILE).exists():
+            found[tuple(int(number) for number in match.groups() if number is not None)] = path
+    if not found:
+        raise UserError(f"{folder} has no mp_rank_NN/{FILE}")
+    return found
+
+
+def _loaded(path: Path) -> dict[Any, Any]:
+    content = TorchArchive(path).load()
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: contains a {type(content).__name__}, not a dict")
+    return content
+
+
+def _model_chunks(content: Mapping[Any, Any]) -> list[dict[str, StoredTensor]]:
+    """The state dicts of the model chunks of a rank, without entries that hold nothing."""
+    names = ["model"] if "model" in content else []
+    names = names or [f"model{number}" for number in range(len(content)) if f"model{number}" in content]
+    chunks = []
+    for name in names:
+        state = content[name]
+        if not isinstance(state, dict):
+            raise UserError(f"{name} is a {type(state).__name__}, not a state dict")
+        chunks.append(
+            {
+                str(key).removeprefix("module."): value
+                for key, value in state.items()
+                if isinstance(value, StoredTensor) or "_extra_state" in str(key)
+            }
+        )
+    return chunks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer state
+
+
+@dataclass(frozen=True)
+class _FlatTensor:
+    """A flat buffer in a file."""
+
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    def read(self, box: Box) -> Tensor:
+        return self.stored.read(box.start[0], box.start[0] + box.shape[0])
+
+
+def _flat_buckets(path: Path) -> list[Bucket]:
+    """The buffers of a sharded optimizer, or of several that are chained."""
+    content = TorchArchive(path).load()
+    optimizers = content if isinstance(content, list) else [content]
+    buckets: list[Bucket] = []
+    for optimizer in optimizers:
+        if not isinstance(optimizer, dict) or not optimizer.get("buckets_coalesced"):
+            raise UserError(
+                f"{path}: optimizer state in the format of releases before 0.6; let Megatron-LM save once more, or "
+                "import with --no-load-optim"
+            )
+        for buffers in (value for key, value in optimizer.items() if isinstance(key, int)):
+            for buffer in buffers.values():
+                kinds = {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+                tensors = {kind: buffer.get(key) for kind, key in kinds.items()}
+                if not all(isinstance(one, StoredTensor) and len(one.shape) == 1 for one in tensors.values()):
+                    raise UserError(f"{path}: a buffer has no flat {', '.join(kinds)}")
+                buckets.append({kind: _FlatTensor(one) for kind, one in tensors.items()})
+    return buckets
+
+
+def _plain_states(
+    saved: Any,
+    names: Sequence[str],
+    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: Path,
+) -> Iterator[tuple[str, str, SourceTensor]]:
+    """Yields the state of optimizers that are not sharded: parameters are numbered in the order of their groups."""
+    optimizers = saved if isinstance(saved, list) else [saved]
+    left = list(names)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, dict):
+            continue
+        inner = optimizer.get("optimizer", optimizer)
+        states, groups = inner.get("state"), inner.get("param_groups")
+        masters = optimizer.get("fp32_from_fp16_params") or [[] for _ in groups or ()]
+        if not isinstance(states, dict) or not isinstance(groups, list) or not states:
+            continue
+        for group, group_masters in zip(groups, masters, strict=False):
+            numbers = group.get("params") or []
+            chosen = _names_of_group(group, left, weights, len(numbers), path)
+            left = [name for name in left if name not in chosen]
+            for position, (number, name) in enumerate(zip(numbers, chosen, strict=True)):
+                tensors = dict(states.get(number) or {})
+                if position < len(group_masters):
+                    tensors[MASTER] = group_masters[position]
+                    _check_master(tensors[MASTER], weights[name][2], f"{path}: {weights[name][0].name}")
+                for kind in KINDS:
+                    stored = tensors.get(kind)
+                    if isinstance(stored, StoredTensor):
+                        if not merges_into(shapes[name], stored.shape):
+                            raise UserError(
+                                f"{path}: optimizer state {number} has shape {[*stored.shape]}, but the parameter at "
+                                f"its place, {weights[name][0].name}, has shape {[*shapes[name]]}"
+                            )
+                        yield name, kind, SourceTensor(stored.dtype, stored.read)
+
+
+def _names_of_group(
+    group: Mapping[str, Any],
+    left: Sequence[str],
+    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
+    count: int,
+    path: Path,
+) -> list[str]:
+    """The parameters of a group: matrices have weight decay, biases and vectors do not; experts may be apart."""
+
+    def belongs(name: str) -> bool:
+        tensor = weights[name][0]
+        decays = len(tensor.global_shape) > 1 and not tensor.name.endswith(".bias")
+        return decays == (group.get("wd_mult", 1.0) != 0.0)
+
+    chosen = [name for name in left if belongs(name)]
+    if any(_EXPERTS in weights[name][0].name for name in chosen):
+        raise UserError(
+            f"{path}: optimizer state of experts that is not sharded; let Megatron-LM save once with "
+            "--use-distributed-optimizer, or import with --no-load-optim"
+        )
+    if len(chosen) != count:
+        raise UserError(
+            f"{path}: a parameter group has {count} parameters where the model has {len(chosen)}; which is which is "
+            "not known. Import with --no-load-optim"
+        )
+    return chosen
+
+
+def _check_master(master: Any, weight: SourceTensor, name: str) -> None:
+    if not isinstance(master, StoredTensor) or not torch.equal(master.read().to(weight.dtype), weight.read()):
+        raise UserError(f"{name}: the main weight at its place does not round to it; import with --no-load-optim")
