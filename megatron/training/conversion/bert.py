@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
+from megatron.training.conversion import config_rules as rules
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.spellings import num_tokentypes
@@ -70,42 +70,42 @@ class TokenTypes:
             raise UserError(f"type_vocab_size is {number}; BERT of transformers has at least 1 (--bert-num-tokentypes)")
         return {"bert_num_tokentypes": number}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the number."""
         return {"type_vocab_size": num_tokentypes(values)}
 
 
-_RULES: tuple[Rule, ...] = (
-    Copied("num_hidden_layers", "num_layers"),
-    Copied("hidden_size", "hidden_size"),
-    Copied("intermediate_size", "ffn_hidden_size"),
-    Copied("num_attention_heads", "num_attention_heads"),
-    Copied("max_position_embeddings", "max_position_embeddings"),
-    Copied("layer_norm_eps", "layernorm_epsilon"),
-    Copied("hidden_dropout_prob", "hidden_dropout"),
-    Copied("attention_probs_dropout_prob", "attention_dropout"),
-    Copied("initializer_range", "init_method_std"),
+_RULES: tuple[rules.Rule, ...] = (
+    rules.Copied("num_hidden_layers", "num_layers"),
+    rules.Copied("hidden_size", "hidden_size"),
+    rules.Copied("intermediate_size", "ffn_hidden_size"),
+    rules.Copied("num_attention_heads", "num_attention_heads"),
+    rules.Copied("max_position_embeddings", "max_position_embeddings"),
+    rules.Copied("layer_norm_eps", "layernorm_epsilon"),
+    rules.Copied("hidden_dropout_prob", "hidden_dropout"),
+    rules.Copied("attention_probs_dropout_prob", "attention_dropout"),
+    rules.Copied("initializer_range", "init_method_std"),
     TokenTypes(),
-    Fixed("hidden_act", "gelu"),
-    Implied({"bias_gelu_fusion": False}),
-    Fixed("tie_word_embeddings", True),
-    Fixed("position_embedding_type", "absolute", write=False),
-    Fixed("is_decoder", False),
-    Fixed("add_cross_attention", False),
-    Unused(("classifier_dropout", "gradient_checkpointing", "chunk_size_feed_forward")),
+    rules.Fixed("hidden_act", "gelu"),
+    rules.Implied({"bias_gelu_fusion": False}),
+    rules.Fixed("tie_word_embeddings", True),
+    rules.Fixed("position_embedding_type", "absolute", write=False),
+    rules.Fixed("is_decoder", False),
+    rules.Fixed("add_cross_attention", False),
+    rules.Unused(("classifier_dropout", "gradient_checkpointing", "chunk_size_feed_forward")),
 )
-_AFTER = Implied({"norm_placement": "post_residual", "embedding_norm": True})
+_AFTER = rules.Implied({"norm_placement": "post_residual", "embedding_norm": True})
 _POSITIONS = r"bert\.embeddings\.position_ids"
 _OTHER_HEAD = r"bert\.pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
 
 
-def _family(architecture: str, model_type: str, norms: _Mapping, *rules: Rule) -> Family:
+def _family(architecture: str, model_type: str, norms: _Mapping, *own: rules.Rule) -> Family:
     has_binary_head = architecture.endswith("PreTraining")
     return Family(
         architecture,
         model_type,
         _COMMON | norms | (_BINARY_HEAD if has_binary_head else {}),
-        (*_RULES, *rules, Implied({"bert_binary_head": has_binary_head})),
+        (*_RULES, *own, rules.Implied({"bert_binary_head": has_binary_head})),
         constants=(_POSITIONS,) if has_binary_head else (_POSITIONS, _OTHER_HEAD),
         model_family="bert",
         copies={"cls.predictions.decoder.weight": _WORDS, "cls.predictions.decoder.bias": "cls.predictions.bias"},

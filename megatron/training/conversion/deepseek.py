@@ -6,21 +6,11 @@ from typing import Any
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.layer_patterns import has_experts
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion import decoder
+from megatron.training.conversion.decoder import HUB, OURS, experts, gated, one_to_one
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.llama import (
-    AROUND,
-    EPSILON,
-    HUB,
-    MLP,
-    OURS,
-    SIZES,
-    SWIGLU,
-    experts,
-    gated,
-    one_to_one,
-)
 from megatron.training.conversion.rope import whole_base
 
 _ATTENTION = {
@@ -35,11 +25,11 @@ _ATTENTION = {
 }
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _TENSORS = (
-    AROUND
+    decoder.AROUND
     | one_to_one(
         {f"{OURS}.self_attention.{ours}.weight": f"{HUB}.self_attn.{hub}.weight" for ours, hub in _ATTENTION.items()}
     )
-    | MLP
+    | decoder.MLP
     | experts("mlp", *_GATED)
     | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_experts", *_GATED)
 )
@@ -60,7 +50,7 @@ class LatentHeads:
         fields = {"multi_latent_attention": True, "qk_layernorm": True, "num_attention_heads": heads}
         return fields if rank is None else fields | {"q_lora_rank": rank}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all three keys."""
         heads = values["num_attention_heads"]
         return {"num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": values["q_lora_rank"]}
@@ -70,16 +60,16 @@ class LatentHeads:
 class LatentNorms:
     """Epsilon of the norms. That of the latents' norms is always 1e-6 in transformers."""
 
-    reads = EPSILON.reads
+    reads = decoder.EPSILON.reads
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns both numbers."""
-        epsilon = EPSILON.fields(config)
-        return epsilon if epsilon[EPSILON.field] == 1e-6 else epsilon | {"latent_layernorm_epsilon": 1e-6}
+        epsilon = decoder.EPSILON.fields(config)
+        return epsilon if epsilon[decoder.EPSILON.field] == 1e-6 else epsilon | {"latent_layernorm_epsilon": 1e-6}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the epsilon of the other norms."""
-        return EPSILON.keys(values)
+        return decoder.EPSILON.keys(values)
 
 
 _YARN = {
@@ -129,7 +119,7 @@ class LatentPositions:
         fields["original_max_position_embeddings"] = int(given["original_max_position_embeddings"])
         return {"rope_type": "yarn", **fields}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns `rope_theta` and `rope_scaling`."""
         base = {"rope_theta": float(values["rotary_base"])}
         if values["rope_type"] != "yarn":
@@ -160,7 +150,7 @@ class ExpertsAfterDense:
             "moe_shared_expert_intermediate_size": shared * width,
         }
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all three keys. Layers in another order are left out."""
         config = SimpleNamespace(**values)
         dense = [not has_experts(config, layer + 1) for layer in range(values["num_layers"])]
@@ -185,7 +175,7 @@ class ExpertsPerToken:
             raise UserError(f"num_experts_per_tok is {number!r}, but must be an integer")
         return {"moe_router_topk": number}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the number."""
         return {"num_experts_per_tok": values["moe_router_topk"]}
 
@@ -220,7 +210,7 @@ class ExpertGroups:
             "moe_router_group_score_topk": self.score_topk,
         }
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the groups; one group, or the method without groups, if there are none."""
         groups, chosen = values["moe_router_num_groups"], values["moe_router_group_topk"]
         method = {"topk_method": "greedy" if groups is None else "group_limited_greedy"} if self.by_method else {}
@@ -238,29 +228,29 @@ class NormedProbs:
         """Returns the key's value."""
         return {"moe_router_norm_topk_prob": bool(config["norm_topk_prob"])}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns what the run does: without the flag, several sigmoid scores are divided."""
         given = values["moe_router_norm_topk_prob"]
         return {"norm_topk_prob": values["moe_router_topk"] > 1 if given is None else given}
 
 
-_RULES: tuple[Rule, ...] = (
-    *SIZES,
-    *SWIGLU,
+_RULES: tuple[rules.Rule, ...] = (
+    *decoder.SIZES,
+    *decoder.SWIGLU,
     LatentHeads(),
     LatentNorms(),
     LatentPositions(),
     ExpertsAfterDense(),
-    Copied("kv_lora_rank", "kv_lora_rank"),
-    Copied("qk_nope_head_dim", "qk_head_dim"),
-    Copied("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    Copied("v_head_dim", "v_head_dim"),
-    Copied("n_routed_experts", "num_moe_experts"),
+    rules.Copied("kv_lora_rank", "kv_lora_rank"),
+    rules.Copied("qk_nope_head_dim", "qk_head_dim"),
+    rules.Copied("qk_rope_head_dim", "qk_pos_emb_head_dim"),
+    rules.Copied("v_head_dim", "v_head_dim"),
+    rules.Copied("n_routed_experts", "num_moe_experts"),
     ExpertsPerToken(),
-    Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
-    Fixed("attention_bias", False),
-    Fixed("moe_layer_freq", 1, write=False),
-    Unused(("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")),
+    rules.Copied("routed_scaling_factor", "moe_router_topk_scaling_factor", unset=1.0),
+    rules.Fixed("attention_bias", False),
+    rules.Fixed("moe_layer_freq", 1, write=False),
+    rules.Unused(("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")),
 )
 
 DEEPSEEK_FAMILIES = (
@@ -271,10 +261,10 @@ DEEPSEEK_FAMILIES = (
         (
             *_RULES,
             ExpertGroups(score_topk=1, by_method=True),
-            Implied({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
-            Fixed("norm_topk_prob", False),
-            Fixed("scoring_func", "softmax", write=False),
-            Fixed("mlp_bias", False),
+            rules.Implied({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
+            rules.Fixed("norm_topk_prob", False),
+            rules.Fixed("scoring_func", "softmax", write=False),
+            rules.Fixed("mlp_bias", False),
         ),
     ),
     Family(
@@ -285,11 +275,11 @@ DEEPSEEK_FAMILIES = (
             *_RULES,
             ExpertGroups(score_topk=2),
             NormedProbs(),
-            Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
-            Fixed("scoring_func", "sigmoid", write=False),
-            Fixed("topk_method", "noaux_tc", write=False),
-            Fixed("rope_interleave", True),
-            Unused(("num_nextn_predict_layers", "num_mtp_layers")),
+            rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+            rules.Fixed("scoring_func", "sigmoid", write=False),
+            rules.Fixed("topk_method", "noaux_tc", write=False),
+            rules.Fixed("rope_interleave", True),
+            rules.Unused(("num_nextn_predict_layers", "num_mtp_layers")),
         ),
         constants=(r"model\.layers\.61\..*",),  # the layer of multi-token prediction, which transformers leaves out too
     ),

@@ -89,7 +89,7 @@ def export_model(
     vocab_size = vocab_size_of(checkpoint)
     shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
-    tensors = hub_tensors(family.tensors, shapes, config.flat())
+    tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
     tokenizer = tokenizer or _tokenizer_of(config)
     keys = family.config_of(config.flat()) | {"vocab_size": vocab_size, "torch_dtype": _main_dtype(dtypes)}

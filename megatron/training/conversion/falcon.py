@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, TiedEmbeddings, Values
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion.decoder import OURS, one_to_one
 from megatron.training.conversion.family import HEAD, Family
 from megatron.training.conversion.gpt2 import Activation, WidthOfMLP
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.llama import OURS, one_to_one
 from megatron.training.conversion.rope import RotaryPositions
 from megatron.training.conversion.spellings import bias_places
-from megatron.training.conversion.tensor_mapping import HubTensorPattern
+from megatron.training.conversion.tensor_mapping import TensorMapping
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FalconLayers:
             **({} if groups == heads else {"group_query_attention": True, "num_query_groups": groups}),
         }
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys."""
         heads, groups, placement = (
             values[field] for field in ("num_attention_heads", "num_query_groups", "norm_placement")
@@ -75,64 +75,55 @@ class AllBiases:
         """Returns the key's value."""
         return {"add_bias_linear": bool(config["bias"])}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns whether there are biases everywhere."""
         return {"bias": all(bias_places(values).values())}
 
 
-_FALCON = "transformer.h.{layer}"
-_TWO_NORMS = ("norm_placement", "parallel_two_norms")
 _SAME_ROWS = {
     "self_attention.linear_qkv": "self_attention.query_key_value",
     "self_attention.linear_proj": "self_attention.dense",
     "mlp.linear_fc1": "mlp.dense_h_to_4h",
     "mlp.linear_fc2": "mlp.dense_4h_to_h",
 }
+
+
+def _tensors(values: rules.Values) -> TensorMapping:
+    """Returns the table. The norms have other names where attention and MLP, side by side, have one each."""
+    has_two = values["norm_placement"] == "parallel_two_norms"
+    of_layer = _SAME_ROWS | {
+        "input_layernorm": "ln_attn" if has_two else "input_layernorm",
+        "pre_mlp_layernorm": "ln_mlp" if has_two else "post_attention_layernorm",
+    }
+    both = {f"{OURS}.{ours}": f"transformer.h.{{layer}}.{hub}" for ours, hub in of_layer.items()}
+    both["decoder.final_layernorm"] = "transformer.ln_f"
+    ends = {"embedding.word_embeddings.weight": "transformer.word_embeddings.weight", "output_layer.weight": HEAD}
+    return one_to_one(
+        ends | {f"{ours}.{kind}": f"{hub}.{kind}" for ours, hub in both.items() for kind in ("weight", "bias")}
+    )
+
+
 FALCON_FAMILY = Family(
     "FalconForCausalLM",
     "falcon",
-    one_to_one(
-        {
-            "embedding.word_embeddings.weight": "transformer.word_embeddings.weight",
-            "output_layer.weight": HEAD,
-        }
-    )
-    | one_to_one({f"decoder.final_layernorm.{kind}": f"transformer.ln_f.{kind}" for kind in ("weight", "bias")})
-    | one_to_one(
-        {
-            f"{OURS}.{ours}.{kind}": f"{_FALCON}.{hub}.{kind}"
-            for ours, hub in _SAME_ROWS.items()
-            for kind in ("weight", "bias")
-        }
-    )
-    | {
-        f"{OURS}.{ours}.{kind}": (
-            HubTensorPattern(f"{_FALCON}.{one}.{kind}"),
-            HubTensorPattern(f"{_FALCON}.{two}.{kind}", only_with=_TWO_NORMS),
-        )
-        for ours, one, two in (
-            ("input_layernorm", "input_layernorm", "ln_attn"),
-            ("pre_mlp_layernorm", "post_attention_layernorm", "ln_mlp"),
-        )
-        for kind in ("weight", "bias")
-    },
+    _tensors,
     (
-        Copied("num_hidden_layers", "num_layers"),
-        Copied("hidden_size", "hidden_size"),
-        Copied("max_position_embeddings", "max_position_embeddings"),
-        Copied("hidden_dropout", "hidden_dropout"),
-        Copied("attention_dropout", "attention_dropout"),
-        Copied("layer_norm_epsilon", "layernorm_epsilon"),
-        Copied("initializer_range", "init_method_std"),
-        TiedEmbeddings(),
+        rules.Copied("num_hidden_layers", "num_layers"),
+        rules.Copied("hidden_size", "hidden_size"),
+        rules.Copied("max_position_embeddings", "max_position_embeddings"),
+        rules.Copied("hidden_dropout", "hidden_dropout"),
+        rules.Copied("attention_dropout", "attention_dropout"),
+        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+        rules.Copied("initializer_range", "init_method_std"),
+        rules.TiedEmbeddings(),
         WidthOfMLP("ffn_hidden_size", "hidden_size"),
         Activation("activation"),
         FalconLayers(),
         AllBiases(),
         RotaryPositions(),
-        Implied({"normalization": "LayerNorm"}),
-        Fixed("alibi", False),
-        Fixed("apply_residual_connection_post_layernorm", False, write=False),
+        rules.Implied({"normalization": "LayerNorm"}),
+        rules.Fixed("alibi", False),
+        rules.Fixed("apply_residual_connection_post_layernorm", False, write=False),
     ),
     copies={HEAD: "transformer.word_embeddings.weight"},
 )

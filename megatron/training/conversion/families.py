@@ -11,8 +11,11 @@ from megatron.training.conversion.gemma import GEMMA_FAMILIES
 from megatron.training.conversion.gpt2 import GPT2_FAMILY
 from megatron.training.conversion.gpt_oss import GPT_OSS_FAMILIES
 from megatron.training.conversion.llama import LLAMA_FAMILIES
+from megatron.training.conversion.mamba import MAMBA2_FAMILY
+from megatron.training.conversion.nemotron_h import NEMOTRON_H_FAMILY
 from megatron.training.conversion.olmo import OLMO_FAMILIES
 from megatron.training.conversion.phi3 import PHI3_FAMILY
+from megatron.training.conversion.qwen3_next import QWEN3_NEXT_FAMILY
 from megatron.training.conversion.t5 import T5_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
@@ -24,6 +27,9 @@ FAMILIES: tuple[Family, ...] = (
     GPT2_FAMILY,
     PHI3_FAMILY,
     FALCON_FAMILY,
+    QWEN3_NEXT_FAMILY,
+    MAMBA2_FAMILY,
+    NEMOTRON_H_FAMILY,
     *BERT_FAMILIES,
     *T5_FAMILIES,
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,9 @@ class Family:
     architecture: str
     """Name of its class, as in the `architectures` of config.json."""
     model_type: str
-    tensors: TensorMapping
+    tensors: TensorMapping | Callable[[Values], TensorMapping]
+    """Hub tensors by canonical name, or the function that returns them for the values of a run. A family needs a
+    function if names, or the slices of ours that a hub tensor holds, depend on the config."""
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     """Values that transformers gives to absent keys, for a `model_type` that `hub_defaults.py` does not have."""
@@ -42,15 +44,9 @@ class Family:
     old_names: tuple[tuple[str, str], ...] = ()
     """Patterns of parts of names that old releases of transformers wrote, and the parts that replace them."""
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether some layers have experts."""
-        return any("router" in name for name in self.tensors)
-
-    @property
-    def has_latent_attention(self) -> bool:
-        """Whether keys and values come from latents."""
-        return any("linear_kv_down_proj" in name for name in self.tensors)
+    def tensors_of(self, values: Values) -> TensorMapping:
+        """Returns the hub tensors by canonical name, for the values of a run."""
+        return self.tensors(values) if callable(self.tensors) else self.tensors
 
     def complete_config(self, config: Json, file: str = "config.json") -> dict[str, Json]:
         """Returns the keys of config.json with the defaults of transformers for those that are absent.

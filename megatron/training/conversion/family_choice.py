@@ -6,13 +6,14 @@ from torch.nn.functional import gelu
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.router import listed
+from megatron.core.transformer.layer_patterns import hybrid_letters
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.config_rules import Values
 from megatron.training.conversion.families import FAMILIES, family_of
 from megatron.training.conversion.family import Family
-from megatron.training.conversion.spellings import ACTIVATIONS, in_spelling_of
+from megatron.training.conversion.spellings import ACTIVATIONS, in_spelling_of, run_of
 from megatron.training.inspection.run_description import (
     ARCHITECTURE,
     MODEL_OPTIONS,
@@ -29,7 +30,6 @@ def _has_experts_and(holds: Callable[[Values], bool]) -> Callable[[Values], bool
 
 _IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
     "multi-token prediction (--mtp-num-layers)": lambda v: bool(v["mtp_num_layers"]),
-    "layers of one branch (--hybrid-layer-pattern)": lambda v: v["hybrid_layer_pattern"] is not None,
     "Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)": _has_experts_and(
         lambda v: "sinkhorn" in listed(v["moe_router_load_balancing_type"])
     ),
@@ -85,16 +85,31 @@ def choose_family(config: PretrainConfig, architecture: str | None, families: Se
 
 
 def _fits(family: Family, values: Values) -> bool:
-    """Whether a family has experts and latent attention as the model has: naming these alone is clearer than a list of
-    the many flags that differ."""
-    has_experts = values["num_moe_experts"] is not None
-    return family.has_experts == has_experts and family.has_latent_attention == values["multi_latent_attention"]
+    """Whether a family has the parts that the model has: naming these alone is clearer than a list of the many flags
+    that differ. A family without any table for the values does not fit."""
+    names = family.tensors_of(values)
+    parts = ((tensor, has(values)) for _, tensor, has in _PARTS)
+    return bool(names) and all(any(tensor in name for name in names) == has_part for tensor, has_part in parts)
+
+
+_PARTS: tuple[tuple[str, str, Callable[[Values], bool]], ...] = (
+    ("latent attention (--multi-latent-attention)", "linear_kv_down_proj", lambda v: v["multi_latent_attention"]),
+    ("Mamba-2 layers (--hybrid-layer-pattern)", ".norm_weight", lambda v: "M" in (hybrid_letters(run_of(v)) or "")),
+    (
+        "delta nets (--experimental-attention-variant)",
+        ".out_norm",
+        lambda v: v["experimental_attention_variant"] == "gated_delta_net",
+    ),
+    ("experts (--num-experts)", "router", lambda v: v["num_moe_experts"] is not None),
+)
+"""Parts of models, a tensor by which a family shows that it has the part, and whether a model has it."""
 
 
 def _kind(name: str, values: Values) -> str:
-    experts = "with experts (--num-experts)" if values["num_moe_experts"] is not None else "without experts"
-    latent = "with latent attention (--multi-latent-attention) and " if values["multi_latent_attention"] else ""
-    return f"a {name} {latent}{experts}"
+    parts = [what for what, _, has in _PARTS if has(values)]
+    if values["num_moe_experts"] is None:
+        return f"a {name} " + "".join(f"with {part} and " for part in parts) + "without experts"
+    return f"a {name} " + " and ".join(f"with {part}" for part in parts)
 
 
 def _lost_fields(family: Family, values: Values) -> int:

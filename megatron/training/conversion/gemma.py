@@ -5,24 +5,12 @@ from typing import Any
 
 import torch
 
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion import decoder, layer_rules
+from megatron.training.conversion.decoder import HUB, OURS, one_to_one
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.layer_rules import AttentionHeads, LinearBiases, ScoreScale
 from megatron.training.conversion.layer_types import RotaryPositionsByLayerType, WindowsByLayerType
-from megatron.training.conversion.llama import (
-    ATTENTION,
-    ENDS,
-    EPSILON,
-    HEAD_NORMS,
-    HUB,
-    MLP,
-    OURS,
-    OUTPUT_BIAS,
-    QKV_BIAS,
-    SIZES,
-    one_to_one,
-)
 from megatron.training.conversion.rope import RotaryPositions
 
 _NORMS = {
@@ -31,7 +19,7 @@ _NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-_TENSORS = ENDS | ATTENTION | QKV_BIAS | OUTPUT_BIAS | MLP
+_TENSORS = decoder.ENDS | decoder.ATTENTION | decoder.QKV_BIAS | decoder.OUTPUT_BIAS | decoder.MLP
 _TENSORS |= one_to_one({f"{OURS}.{ours}.weight": f"{HUB}.{hub}.weight" for ours, hub in _NORMS.items()})
 
 
@@ -45,24 +33,24 @@ class RootOfWidth:
         """Returns the factor."""
         return {"embedding_multiplier": torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32).item()}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns nothing."""
         return {}
 
 
-_RULES: tuple[Rule, ...] = (
-    *SIZES,
-    EPSILON,
+_RULES: tuple[rules.Rule, ...] = (
+    *decoder.SIZES,
+    decoder.EPSILON,
     RootOfWidth(),
-    AttentionHeads(),
-    LinearBiases(mlp=False),
-    ScoreScale("query_pre_attn_scalar", query_scalar=True),
-    Copied("intermediate_size", "ffn_hidden_size"),
-    Copied("attn_logit_softcapping", "attn_logit_softcapping"),
-    Copied("final_logit_softcapping", "final_logit_softcapping"),
-    Fixed("hidden_activation", "gelu_pytorch_tanh"),
-    Implied({"geglu": True, "layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"}),
-    Unused(("hidden_act", "cache_implementation")),
+    layer_rules.AttentionHeads(),
+    layer_rules.LinearBiases(mlp=False),
+    layer_rules.ScoreScale("query_pre_attn_scalar", query_scalar=True),
+    rules.Copied("intermediate_size", "ffn_hidden_size"),
+    rules.Copied("attn_logit_softcapping", "attn_logit_softcapping"),
+    rules.Copied("final_logit_softcapping", "final_logit_softcapping"),
+    rules.Fixed("hidden_activation", "gelu_pytorch_tanh"),
+    rules.Implied({"geglu": True, "layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"}),
+    rules.Unused(("hidden_act", "cache_implementation")),
 )
 
 GEMMA_FAMILIES = (
@@ -74,20 +62,20 @@ GEMMA_FAMILIES = (
             *_RULES,
             RotaryPositions(),
             WindowsByLayerType(period=2),
-            Fixed("use_bidirectional_attention", None, write=False),
+            rules.Fixed("use_bidirectional_attention", None, write=False),
         ),
     ),
     Family(
         "Gemma3ForCausalLM",
         "gemma3_text",
-        _TENSORS | HEAD_NORMS,
+        _TENSORS | decoder.HEAD_NORMS,
         (
             *_RULES,
             RotaryPositionsByLayerType(1000000.0, 10000.0, local_key="rope_local_base_freq"),
             WindowsByLayerType(period=6, period_key="sliding_window_pattern"),
-            Fixed("use_bidirectional_attention", False),
-            Implied({"qk_layernorm": True}),
-            Unused(("_sliding_window_pattern",)),
+            rules.Fixed("use_bidirectional_attention", False),
+            rules.Implied({"qk_layernorm": True}),
+            rules.Unused(("_sliding_window_pattern",)),
         ),
     ),
 )

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, TiedEmbeddings, Unused, Values
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion.decoder import OURS, one_to_one
 from megatron.training.conversion.family import HEAD, Family
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.llama import OURS, one_to_one
 from megatron.training.conversion.spellings import gelu_kind, score_scale
 from megatron.training.conversion.tensor_mapping import HubTensorPattern
 
@@ -38,7 +38,7 @@ class Activation:
             raise UserError(f"{self.key} is {config[self.key]!r}; {', '.join(_FIELDS)} are supported")
         return dict(_FIELDS[config[self.key]])
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the word of the activation. A gate is left out."""
         others = {"relu": "relu", "squared_relu": "relu2"}
         words = [word for field, word in others.items() if values[field]]
@@ -62,7 +62,7 @@ class WidthOfMLP:
         given = config[self.key]
         return {"ffn_hidden_size": 4 * config[self.hidden_key] if given is None else given}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the width, or null if it is the default."""
         width = values["ffn_hidden_size"]
         return {self.key: None if width == 4 * values["hidden_size"] else width}
@@ -79,7 +79,7 @@ class Gpt2Attention:
         heads = {"num_attention_heads": config["n_head"], "kv_channels": config["n_embd"] // config["n_head"]}
         return heads if config["scale_attn_weights"] else heads | {"softmax_scale": 1.0}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns both keys."""
         return {"n_head": values["num_attention_heads"], "scale_attn_weights": score_scale(values) != 1.0}
 
@@ -97,7 +97,7 @@ class Gpt2Dropouts:
             raise UserError(f"embd_pdrop is {embedding}, but resid_pdrop is {residual}; only equal ones are supported")
         return {"hidden_dropout": residual}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the probability under both names."""
         return dict.fromkeys(self.reads, values["hidden_dropout"])
 
@@ -139,22 +139,26 @@ GPT2_FAMILY = Family(
         f"{OURS}.self_attention.linear_qkv.bias": (HubTensorPattern(f"{_GPT2}.attn.c_attn.bias", axes=((1, 0, 2),)),),
     },
     (
-        Copied("n_layer", "num_layers"),
-        Copied("n_embd", "hidden_size"),
-        Copied("n_positions", "max_position_embeddings"),
-        Copied("attn_pdrop", "attention_dropout"),
-        Copied("layer_norm_epsilon", "layernorm_epsilon"),
-        Copied("initializer_range", "init_method_std"),
-        TiedEmbeddings(),
+        rules.Copied("n_layer", "num_layers"),
+        rules.Copied("n_embd", "hidden_size"),
+        rules.Copied("n_positions", "max_position_embeddings"),
+        rules.Copied("attn_pdrop", "attention_dropout"),
+        rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+        rules.Copied("initializer_range", "init_method_std"),
+        rules.TiedEmbeddings(),
         WidthOfMLP("n_inner", "n_embd"),
         Activation("activation_function"),
         Gpt2Attention(),
         Gpt2Dropouts(),
-        Implied({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
-        Fixed("scale_attn_by_inverse_layer_idx", False),
-        Fixed("add_cross_attention", False, write=False),
-        Unused(("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj")),
-        Unused(("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "gradient_checkpointing")),
+        rules.Implied(
+            {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}
+        ),
+        rules.Fixed("scale_attn_by_inverse_layer_idx", False),
+        rules.Fixed("add_cross_attention", False, write=False),
+        rules.Unused(("reorder_and_upcast_attn", "n_ctx", "task_specific_params", "summary_type", "summary_use_proj")),
+        rules.Unused(
+            ("summary_activation", "summary_proj_to_labels", "summary_first_dropout", "gradient_checkpointing")
+        ),
     ),
     constants=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
     copies={HEAD: "transformer.wte.weight"},

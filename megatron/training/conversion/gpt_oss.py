@@ -1,20 +1,10 @@
 """gpt-oss: sinks, windows, and experts whose matrices are transposed and interleaved in one tensor."""
 
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Unused
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion import decoder, layer_rules
+from megatron.training.conversion.decoder import HUB, OURS, one_to_one
 from megatron.training.conversion.family import Family
-from megatron.training.conversion.layer_rules import AttentionHeads, LinearBiases, RouterWeights
 from megatron.training.conversion.layer_types import WindowsByLayerType
-from megatron.training.conversion.llama import (
-    AROUND,
-    ATTENTION,
-    EPSILON,
-    HUB,
-    OURS,
-    OUTPUT_BIAS,
-    QKV_BIAS,
-    SIZES,
-    one_to_one,
-)
 from megatron.training.conversion.rope import RotaryPositions
 from megatron.training.conversion.tensor_mapping import HubTensorPattern
 
@@ -34,10 +24,10 @@ GPT_OSS_FAMILIES = (
     Family(
         "GptOssForCausalLM",
         "gpt_oss",
-        AROUND
-        | ATTENTION
-        | QKV_BIAS
-        | OUTPUT_BIAS
+        decoder.AROUND
+        | decoder.ATTENTION
+        | decoder.QKV_BIAS
+        | decoder.OUTPUT_BIAS
         | one_to_one(
             {
                 f"{OURS}.self_attention.core_attention.softmax_offset": f"{HUB}.self_attn.sinks",
@@ -58,22 +48,22 @@ GPT_OSS_FAMILIES = (
             f"{OURS}.mlp.experts.linear_fc2.bias": (HubTensorPattern(f"{_EXPERTS}.down_proj_bias", axes=((0,), (1,))),),
         },
         (
-            *SIZES,
-            EPSILON,
-            AttentionHeads(),
+            *decoder.SIZES,
+            decoder.EPSILON,
+            layer_rules.AttentionHeads(),
             RotaryPositions(absent=YARN),
-            LinearBiases(mlp=False),
+            layer_rules.LinearBiases(mlp=False),
             WindowsByLayerType(period=2),
-            Copied("intermediate_size", "ffn_hidden_size"),
-            Copied("intermediate_size", "moe_ffn_hidden_size"),
-            Copied("num_local_experts", "num_moe_experts"),
-            RouterWeights(key=None),
-            Copied("swiglu_limit", "activation_func_clamp_value", unset=7.0),
-            Fixed("swiglu_alpha", 1.702, write=False),
-            Fixed("hidden_act", "silu"),
-            Unused(("experts_per_token", "initial_context_length")),  # other names of keys that are there too
-            Implied({"quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable"}),
-            Implied({"moe_router_bias": True, "moe_expert_mlp_bias": True}),
+            rules.Copied("intermediate_size", "ffn_hidden_size"),
+            rules.Copied("intermediate_size", "moe_ffn_hidden_size"),
+            rules.Copied("num_local_experts", "num_moe_experts"),
+            layer_rules.RouterWeights(key=None),
+            rules.Copied("swiglu_limit", "activation_func_clamp_value", unset=7.0),
+            rules.Fixed("swiglu_alpha", 1.702, write=False),
+            rules.Fixed("hidden_act", "silu"),
+            rules.Unused(("experts_per_token", "initial_context_length")),  # other names of keys that are there too
+            rules.Implied({"quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable"}),
+            rules.Implied({"moe_router_bias": True, "moe_expert_mlp_bias": True}),
         ),
     ),
 )

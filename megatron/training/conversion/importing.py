@@ -99,7 +99,7 @@ def import_model(
     words += ["--decoder-seq-length", length] if family.model_family == "t5" else []
     described = {"command_line": words, "model_family": family.model_family}
     config = config_for_one_process(described, [], has_cuda=False)
-    wanted = hub_tensors(family.tensors, canonical_shapes(config, build_model, vocab_size), config.flat())
+    wanted = hub_tensors(family.tensors_of(config.flat()), canonical_shapes(config, build_model, vocab_size))
     _check_tensors(folder, family, wanted, log)
     by_box = {(tensor.canonical_name, box): tensor for tensor in wanted for box in tensor.boxes}
 

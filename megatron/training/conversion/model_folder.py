@@ -43,7 +43,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Returns the keys of config.json in a folder. Raises UserError if it is missing or not JSON."""
     if not (path / CONFIG).exists():
         raise UserError(f"{path} has no {CONFIG}; a model's folder has it beside {ONE_FILE} or {INDEX}")
-    return read_json(path / CONFIG)
+    return read_json(path / CONFIG, with_nan=True)  # limits of step sizes may be Infinity
 
 
 def open_folder(path: Path) -> ModelFolder:
@@ -54,10 +54,11 @@ def open_folder(path: Path) -> ModelFolder:
     return ModelFolder(path, read_config(path), _tensors(path))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file. Raises UserError if there is none."""
+def read_json(path: Path, with_nan: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file, with `with_nan` also one with NaN and Infinity. Raises UserError if there is
+    none."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"), with_nan)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except ValueError as error:

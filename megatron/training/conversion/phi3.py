@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import Fixed, Values, Written
+from megatron.training.conversion import config_rules as rules
+from megatron.training.conversion import decoder, layer_rules
+from megatron.training.conversion.decoder import HUB, OURS, one_to_one
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
-from megatron.training.conversion.layer_rules import AttentionHeads, SlidingWindows
-from megatron.training.conversion.llama import AROUND, EPSILON, HUB, OURS, SIZES, SWIGLU, one_to_one
 from megatron.training.conversion.rope import whole_base
 from megatron.training.conversion.spellings import rope_scaling_of
 from megatron.training.conversion.tensor_mapping import KEYS, QUERIES, VALUES, HubTensorPattern
@@ -60,7 +60,7 @@ class LongRope:
             **({} if own is None else {"rope_scaling_attention_factor": float(own)}),
         }
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns all keys. Older releases refuse other keys than the type and the two lists, so others are written
         only where they say something."""
         keys: dict[str, Json] = {"rope_theta": float(values["rotary_base"]), "rope_scaling": None}
@@ -82,7 +82,7 @@ class LongRope:
 PHI3_FAMILY = Family(
     "Phi3ForCausalLM",
     "phi3",
-    AROUND
+    decoder.AROUND
     | one_to_one(
         {
             f"{OURS}.self_attention.linear_proj.weight": f"{HUB}.self_attn.o_proj.weight",
@@ -96,15 +96,15 @@ PHI3_FAMILY = Family(
         )
     },
     (
-        *SIZES,
-        *SWIGLU,
-        EPSILON,
-        AttentionHeads(),
-        SlidingWindows(),
+        *decoder.SIZES,
+        *decoder.SWIGLU,
+        decoder.EPSILON,
+        layer_rules.AttentionHeads(),
+        layer_rules.SlidingWindows(),
         LongRope(),
-        Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
-        Fixed("resid_pdrop", 0.0),
-        Fixed("embd_pdrop", 0.0),
-        Fixed("attention_bias", False, write=False),
+        rules.Written({"pad_token_id": None}),  # the default of transformers may be outside of the vocabulary
+        rules.Fixed("resid_pdrop", 0.0),
+        rules.Fixed("embd_pdrop", 0.0),
+        rules.Fixed("attention_bias", False, write=False),
     ),
 )

@@ -43,8 +43,14 @@ class RotaryPositions:
 
     absent: Mapping[str, Json] | None = None
     """What the family has if config.json has neither `rope_scaling` nor `rope_parameters`."""
+    rotated_part: float | None = None
+    """Part of each head that is rotated if config.json does not say it; None: the family rotates whole heads."""
 
-    reads = ("rope_theta", "rope_scaling", "rope_parameters")
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys."""
+        keys = ("rope_theta", "rope_scaling", "rope_parameters")
+        return keys if self.rotated_part is None else (*keys, "partial_rotary_factor")
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns base and scaling. Raises UserError for parameters by layer type, and for unsupported scalings."""
@@ -55,12 +61,17 @@ class RotaryPositions:
         if nested:
             raise UserError(f"{key} has parameters for each type of layer ({', '.join(nested)}), which are unsupported")
         base = whole_base(rope.get("rope_theta", config["rope_theta"]))
-        return {"position_embedding_type": "rope", "rotary_base": base, **scaling_fields(key, rope, config)}
+        fields: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
+        if self.rotated_part is not None:
+            part = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+            fields["rotary_percent"] = self.rotated_part if part is None else float(part)
+        return {**fields, **scaling_fields(key, rope, config)}
 
     def keys(self, values: Values) -> dict[str, Json]:
-        """Returns `rope_theta` and `rope_scaling`."""
+        """Returns `rope_theta`, `rope_scaling` and, if the family has it, the rotated part."""
         none = None if self.absent is None else {"rope_type": "default"}
-        return {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling_key(values) or none}
+        keys = {"rope_theta": float(values["rotary_base"]), "rope_scaling": scaling_key(values) or none}
+        return keys if self.rotated_part is None else keys | {"partial_rotary_factor": values["rotary_percent"]}
 
 
 def whole_base(base: Json) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.transformer.layer_patterns import has_experts, is_windowed
+from megatron.core.transformer.config.hybrid import mamba_heads
+from megatron.core.transformer.layer_patterns import has_experts, hybrid_letters, is_windowed, layer_parts
 from megatron.training.config.flag_table import flag_table
 
 Values = Mapping[str, Any]
@@ -20,10 +21,16 @@ _DENSE_BIASES = ("attention_output_bias", "mlp_bias")
 _EXPERT_BIASES = ("moe_router_bias", "moe_expert_mlp_bias")
 
 
+def run_of(values: Values) -> Any:
+    """Returns an object with the values of a run as attributes, as functions of a config want them."""
+    return SimpleNamespace(**values)
+
+
 def bias_places(values: Values) -> dict[str, bool]:
     """Returns which linear layers have a bias, by field name."""
     default = values["add_bias_linear"]
-    has_mlp = bool(values["moe_shared_expert_intermediate_size"]) or not all(_layers(values, has_experts))
+    mixers = {layer_parts(run_of(values), layer + 1) for layer in range(values["num_layers"])}
+    has_mlp = bool(values["moe_shared_expert_intermediate_size"]) or any(of.channel_mixer == "mlp" for of in mixers)
     fields = ["attention_output_bias", *(("mlp_bias",) if has_mlp else ())]
     fields += _EXPERT_BIASES if values["num_moe_experts"] is not None else ()
     places = {field: bool(default if values[field] is None else values[field]) for field in fields}
@@ -85,9 +92,43 @@ def _expert_layers(values: Values) -> Any:
 
 
 def _mlp_widths(values: Values) -> Any:
-    of_experts = _layers(values, has_experts)
+    kinds = _kinds_of_layers(values)
     of_expert = values["moe_ffn_hidden_size"] or values["ffn_hidden_size"]
-    return None if all(of_experts) else values["ffn_hidden_size"], of_expert if any(of_experts) else None
+    return values["ffn_hidden_size"] if "mlp" in kinds else None, of_expert if "moe" in kinds else None
+
+
+def _kinds_of_layers(values: Values) -> set[str | None]:
+    """Returns the names of all branches that some layer has."""
+    config = run_of(values)
+    return {part for layer in range(values["num_layers"]) for part in layer_parts(config, layer + 1)}
+
+
+def _of_attention(values: Values) -> Any:
+    """The sizes of attention; None if no layer has it."""
+    if "attention" not in _kinds_of_layers(values):
+        return None
+    return values["num_attention_heads"], _key_value_heads(values), values["kv_channels"]
+
+
+def _activation(values: Values) -> Any:
+    """The switches of activations; None if no layer has an MLP or experts."""
+    has_any = not _kinds_of_layers(values).isdisjoint(("mlp", "moe"))
+    return tuple(bool(values[name]) for name in ACTIVATIONS) if has_any else None
+
+
+def _mamba(values: Values) -> Any:
+    """The sizes of Mamba-2 layers; None if there are none."""
+    if "mamba" not in _kinds_of_layers(values):
+        return None
+    return mamba_heads(run_of(values)), *(values[name] for name in _OF_MAMBA)
+
+
+_OF_MAMBA = ("mamba_head_dim", "mamba_state_dim", "mamba_num_groups", "mamba_conv_kernel_dim", "mamba_min_time_step")
+
+
+def _delta_nets(values: Values) -> Any:
+    config = run_of(values)
+    return [layer_parts(config, layer + 1).token_mixer for layer in range(values["num_layers"])]
 
 
 def _router_groups(values: Values) -> Any:
@@ -144,13 +185,20 @@ def gelu_kind(values: Values) -> str | None:
     return "tanh" if values["openai_gelu"] or (values["bias_gelu_fusion"] and values["add_bias_linear"]) else "exact"
 
 
+_OF_HYBRIDS = ("hybrid_layer_pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio", "num_layers")
+
+
 def _layers(values: Values, holds: Callable[[Any, int], bool]) -> list[bool]:
     config = SimpleNamespace(**values)
     return [holds(config, layer) for layer in range(1, values["num_layers"] + 1)]
 
 
 _SPELLINGS: tuple[tuple[tuple[str, ...], Callable[[Values], Any]], ...] = (
-    (("group_query_attention", "num_query_groups"), _key_value_heads),
+    (_OF_HYBRIDS, lambda values: hybrid_letters(run_of(values))),
+    (("num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels"), _of_attention),
+    (ACTIVATIONS, _activation),
+    (("mamba_num_heads", *_OF_MAMBA), _mamba),
+    (("linear_attention_freq",), _delta_nets),
     (("add_bias_linear", "add_qkv_bias", *_DENSE_BIASES, *_EXPERT_BIASES), bias_places),
     (("window_size", "window_attn_skip_freq"), _windowed_layers),
     (("moe_layer_freq",), _expert_layers),

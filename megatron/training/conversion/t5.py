@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.config_rules import Copied, Fixed, Implied, Rule, Unused, Values
+from megatron.training.conversion import config_rules as rules
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.tensor_mapping import (
@@ -22,10 +22,11 @@ from megatron.training.conversion.tensor_mapping import (
 _Mapping = dict[str, tuple[HubTensorPattern, ...]]
 
 
-def _stack(name: str, mlp: int) -> _Mapping:
+def _stack(name: str, mlp: int, is_gated: bool) -> _Mapping:
     """Tensors of the encoder or the decoder. `mlp` is the number of the MLP in a block of transformers."""
     ours, hub = f"{name}.layers.{{layer}}", f"{name}.block.{{layer}}.layer"
     attention, dense = f"{hub}.0.SelfAttention", f"{hub}.{mlp}.DenseReluDense"
+    gate_and_up = (HubTensorPattern(f"{dense}.wi_0.weight", GATE), HubTensorPattern(f"{dense}.wi_1.weight", UP))
     table = f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return {
         f"{name}_relative_pos_emb.relative_attention_bias.weight": (HubTensorPattern(table),),
@@ -37,11 +38,7 @@ def _stack(name: str, mlp: int) -> _Mapping:
         ),
         f"{ours}.self_attention.linear_proj.weight": (HubTensorPattern(f"{attention}.o.weight"),),
         f"{ours}.pre_mlp_layernorm.weight": (HubTensorPattern(f"{hub}.{mlp}.layer_norm.weight"),),
-        f"{ours}.mlp.linear_fc1.weight": (
-            HubTensorPattern(f"{dense}.wi.weight", dims=2),
-            HubTensorPattern(f"{dense}.wi_0.weight", GATE, dims=3),
-            HubTensorPattern(f"{dense}.wi_1.weight", UP, dims=3),
-        ),
+        f"{ours}.mlp.linear_fc1.weight": gate_and_up if is_gated else (HubTensorPattern(f"{dense}.wi.weight"),),
         f"{ours}.mlp.linear_fc2.weight": (HubTensorPattern(f"{dense}.wo.weight"),),
     }
 
@@ -60,13 +57,14 @@ def _cross_attention() -> _Mapping:
     }
 
 
-_TENSORS: TensorMapping = {
-    "embedding.word_embeddings.weight": (HubTensorPattern("shared.weight"),),
-    "lm_head.output_layer.weight": (HubTensorPattern("lm_head.weight"),),
-    **_stack("encoder", 1),
-    **_stack("decoder", 2),
-    **_cross_attention(),
-}
+def _tensors(values: rules.Values) -> TensorMapping:
+    return {
+        "embedding.word_embeddings.weight": (HubTensorPattern("shared.weight"),),
+        "lm_head.output_layer.weight": (HubTensorPattern("lm_head.weight"),),
+        **_stack("encoder", 1, values["geglu"]),
+        **_stack("decoder", 2, values["geglu"]),
+        **_cross_attention(),
+    }
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Layers:
         encoder, decoder = (config[key] for key in self.reads)
         return {"encoder_num_layers": encoder, "num_layers": encoder if decoder is None else decoder}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns both keys."""
         return {"num_layers": values["encoder_num_layers"], "num_decoder_layers": values["num_layers"]}
 
@@ -102,7 +100,7 @@ class Activation:
                 raise UserError(f"{key} is {config[key]!r}; with feed_forward_proj {word} only {value!r} is supported")
         return {"geglu": True} if gated else {"relu": True}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns the word of the activation."""
         return {"feed_forward_proj": "gated-gelu" if values["geglu"] else "relu"}
 
@@ -125,37 +123,37 @@ class OutputLayer:
             raise UserError("scale_decoder_outputs is True; without tie_word_embeddings only False is supported")
         return {"untie_embeddings_and_output_weights": True}
 
-    def keys(self, values: Values) -> dict[str, Json]:
+    def keys(self, values: rules.Values) -> dict[str, Json]:
         """Returns whether the weights are tied."""
         return {"tie_word_embeddings": not values["untie_embeddings_and_output_weights"]}
 
 
-_RULES: tuple[Rule, ...] = (
+_RULES: tuple[rules.Rule, ...] = (
     Layers(),
     Activation(),
     OutputLayer(),
-    Copied("d_model", "hidden_size"),
-    Copied("d_kv", "kv_channels"),
-    Copied("d_ff", "ffn_hidden_size"),
-    Copied("num_heads", "num_attention_heads"),
-    Copied("relative_attention_num_buckets", "relative_attention_num_buckets"),
-    Copied("relative_attention_max_distance", "relative_attention_max_distance"),
-    Copied("dropout_rate", "hidden_dropout"),
-    Copied("dropout_rate", "attention_dropout"),
-    Copied("layer_norm_epsilon", "layernorm_epsilon"),
-    Implied({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}),
-    Implied({"softmax_scale": 1.0}),
-    Fixed("is_encoder_decoder", True),
-    Fixed("is_decoder", False, write=False),
-    Unused(("initializer_factor", "n_positions", "classifier_dropout", "decoder_start_token_id", "output_past")),
-    Unused(("task_specific_params",)),
+    rules.Copied("d_model", "hidden_size"),
+    rules.Copied("d_kv", "kv_channels"),
+    rules.Copied("d_ff", "ffn_hidden_size"),
+    rules.Copied("num_heads", "num_attention_heads"),
+    rules.Copied("relative_attention_num_buckets", "relative_attention_num_buckets"),
+    rules.Copied("relative_attention_max_distance", "relative_attention_max_distance"),
+    rules.Copied("dropout_rate", "hidden_dropout"),
+    rules.Copied("dropout_rate", "attention_dropout"),
+    rules.Copied("layer_norm_epsilon", "layernorm_epsilon"),
+    rules.Implied({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False}),
+    rules.Implied({"softmax_scale": 1.0}),
+    rules.Fixed("is_encoder_decoder", True),
+    rules.Fixed("is_decoder", False, write=False),
+    rules.Unused(("initializer_factor", "n_positions", "classifier_dropout", "decoder_start_token_id", "output_past")),
+    rules.Unused(("task_specific_params",)),
 )
 
 T5_FAMILIES = (
     Family(
         "T5ForConditionalGeneration",
         "t5",
-        _TENSORS,
+        _tensors,
         _RULES,
         constants=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
         model_family="t5",

@@ -7,15 +7,14 @@ conversion only copies numbers:
 - gate_proj and up_proj are the halves of `linear_fc1` [2, ffn_hidden_size, hidden size];
 - the matrices of one expert are one index of a tensor [experts, ...] that holds all experts of a layer.
 
-A fused tensor has several boxes, one after another (`fused`). A tensor whose dimensions are transposed or interleaved
-names the canonical axes of each of its dimensions (`axes`).
+A fused tensor has several boxes, one after another (`fused`) or head by head (`alternate_behind`). A tensor whose
+dimensions are transposed or interleaved names the canonical axes of each of its dimensions (`axes`).
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,20 +40,21 @@ class HubTensorPattern:
     """Name in the safetensors file, with `{layer}` and `{expert}` in place of the numbers."""
     part: Slices = ()
     """Slices of the first axes of the canonical tensor. If the name has `{expert}`, the expert axis is not included."""
-    dims: int | None = None
-    """The pattern is for canonical tensors of this many dimensions; None: of any number. A gated MLP has one more."""
     fused: tuple[Slices, ...] = ()
     """Parts that follow `part` in the same hub tensor, along its first dimension."""
+    alternate_behind: int | None = None
+    """The parts, of equal shape, alternate instead: the hub tensor has them as an axis behind this canonical axis."""
     axes: Axes | None = None
     """For each dimension of the hub tensor the axes of the canonical tensor that it consists of, the slowest first:
     ((1,), (0,)) is a transposed matrix. Default: a weight has its last axis as columns and all others as rows; other
     tensors have one dimension."""
-    only_with: tuple[str, Any] | None = None
-    """Field and value of a model that has this pattern instead of the others of the canonical tensor."""
+    is_copy: bool = False
+    """Whether the hub tensor repeats another one of the same canonical tensor. Exports write it; imports check it."""
 
 
 TensorMapping = Mapping[str, tuple[HubTensorPattern, ...]]
-"""Hub tensors by canonical name. The canonical name has `{layer}` in place of the layer's number."""
+"""Hub tensors by canonical name. The canonical name has `{layer}` in place of the layer's number, or is that of one
+layer, which comes first."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ class HubTensor:
     """The boxes, in the order in which they follow each other along the first dimension."""
     axes: Axes | None = None
     """Axes of the canonical tensor in each dimension, as in `HubTensorPattern`."""
+    alternate_behind: int | None = None
+    """Canonical axis behind which the boxes alternate, as in `HubTensorPattern`."""
+    is_copy: bool = False
+    """Whether the hub tensor repeats another one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +91,9 @@ class HubTensor:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Returns the hub tensor's elements, one-dimensional, from those of each box in canonical order."""
+        if self.alternate_behind is not None:
+            shaped = [part.view(box.shape) for part, box in zip(parts, self.boxes, strict=True)]
+            return torch.stack(shaped, self.alternate_behind + 1).flatten()
         laid_out = [
             part.view(box.shape).permute(self._order).reshape(self._shape_of(box))
             for part, box in zip(parts, self.boxes, strict=True)
@@ -95,6 +102,10 @@ class HubTensor:
 
     def take(self, values: Tensor, box: Box) -> Tensor:
         """Returns the elements of one of the boxes in canonical order, one-dimensional, from the whole hub tensor."""
+        if self.alternate_behind is not None:
+            axis = self.alternate_behind + 1
+            alternating = values.view(*box.shape[:axis], len(self.boxes), *box.shape[axis:])
+            return alternating.select(axis, self.boxes.index(box)).flatten()
         before = self.boxes[: self.boxes.index(box)]
         begin = sum(self._shape_of(other)[0] for other in before)
         part = values.view(self.shape).narrow(0, begin, self._shape_of(box)[0])
@@ -118,35 +129,29 @@ class HubTensor:
         return tuple(math.prod(box.shape[axis] for axis in axes) for axes in self._axes)
 
 
-def hub_tensors(
-    mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Any] | None = None
-) -> list[HubTensor]:
-    """Returns all hub tensors of a model, in the order of `shapes`: canonical name -> shape. `values` are the model's
-    settings by field name.
+def hub_tensors(mapping: TensorMapping, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTensor]:
+    """Returns all hub tensors of a model, in the order of `shapes`: canonical name -> shape.
 
     Raises UserError naming the canonical tensors that the mapping lacks.
     """
-    unmapped = [name for name in shapes if _LAYER.sub("{layer}", name) not in mapping]
+    unmapped = [name for name in shapes if name not in mapping and _LAYER.sub("{layer}", name) not in mapping]
     if unmapped:
         more = f" and {len(unmapped) - 5} more" if len(unmapped) > 5 else ""
         raise UserError(f"the architecture has no tensor for {', '.join(unmapped[:5])}{more}")
-    return [tensor for name, shape in shapes.items() for tensor in _tensors_of(mapping, name, shape, values or {})]
+    return [tensor for name, shape in shapes.items() for tensor in _tensors_of(mapping, name, shape)]
 
 
-def _tensors_of(
-    mapping: TensorMapping, name: str, shape: tuple[int, ...], values: Mapping[str, Any]
-) -> Iterator[HubTensor]:
+def _tensors_of(mapping: TensorMapping, name: str, shape: tuple[int, ...]) -> Iterator[HubTensor]:
     found = _LAYER.search(name)
     layer = found.group() if found else ""
-    patterns = [found for found in mapping[_LAYER.sub("{layer}", name)] if found.dims in (None, len(shape))]
-    special = [found for found in patterns if found.only_with and values.get(found.only_with[0]) == found.only_with[1]]
-    patterns = special or [found for found in patterns if found.only_with is None]
+    patterns = mapping[name if name in mapping else _LAYER.sub("{layer}", name)]
     is_of_experts = any("{expert}" in pattern.name for pattern in patterns)
     for expert in range(shape[0]) if is_of_experts else (None,):
         of_expert = () if expert is None else (slice(expert, expert + 1),)
         for pattern in patterns:
             boxes = tuple(_box(shape, (*of_expert, *part)) for part in (pattern.part, *pattern.fused))
-            yield HubTensor(pattern.name.format(layer=layer, expert=expert), name, shape, boxes, pattern.axes)
+            full_name = pattern.name.format(layer=layer, expert=expert)
+            yield HubTensor(full_name, name, shape, boxes, pattern.axes, pattern.alternate_behind, pattern.is_copy)
 
 
 def _box(shape: tuple[int, ...], part: Slices) -> Box:

@@ -169,7 +169,7 @@ def architecture_of(config: PretrainConfig) -> dict[str, Any]:
 def _matters(field: str, values: Mapping[str, Any]) -> bool:
     flag = flag_table().get(field)
     families = flag.declaration.families if flag is not None else None
-    if families is not None and values["model_family"] not in families:
+    if families is not None and (values["model_family"] or "gpt") not in families:
         return False
     parent = parent_of(flag) if flag is not None else None
     other_way = flag.declaration.or_with if flag is not None else None

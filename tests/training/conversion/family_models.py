@@ -19,6 +19,31 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 _DIVISORS = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.5, 4.0, 7.5]}
 
+_MAMBA = {"n_groups": 2, "conv_kernel": 3, "chunk_size": 4, "vocab_size": 99, "hidden_size": 64}
+_HYBRID = {
+    **_MAMBA,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+_QWEN3_NEXT = {
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
 FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": (
         "GptOss",
@@ -133,6 +158,45 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **_DIVISORS},
         },
     ),
+    "qwen 3 next": (
+        "Qwen3Next",
+        _QWEN3_NEXT
+        | {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen 3 next, published layers": (
+        "Qwen3Next",
+        _QWEN3_NEXT | {"num_hidden_layers": 4, "norm_topk_prob": False, "head_dim": 16, "rms_norm_eps": 1e-5},
+    ),
+    "mamba 2": (
+        "Mamba2",
+        _MAMBA
+        | {"num_heads": 8, "head_dim": 8, "expand": 1, "state_size": 5, "num_hidden_layers": 2}
+        | {"time_step_limit": [0.05, float("inf")], "tie_word_embeddings": True, "residual_in_fp32": False},
+    ),
+    "nemotron h": (
+        "NemotronH",
+        _HYBRID
+        | {
+            "hybrid_override_pattern": "M*-ME",
+            "time_step_min": 0.05,
+            "layer_norm_epsilon": 1e-4,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 12,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_latent_size": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": False,
+        },
+    ),
+    "nemotron h without experts": ("NemotronH", _HYBRID | {"hybrid_override_pattern": "M-*", "mlp_bias": True}),
     "falcon": ("Falcon", {"bias": True}),
     "falcon, attention before the mlp": (
         "Falcon",

@@ -85,6 +85,8 @@ _OTHER_SIZES: dict[str, dict[str, Any]] = {
         name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")
     },
     "Phi3": {**SIZES, "pad_token_id": 0},
+    "Mamba2": {},
+    "NemotronH": {"attn_implementation": "eager"},
 }
 
 

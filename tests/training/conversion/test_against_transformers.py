@@ -44,7 +44,8 @@ def test_logits_and_files(name: str, tmp_path: Path) -> None:
     oracle = make_model(name)
     theirs = save_model(oracle, tmp_path / "theirs")
     in_float32 = import_model(theirs, tmp_path / "ours", build_model, verify=True, log=quiet).comparison
-    assert in_float32 is not None and in_float32.difference < 1e-5
+    rounding = 1e-4 if MODELS[name][0] == "Qwen3Next" else 1e-5  # a delta net corrects its state token by token
+    assert in_float32 is not None and in_float32.difference < rounding
     tokens = some_tokens()
     expected = logits_of(oracle, tokens)
     assert expected.std() > 0.1

@@ -33,7 +33,7 @@ def test_layers_of_falcon(given: dict[str, Any], placement: str, groups: int) ->
 def test_the_norms_of_falcon_have_other_names_where_there_are_two() -> None:
     shapes = {f"decoder.layers.3.{name}.weight": (8,) for name in ("input_layernorm", "pre_mlp_layernorm")}
     for placement, names in (("pre", ["input_layernorm", "post_attention_layernorm"]), ("parallel_two_norms", None)):
-        found = hub_tensors(FALCON.tensors, shapes, {"norm_placement": placement})
+        found = hub_tensors(FALCON.tensors_of({"norm_placement": placement}), shapes)
         wanted = names or ["ln_attn", "ln_mlp"]
         assert [tensor.name for tensor in found] == [f"transformer.h.3.{name}.weight" for name in wanted]
 

@@ -1,5 +1,7 @@
 """A family reads a config.json by its rules, and names every key that it cannot take."""
 
+import dataclasses
+
 import pytest
 
 from megatron.core.exceptions import UserError
@@ -38,6 +40,8 @@ def test_every_problem_is_told_with_the_file_and_the_key() -> None:
 
 
 def test_names_of_tensors() -> None:
-    assert FAMILY.has_experts
+    assert FAMILY.tensors_of({"hidden_size": 8}) is FAMILY.tensors
+    by_size = dataclasses.replace(FAMILY, tensors=lambda values: {f"of size {values['hidden_size']}": ()})
+    assert by_size.tensors_of({"hidden_size": 8}) == {"of size 8": ()}
     assert FAMILY.current_name("norm.gamma") == "norm.weight" and FAMILY.current_name("gamma.x") == "gamma.x"
     assert FAMILY.is_constant("model.layers.3.self_attn.rotary_emb.inv_freq") and not FAMILY.is_constant("norm.gamma")

@@ -40,7 +40,16 @@ SPARSE = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4 "
     "--q-lora-rank 12"
 )
+QWEN3_NEXT = (
+    f"{MIXTRAL} {DELTA} --qk-layernorm --attention-output-gate --apply-layernorm-1p --moe-shared-expert-gate "
+    "--moe-shared-expert-intermediate-size 16"
+)
 HYBRID = "--mamba-head-dim 8 --mamba-num-groups 2"
+NEMOTRON = (
+    f"{HYBRID} --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none "
+    "--untie-embeddings-and-output-weights"
+)
+SIGMOID = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "activation_func_clamp_value": ("--quick-geglu --activation-func-clamp-value 0.1",),
@@ -351,6 +360,14 @@ def refused_by_name(flag: str, flags: str, architecture: str | None = None) -> N
         (f"{MIXTRAL} --moe-ffn-hidden-size 24 --ffn-hidden-size 64", "MixtralForCausalLM"),
         (DEEPSEEK, "DeepseekV3ForCausalLM"),
         (f"{DEEPSEEK} --moe-router-norm-topk-prob --moe-layer-freq [0,1]", "DeepseekV3ForCausalLM"),
+        (f"{NEMOTRON} --is-hybrid-model", "Mamba2ForCausalLM"),
+        (f"{NEMOTRON} --hybrid-attention-ratio 0.5", "NemotronHForCausalLM"),
+        (f"{NEMOTRON} --hybrid-layer-pattern M|-", "NemotronHForCausalLM"),
+        (
+            f"{NEMOTRON} --hybrid-layer-pattern ME --moe-shared-expert-intermediate-size 24 {SIGMOID}",
+            "NemotronHForCausalLM",
+        ),
+        (f"{QWEN3_NEXT} --linear-attention-freq 2", "Qwen3NextForCausalLM"),
     ],
 )
 def test_another_spelling_of_the_same_function_is_exported(flags: str, architecture: str) -> None:
@@ -376,6 +393,11 @@ def test_sinkhorn_and_capacity_are_refused_for_every_architecture() -> None:
             "--softmax-type is vanilla for LlamaForCausalLM and off-by-one in the ch",
         ),
         (f"{LLAMA} --no-rope-freq 2", "--no-rope-freq is not set for LlamaForCausalLM and 2 in the checkpoint"),
+        (
+            f"{NEMOTRON} --hybrid-layer-pattern M* --window-size 3,0",
+            "--window-size is not set for NemotronHForCausalLM and",
+        ),
+        (f"{LLAMA} {DELTA}", r"with delta nets \(--experimental-attention-variant\) and without experts"),
         (f"{LLAMA} --window-size 3,1", "--window-size is not set for .* and 3 1 in the checkpoint"),
         (
             f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,0",

@@ -1,25 +1,12 @@
-"""Llama and its relatives: tables that other families share, and Granite's factors."""
+"""Llama and its relatives: Granite's factors."""
 
 import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.training.config.flag_table import flag_table
 from megatron.training.conversion.families import family_of
-from megatron.training.conversion.llama import OURS, gated, one_to_one
-from megatron.training.conversion.tensor_mapping import hub_tensors
 
 GRANITE = family_of("GraniteForCausalLM")
-
-
-def test_tables() -> None:
-    mapping = one_to_one({"a": "b"}) | gated(f"{OURS}.mlp", "{layer}", "gate", "up", "down")
-    shapes = {
-        "a": (3,),
-        "decoder.layers.2.mlp.linear_fc1.weight": (2, 4, 3),
-        "decoder.layers.2.mlp.linear_fc2.bias": (3,),
-    }
-    names = [tensor.name for tensor in hub_tensors(mapping, shapes)]
-    assert names == ["b", "2.gate.weight", "2.up.weight", "2.down.bias"]
 
 
 def test_factors_of_granite() -> None:

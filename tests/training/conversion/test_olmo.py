@@ -12,7 +12,7 @@ def test_norms() -> None:
             "full",
             1e-5,
         )
-        assert not any("input_layernorm" in tensor for tensor in family.tensors)
+        assert not any("input_layernorm" in tensor for tensor in family.tensors_of({}))
 
 
 def test_only_olmo_3_has_windows() -> None:

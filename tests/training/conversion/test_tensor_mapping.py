@@ -104,3 +104,23 @@ def test_files_hold_at_most_their_size_or_one_tensor() -> None:
     tensors = [HubTensor(str(size), "w", (size,), (Box((0,), (size,)),)) for size in sizes]
     files = split_into_files(tensors, lambda tensor: torch.float16, 12)
     assert [[tensor.numel for tensor in file] for file in files] == [[3, 3], [9], [2, 4], [1]]
+
+
+def test_alternating_parts_are_an_axis_of_their_own() -> None:
+    """2 groups of 2 query heads and their 2 gates, then key and value, of width 1: each head has its gate behind it."""
+    parts = (slice(None), slice(0, 2)), (slice(None), slice(2, 4))
+    pattern = HubTensorPattern("q", parts[0], fused=(parts[1],), alternate_behind=1)
+    (found,) = hub_tensors({"qkv.weight": (pattern,)}, {"qkv.weight": (2, 6, 1, 3)})
+    canonical = torch.arange(36).view(2, 6, 1, 3)
+    boxes = [canonical[part].flatten() for part in parts]
+    assert found.shape == (8, 3)
+    rows = found.join(boxes)
+    assert (rows.view(8, 3)[:, 0] // 3).tolist() == [0, 2, 1, 3, 6, 8, 7, 9]
+    for box, values in zip(found.boxes, boxes, strict=True):
+        assert torch.equal(found.take(rows, box), values)
+
+
+def test_a_layer_may_have_names_of_its_own() -> None:
+    mapping = {"mtp.layers.{layer}.w": (HubTensorPattern("any"),), "mtp.layers.1.w": (HubTensorPattern("own"),)}
+    found = hub_tensors(mapping, {"mtp.layers.0.w": (1,), "mtp.layers.1.w": (1,)})
+    assert [tensor.name for tensor in found] == ["any", "own"]
