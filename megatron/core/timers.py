@@ -36,6 +36,11 @@ class Timer:
         self._spans: list[tuple[Any, Any]] = []
         self._seconds = 0.0
 
+    @property
+    def running(self) -> bool:
+        """Whether a span has begun that has not ended."""
+        return self._running
+
     def start(self, barrier: bool = False) -> None:
         """Starts a span; with `barrier`, after a barrier over all ranks. Raises RuntimeError if the timer runs
         already."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
+from megatron.core.pipeline_parallel.stages import decoder_stage
 from megatron.core.timers import Timers
 from megatron.training.config.flag_table import spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -58,6 +59,9 @@ class LiveArguments:
         set_ = object.__setattr__
         set_(self, "_own", dict(config.extra))
         set_(self, "_settings", {**config.flat(), "rank": int(os.environ.get("RANK", 0)), **facts})
+        if config.transformer.num_encoder_layers and config.transformer.pipeline_model_parallel_size > 1:
+            # Scripts of releases 0.9 and 0.11 ask for it, however the command line says it.
+            self._settings["encoder_pipeline_model_parallel_size"] = decoder_stage(config.transformer)
         set_(self, "_state", state)
 
     def __getattr__(self, name: str) -> Any:

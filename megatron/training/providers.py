@@ -166,8 +166,11 @@ def model_builder(model_provider: Callable[..., nn.Module]) -> Callable[[Context
     if the provider has no parameter `vp_stage`."""
 
     def build_model(context: Context, stage: Stage) -> nn.Module:
-        if stage.virtual is not None:
-            _check_takes_vp_stage(model_provider, "the model provider")
+        if stage.virtual is not None and not accepted(model_provider, {"vp_stage": 0}):
+            raise UserError(
+                f"the model provider {getattr(model_provider, '__name__', '')} has no parameter vp_stage, by which "
+                "virtual pipeline stages are told apart: add it, or leave out the flags of virtual stages"
+            )
         offered = {
             "pre_process": stage.pre_process,
             "post_process": stage.post_process,
@@ -212,25 +215,15 @@ def datasets_of_provider(
 
     It is called on every rank, even if it says (`is_distributed`) that the first tensor parallel rank is enough,
     because each rank reads its own data. With virtual stages it is called once for each chunk, as Megatron-LM does; all
-    chunks of a rank then read the same datasets, those of the first chunk that got any. Raises UserError if it has no
-    parameter for virtual stages.
+    chunks of a rank then read the same datasets, those of the first chunk that got any. A provider without the
+    parameter `vp_stage`, as in release 0.14, is called once: it tells pipeline ranks apart, not their chunks.
     """
     asked = [counts.train, counts.valid, counts.test]
     found: list[Any] = [None] * len(asked)
-    for chunk in chunks:
-        if chunk is not None:
-            _check_takes_vp_stage(provider, "the dataset provider")
+    for chunk in chunks if accepted(provider, {"vp_stage": 0}) else [None]:
         given = provider(asked, **accepted(provider, {"vp_stage": chunk}))
         found = [one if one is not None else other for one, other in zip(found, given, strict=True)]
     return found
-
-
-def _check_takes_vp_stage(provider: Callable[..., Any], what: str) -> None:
-    if not accepted(provider, {"vp_stage": 0}):
-        raise UserError(
-            f"{what} {getattr(provider, '__name__', '')} has no parameter vp_stage, by which virtual pipeline stages "
-            "are told apart: add it, or leave out the flags of virtual stages"
-        )
 
 
 def warn_unused(function: str, given: Mapping[str, Any]) -> None:

@@ -2,136 +2,133 @@
 
 The scripts themselves are not here. Those in `release_*` are written from facts about them: the names that each release
 imports, the attributes that it reads, and how many arguments it gives by position and by which keywords (their list is
-tests/data/megatron_lm_script_names.json).
+tests/data/megatron_lm_script_names.json). tests/gpu/test_scripts_on_gpu.py runs them on GPUs.
 """
 
-import os
-import re
-import runpy
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 from support.launch import launch
-
-from megatron.core.utils.rendezvous import start_torch_distributed, started_by_torchrun
-
-ROOT = Path(__file__).parents[2]
-RELEASES = ["0.5", "0.6", "0.7", "0.8", "0.9", "0.11", "0.14", "0.15", "0.16"]
-GPT = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --lr 1e-2 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --eval-iters 1 --eval-interval 2 --log-interval 1 "
-    "--num-workers 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 40 --hidden-dropout 0 "
-    "--attention-dropout 0 --use-mcore-models"
+from support.user_scripts import (
+    FLAGS,
+    LOOP,
+    LOOP_RELEASES,
+    RELEASES,
+    ROOT,
+    entry_scripts,
+    losses_in,
+    run_loop,
+    run_scripts,
+    script,
 )
-
-
-def script(release: str, name: str) -> str:
-    return str(ROOT / f"tests/scripts/release_{release.replace('.', '_')}" / name)
-
-
-def run_scripts(paths: Sequence[str]) -> None:
-    """Runs scripts one after the other in this process, as `python PATH` would."""
-    if started_by_torchrun():
-        start_torch_distributed()  # once for all of them
-    for path in paths:
-        print(f"=== {path}", flush=True)
-        sys.argv[0], sys.path[0] = path, str(Path(path).parent)
-        for name in ("gpt_builders", "model_provider", "pretrain_gpt"):  # of another release, or our own
-            sys.modules.pop(name, None)
-        runpy.run_path(path, run_name="__main__")
 
 
 def losses_of(
-    folder: Path, flags: str, ranks: int, paths: Sequence[str], base: str = GPT, loss: str = "lm loss"
+    kind: str, folder: Path, flags: str, ranks: int, paths: Sequence[str], loss: str = "lm loss"
 ) -> dict[str, list[float]]:
     """What scripts print: the losses of two iterations, of the validations and of the test."""
-    cached = f"{flags} --data-cache-path {folder}"  # the order of the made-up samples, which all of them share
-    program = launch(cached, ranks, folder, partial(run_scripts, paths), base=base)
+    cached = f"{flags} --data-cache-path {folder}"  # the order of the samples, which all of them share
+    program = launch(cached, ranks, folder, partial(run_scripts, paths), base=FLAGS[kind])
     codes = program.exit_codes(280.0)
     texts = [program.output(rank) for rank in range(max(ranks, 1))]
     assert set(codes) == {0}, (codes, *texts)
-    found: dict[str, list[float]] = {}
-    for text in texts:
-        for part in text.split("=== ")[1:]:
-            path, _, printed = part.partition("\n")
-            losses = [float(loss) for loss in re.findall(rf"{loss}(?: value)?: (\S+)", printed)]
-            found[path] = max(found.get(path, []), losses, key=len)  # only one rank prints them
-    return found
+    return losses_in(texts, loss)
 
 
-LAYOUTS = {
+EVERY_LOSS = ["0.5", "0.11", "0.16"]
+"""Three releases that have every kind of loss function."""
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2"
+VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+GPT_LAYOUTS = {
     "one process": ("", 0, RELEASES),
-    "tensor parallel": ("--tensor-model-parallel-size 2", 2, RELEASES),
-    "data parallel": ("", 2, ["0.5", "0.11", "0.16"]),
-    "pipeline parallel": ("--pipeline-model-parallel-size 2", 2, ["0.5", "0.11", "0.16"]),
+    "tensor parallel": (TENSOR_PARALLEL, 2, RELEASES),
+    "data parallel": ("", 2, EVERY_LOSS),
+    "pipeline parallel": ("--pipeline-model-parallel-size 2", 2, EVERY_LOSS),
+    "context parallel": ("--context-parallel-size 2", 2, EVERY_LOSS),
 }
-"""Flags, number of processes (0: plain python), releases; three releases have every kind of loss function."""
+"""Flags, number of processes (0: plain python), releases."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", GPT_LAYOUTS)
 def test_gpt(layout: str, tmp_path: Path) -> None:
-    flags, ranks, releases = LAYOUTS[layout]
+    flags, ranks, releases = GPT_LAYOUTS[layout]
     ours = str(ROOT / "pretrain_gpt.py")
-    theirs = [script(release, "pretrain_gpt.py") for release in releases]
-    found = losses_of(tmp_path / "run", flags, ranks, [ours, *theirs])
+    theirs = entry_scripts("gpt", releases)
+    found = losses_of("gpt", tmp_path / "run", flags, ranks, [ours, *theirs])
     assert found.keys() == {ours, *theirs} and len(found[ours]) == 5
     for path in theirs:
-        assert found[path] == pytest.approx(found[ours], abs=1e-5), path
+        early = layout == "context parallel" and path == theirs[0]  # reports the mean over this rank's micro-batches
+        assert found[path] == pytest.approx(found[ours], abs=0.01 if early else 1e-5), path
 
 
-CORPUS = ROOT / "tests/data/golden/corpus"
-MASKED = (
-    "--hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --lr 1e-2 --micro-batch-size 2 "
-    "--global-batch-size 4 --train-iters 2 --eval-iters 1 --eval-interval 2 --log-interval 1 --num-workers 0 "
-    f"--hidden-dropout 0 --attention-dropout 0 --split 80,10,10 --vocab-file {CORPUS}/bert/vocab.txt "
-    f"--data-path {CORPUS}/pp/bert_body_document --use-mcore-models "
-)
-BERT = f"{MASKED} --num-layers 2 --seq-length 32"
-T5 = (
-    f"{MASKED} --encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 32 --decoder-seq-length 16 "
-    "--vocab-extra-ids 20"
-)
-TWO_PROCESSES = pytest.mark.parametrize(
-    ("flags", "ranks"), [("", 0), ("--tensor-model-parallel-size 2", 2)], ids=["one process", "two"]
-)
+BERT_LAYOUTS = {
+    "one process": ("", 0, RELEASES),
+    "tensor parallel": (TENSOR_PARALLEL, 2, RELEASES),
+    "pipeline parallel": ("--pipeline-model-parallel-size 2", 2, EVERY_LOSS),
+}
 
 
-@TWO_PROCESSES
-def test_bert(flags: str, ranks: int, tmp_path: Path) -> None:
-    paths = [script(release, "pretrain_bert.py") for release in RELEASES]
-    found = losses_of(tmp_path / "run", flags, ranks, paths, BERT, "(?:lm|sop) loss")
+@pytest.mark.parametrize("layout", BERT_LAYOUTS)
+def test_bert(layout: str, tmp_path: Path) -> None:
+    flags, ranks, releases = BERT_LAYOUTS[layout]
+    paths = entry_scripts("bert", releases)
+    found = losses_of("bert", tmp_path / "run", flags, ranks, paths, "(?:lm|sop) loss")
     first = found[paths[0]]
     assert found.keys() == set(paths) and len(first) == 10
     for path in paths:
         assert found[path] == pytest.approx(first, abs=1e-5), path
 
 
-@TWO_PROCESSES
-def test_t5(flags: str, ranks: int, tmp_path: Path) -> None:
+T5_LAYOUTS = {
+    "one process": ("", 0, RELEASES),
+    "tensor parallel": (TENSOR_PARALLEL, 2, RELEASES),
+    "encoder and decoder stages": (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-split-rank 1",
+        2,
+        ["0.5", "0.8", "0.9", "0.11"],
+    ),
+    "encoder stages counted apart": ("--encoder-pipeline-model-parallel-size 1", 2, ["0.9", "0.11"]),
+}
+
+
+@pytest.mark.parametrize("layout", T5_LAYOUTS)
+def test_t5(layout: str, tmp_path: Path) -> None:
+    flags, ranks, releases = T5_LAYOUTS[layout]
     ours = str(ROOT / "pretrain_t5.py")
-    paths = [script(release, "pretrain_t5.py") for release in RELEASES]
-    found = losses_of(tmp_path / "run", flags, ranks, [ours, *paths], T5)
+    paths = entry_scripts("t5", releases)
+    found = losses_of("t5", tmp_path / "run", flags, ranks, [ours, *paths])
     assert found.keys() == {ours, *paths} and len(found[ours]) == 5
+    for path, release in zip(paths, releases, strict=True):
+        # Two releases report the mean of micro-batches, whatever their numbers of tokens.
+        assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_virtual_stages(kind: str, tmp_path: Path) -> None:
+    """Release 0.14 tells virtual stages apart when it builds the model, and not when it builds the datasets."""
+    paths = entry_scripts(kind, ["0.14", "0.15", "0.16"])
+    found = losses_of(kind, tmp_path / "run", VIRTUAL, 2, paths, "(?:lm|sop) loss")
     for path in paths:
-        early = path in paths[:2]  # they report the mean of micro-batches, whatever their numbers of tokens
-        assert found[path] == pytest.approx(found[ours], abs=0.05 if early else 1e-5), path
+        assert found[path] == pytest.approx(found[paths[0]], abs=1e-5) and found[path], path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("kind", FLAGS)
+def test_each_alone(kind: str, release: str, tmp_path: Path) -> None:
+    """Without the scripts that ran before it in the tests above, and what they have imported."""
+    paths = entry_scripts(kind, [release])
+    assert len(losses_of(kind, tmp_path / "run", "", 0, paths)[paths[0]]) == 5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("release", ["0.9", "0.11", "0.14", "0.15", "0.16"])
+@pytest.mark.parametrize("release", LOOP_RELEASES)
 def test_the_loop(release: str, ranks: int, tmp_path: Path) -> None:
-    program = launch(
-        "", ranks, tmp_path, partial(run_loop, script(release, "run_simple_mcore_train_loop.py"), tmp_path)
-    )
+    program = launch("", ranks, tmp_path, partial(run_loop, script(release, LOOP), tmp_path))
     assert set(program.exit_codes(100.0)) == {0}, [program.output(rank) for rank in range(ranks)]
     for rank in range(ranks):
         assert program.output(rank).count("Losses reduced: [{'lm loss'") == 2
         assert "Successfully loaded the model" in program.output(rank)
-
-
-def run_loop(path: str, folder: Path) -> None:
-    os.chdir(folder)
-    runpy.run_path(path, run_name="__main__")

@@ -1,6 +1,7 @@
 """Megatron-LM's provider functions, of several releases, under layouts."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -60,12 +61,22 @@ def test_chunks_read_what_the_first_of_them_is_given():
     assert datasets_of_provider(provider, COUNTS, [None]) == [None, None, "test 0"]
 
 
-def test_a_provider_that_knows_no_virtual_stages():
-    def my_provider(counts: list[int]) -> tuple[Any, ...]:
+def test_a_datasets_provider_without_virtual_stages_is_called_once():
+    calls: list[list[int]] = []
+
+    def provider(counts: list[int]) -> tuple[Any, ...]:
+        calls.append(counts)
+        return "train", None, "test"
+
+    assert datasets_of_provider(provider, COUNTS, [0, 1]) == ["train", None, "test"] and len(calls) == 1
+
+
+def test_a_model_provider_needs_virtual_stages():
+    def my_provider(pre_process: bool = True, post_process: bool = True) -> Any:
         raise AssertionError
 
-    with pytest.raises(UserError, match="the dataset provider my_provider has no parameter vp_stage"):
-        datasets_of_provider(my_provider, COUNTS, [0, 1])
+    with pytest.raises(UserError, match="the model provider my_provider has no parameter vp_stage"):
+        model_builder(my_provider)(None, SimpleNamespace(virtual=0))  # type: ignore[arg-type]
 
 
 ONE, TWO = torch.tensor(1.0), torch.tensor(2)

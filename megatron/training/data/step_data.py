@@ -89,7 +89,7 @@ class StepData(Iterator[Any]):
         if number < len(self._step):
             batch = self._step[number]
         else:
-            with timed(self.timers, "batch-generator", 2):
+            with timed(self._timers_of_read(), "batch-generator", 2):
                 batch = next(self.micro_batches)
         if self.keeps_step and number == len(self._step):
             batch = _out_of_shared_memory(batch)
@@ -97,6 +97,13 @@ class StepData(Iterator[Any]):
         # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
         self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))
         return batch
+
+    def _timers_of_read(self) -> Timers | None:
+        """Returns the timers of a read; None if nobody asks, or if the forward step measures it under the same name, as
+        those of Megatron-LM's scripts do."""
+        if self.timers is None or self.timers("batch-generator", log_level=2).running:
+            return None
+        return self.timers
 
     def kept(self, number: int) -> Any:
         """Returns micro-batch `number` of the step. Draws it if no chunk has drawn it before."""

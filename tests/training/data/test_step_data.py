@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.timers import Timers
 from megatron.training.data.batch import Batch
 from megatron.training.data.step_data import StepData, step_data_of
 
@@ -35,6 +36,22 @@ def test_one_chunk_draws_from_it_directly():
     )
     data.begin(6)
     assert next(iterator).number == 2 and iterator.sample_ids == [[4, 5]] and iterator.rng_position.first_sample == 2
+
+
+@pytest.mark.parametrize("by_script", [False, True])
+def test_a_read_is_measured_once(by_script):
+    """A forward step of Megatron-LM's scripts runs the timer of the same name around its read."""
+    timers = Timers(2, "max")
+    data = second_of_three(micro_batches(2))
+    data.timers = timers
+    timer = timers("batch-generator", log_level=2)
+    if by_script:
+        timer.start()
+    next(data)
+    assert timer.running == by_script
+    if by_script:
+        timer.stop()
+    assert timer.elapsed() > 0
 
 
 def test_every_chunk_draws_every_micro_batch_once_at_its_own_pace():

@@ -276,11 +276,17 @@ def _stack(
     relative: bool,
     ends: bool,
 ) -> TransformerBlock:
-    """Builds the layers with these numbers of the encoder or of the decoder, and with `ends` the norm after them."""
+    """Builds the layers with these numbers of the encoder or of the decoder, and with `ends` the norm after them.
+
+    The spec may list the layers of the whole stack or those of the stage. Scripts of releases 0.9 and 0.11 divide by
+    the number of stages of both stacks; if their layers are all alike, their number does not count.
+    """
     layers = block_submodules(spec, config.num_layers)
     specs = layers.layer_specs or []
-    if len(specs) == config.num_layers:  # those of the whole stack
+    if len(specs) == config.num_layers:
         layers = dataclasses.replace(layers, layer_specs=[specs[number - 1] for number in numbers])
+    elif all(one == specs[0] for one in specs[1:]):
+        layers = dataclasses.replace(layers, layer_specs=specs[:1] * len(numbers))
     config = copy.copy(config)  # the config of the layers alone: their attention adds a bias
     config.relative_bias = relative
     return TransformerBlock(config, layers, post_process=ends, pg_collection=groups, layer_numbers=numbers)

@@ -1,0 +1,71 @@
+"""Entry scripts of Megatron-LM's releases on GPUs: two iterations each, with the losses of a CPU."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from support import user_scripts
+from support.user_scripts import FLAGS, LOOP, LOOP_RELEASES, RELEASES, ROOT, entry_scripts, losses_in, script
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+LOSSES = {"gpt": "lm loss", "bert": "(?:lm|sop) loss", "t5": "lm loss"}
+
+
+def run(processes: int, words: Sequence[str], folder: Path, gpus: bool = True) -> str:
+    """Starts Python under torchrun, or plain with 0 processes, and returns what it printed."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*launcher, *words], cwd=folder, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses(kind: str, releases: Sequence[str], processes: int, flags: str, folder: Path, gpus: bool = True) -> list:
+    """Returns the losses that each release's script prints."""
+    paths = entry_scripts(kind, releases)
+    words = [user_scripts.__file__, *paths, "--", *FLAGS[kind].split(), *flags.split(), "--data-cache-path", "cache"]
+    found = losses_in([run(processes, words, folder, gpus)], LOSSES[kind])
+    return [found[path] for path in paths]
+
+
+LAYOUTS = [(0, ""), (2, "--tensor-model-parallel-size 2"), (2, ""), (2, "--pipeline-model-parallel-size 2")]
+"""Processes and flags."""
+
+
+@pytest.mark.parametrize(("processes", "flags"), LAYOUTS)
+@pytest.mark.parametrize("kind", FLAGS)
+def test_two_iterations(kind: str, processes: int, flags: str, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    releases = RELEASES
+    if kind == "t5":
+        releases = RELEASES[2:6] if "pipeline" in flags else RELEASES[2:]  # earlier ones report another mean
+    (expected,) = losses(kind, releases[:1], 0, "", tmp_path, gpus=False)
+    assert len(expected) == (10 if kind == "bert" else 5)
+    for found in losses(kind, releases, processes, flags, tmp_path):
+        assert found == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+def test_two_iterations_in_bfloat16(kind: str, tmp_path: Path) -> None:
+    (expected,) = losses(kind, ["0.16"], 0, "", tmp_path, gpus=False)
+    for found in losses(kind, RELEASES if kind != "t5" else RELEASES[2:], 0, "--bf16", tmp_path):
+        assert found == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("release", LOOP_RELEASES)
+def test_the_loop(release: str, processes: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    printed = run(processes, [script(release, LOOP)], tmp_path)
+    assert printed.count("Losses reduced: [{'lm loss'") == 2 * processes
+    assert printed.count("Successfully loaded the model") == processes
