@@ -57,7 +57,7 @@ class FlagDeclaration:
     """This field has an effect only with another one, given as "field" (not at its default), "field=value" or
     "field=value|value". A warning is printed if it is given without the other one."""
     or_with: str | None = None
-    """A bool field that also makes this one effective, independently of `only_with`."""
+    """A field that also makes this one effective where it is set, independently of `only_with`."""
     families: tuple[str, ...] | None = None
     """The model families that read the flag ("gpt", "bert", "t5"); None: all. A note is printed if it is given in a run
     of another family."""

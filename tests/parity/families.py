@@ -192,6 +192,7 @@ _MIXERS = Family(
     _values(
         tensor="tp2 sp2",
         pipeline="pp2",
+        context="cp2-p2p",
         data="dp2-optim_grads_params",
         recompute="recompute-full recompute-core",
     ),

@@ -342,13 +342,15 @@ HYBRIDS = [
     Model(
         "nemotron-h",
         positions="none",
-        settings={"hybrid_layer_pattern": "M*-M", "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 3}
+        settings={"hybrid_layer_pattern": "M*-G", "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 5}
+        | {"mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_state_dim": 3}
         | {"normalization": "RMSNorm", "add_bias_linear": False, "activation_func": squared_relu}
         | {"num_query_groups": 2, "hidden_dropout": 0.2},
         packed=True,
         rows=2,
     ),
 ]
-"""Layers of one branch: Mamba-2, attention, MLP. Packed documents, whose states begin anew."""
+"""Layers of one branch: Mamba-2, attention, MLP, gated delta net. Packed documents, whose states begin anew."""
 
 MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *MIXERS, *HYBRIDS, *BERT, *T5]

@@ -1,4 +1,4 @@
-"""A cache of keys and values in buffers of a fixed size."""
+"""A cache of keys and values in buffers of a fixed size, and of states."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,8 @@ from megatron.core.transformer.layer_inputs import CachedKeyValues
 
 
 class StaticInferenceContext:
-    """The keys and values of rows of different lengths, at most `max_sequence_length` tokens each.
+    """The keys and values of rows of different lengths, at most `max_sequence_length` tokens each, and the states of
+    layers that have one.
 
     A model is called first with the prompts, padded on the right, then with one token per row at a time:
 
@@ -22,6 +23,7 @@ class StaticInferenceContext:
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self._buffers: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        self._states: dict[tuple[int, str], Tensor] = {}
         self._last = torch.zeros(0, dtype=torch.int64)
         """Position of the last token of each row, int64 [b]."""
         self._extent = 0
@@ -37,6 +39,7 @@ class StaticInferenceContext:
                 f"{self.max_batch_size} x {self.max_sequence_length}"
             )
         self._last, self._extent, self._first_call = lengths - 1, filled_to, True
+        self._states.clear()
         return torch.arange(filled_to, device=lengths.device)[None]
 
     def advance(self) -> Tensor:
@@ -55,6 +58,18 @@ class StaticInferenceContext:
         rows = torch.arange(key.shape[1], device=key.device)
         keys[self._last, rows], values[self._last, rows] = key[0], value[0]
         return CachedKeyValues(keys[: self._extent], values[: self._extent], self._last[:, None])
+
+    def token_counts(self) -> Tensor:
+        """Counts the current tokens of each row; implements `InferenceContext.token_counts`."""
+        return self._last + 1 if self._first_call else torch.ones_like(self._last)
+
+    def recall(self, layer_number: int, part: str) -> Tensor | None:
+        """Returns a state of a layer; implements `InferenceContext.recall`."""
+        return self._states.get((layer_number, part))
+
+    def remember(self, layer_number: int, part: str, state: Tensor) -> None:
+        """Keeps a state of a layer; implements `InferenceContext.remember`."""
+        self._states[layer_number, part] = state
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """Selects the last hidden state of each row; implements `InferenceContext.select_last`."""

@@ -7,17 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.exceptions import UserError
+from megatron.core.collectives import group_rank, group_size
+from megatron.core.context_parallel.ulysses import start_to_heads, start_to_rows
 from megatron.core.initializers import Constant, Initializer, LogUniform
 from megatron.core.ops.precision import widened
 from megatron.core.parameters import add_partial_gradient_axis
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box
-from megatron.core.tokens import document_numbers
+from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
-from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_padding
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,7 +49,8 @@ class GatedDeltaNet(MegatronModule):
     There are `linear_num_key_heads` query and key heads of dk = `linear_key_head_dim` channels; as many consecutive
     value heads, `linear_num_value_heads` in all with `linear_value_head_dim` channels, share each. The rows of
     `in_proj` are, for each key head: q, k, the values and gates z of its value heads, then their b and a. Those of
-    `conv1d` are q, k and the values. Tensor parallel ranks divide the key heads.
+    `conv1d` are q, k and the values. Tensor parallel ranks divide the key heads. Context parallel ranks exchange their
+    parts of the rows for some key heads of whole rows (all-to-all).
 
     The norm is that of the config, over each head; its weight is not zero-centred.
     """
@@ -62,14 +65,16 @@ class GatedDeltaNet(MegatronModule):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(config)
+        self.layer_number = layer_number
         self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
-        if groups.size("cp") > 1:
-            raise UserError(f"context_parallel_size {groups.size('cp')} does not go with gated_delta_net layers; use 1")
+        self.cp_group = groups.cp if groups.size("cp") > 1 else None
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         dk, dv = config.linear_key_head_dim, config.linear_value_head_dim
         assert key_heads and value_heads and dk and dv and config.linear_conv_kernel_dim
         self.key_heads = part_size(key_heads, groups.tp, "linear_num_key_heads")
+        of_rank = "linear_num_key_heads on a tensor parallel rank, over context parallel ranks"
+        part_size(self.key_heads, self.cp_group, of_rank)
         shared = value_heads // key_heads
         self.widths = [2 * dk + shared * dv, shared * dv, shared, shared]
         """Rows of `in_proj` for one key head: q, k and v; z; b; a."""
@@ -111,15 +116,47 @@ class GatedDeltaNet(MegatronModule):
         """Returns (output [t, h], None) for hidden states [t, h]. Under sequence parallelism both hold this rank's
         tokens; the state passes through this rank's heads of all tokens."""
         check_scanned_inputs(inputs, "gated_delta_net")
-        tokens = inputs.tokens
-        document = document_numbers(tokens, hidden_states.device)
+        tokens, ranks = inputs.tokens, group_size(self.cp_group)
         projected = self.in_proj(hidden_states)[0].view(tokens.seq_length, tokens.batch_size, self.key_heads, -1)
+        if ranks > 1:
+            (projected,) = start_to_heads([projected], self.cp_group, ranks).wait()
+            tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
+        document = document_numbers(tokens, hidden_states.device)
         mixed, gate, strength, fading = projected.split(self.widths, -1)  # [s, b, key heads, ...] each
-        mixed = F.silu(self.conv1d(mixed.flatten(2), document)).view(mixed.shape)
-        log_decay = -widened(self.A_log).exp() * F.softplus(widened(fading.flatten(2)) + widened(self.dt_bias))
-        output = self.core_attention(mixed, log_decay, strength.flatten(2), document)  # [s, b, value heads, dv]
+        log_rate, bias = map(self._own, (self.A_log, self.dt_bias))
+        log_decay = -widened(log_rate).exp() * F.softplus(widened(fading.flatten(2)) + widened(bias))
+        strength, context = strength.flatten(2), inputs.inference_context
+        if context is None:
+            convolved = F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape)
+            output = self.core_attention(convolved, log_decay, strength, document)  # [s, b, value heads, dv]
+        else:
+            output = self._continued(context, mixed, log_decay, strength)
         gated = self.out_norm(output) * F.silu(widened(gate.reshape(output.shape)))
-        return self.out_proj(gated.to(hidden_states.dtype).flatten(2).flatten(0, 1))
+        gated = gated.to(hidden_states.dtype)
+        if ranks > 1:
+            gated = start_to_rows(gated, self.cp_group, ranks).wait()
+        return self.out_proj(gated.flatten(2).flatten(0, 1))
+
+    def _continued(self, context: InferenceContext, mixed: Tensor, log_decay: Tensor, strength: Tensor) -> Tensor:
+        """Returns what `core_attention` returns for tokens that continue those in the context, which keeps the
+        states."""
+        taps = self.conv1d.weight.shape[1]
+        convolved = convolve_with_cache(
+            context, self.layer_number, mixed.flatten(2), taps, lambda rows: self._convolved(rows, None)
+        )
+        state = context.recall(self.layer_number, "state")
+        ended = is_padding(context, mixed.shape[0])
+        convolved = F.silu(convolved).view(mixed.shape)
+        output, state = self.core_attention.advance(convolved, log_decay, strength, state=state, ended=ended)
+        context.remember(self.layer_number, "state", state)
+        return output
+
+    def _own(self, parameter: Tensor) -> Tensor:
+        """Returns the part of a parameter of this rank's heads that a context parallel rank computes with."""
+        return parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]
+
+    def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
+        return self.backend.causal_conv(mixed, self._own(self.conv1d.weight), None, document)
 
 
 class DeltaRuleAttention(nn.Module):
@@ -133,12 +170,26 @@ class DeltaRuleAttention(nn.Module):
     def forward(self, mixed: Tensor, log_decay: Tensor, strength: Tensor, document: Tensor | None) -> Tensor:
         """Returns the outputs [s, b, v, dv] for q, k and v of each key head, [s, b, key heads, 2 dk + dv v / key
         heads], the logarithms of the decays and the strengths of the corrections before their sigmoid, [s, b, v]."""
+        return self.advance(mixed, log_decay, strength, document)[0]
+
+    def advance(
+        self,
+        mixed: Tensor,
+        log_decay: Tensor,
+        strength: Tensor,
+        document: Tensor | None = None,
+        state: Tensor | None = None,
+        ended: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the outputs and the states [b, v, dk, dv] after the last token, from the states `state` before the
+        first, default 0. Tokens where `ended` [s, b, 1] is True change no state."""
         query, key, value = mixed.split([self.key_width, self.key_width, mixed.shape[-1] - 2 * self.key_width], -1)
         query = _of_unit_length(query) * self.key_width**-0.5
         value = value.reshape(*value.shape[:2], -1, self.value_width)
         beta = widened(strength).sigmoid()
-        output, _ = self.backend.gated_delta_rule(query, _of_unit_length(key), value, log_decay, beta, document)
-        return output
+        if ended is not None:
+            log_decay, beta = log_decay.masked_fill(ended, 0.0), beta.masked_fill(ended, 0.0)
+        return self.backend.gated_delta_rule(query, _of_unit_length(key), value, log_decay, beta, document, state)
 
 
 def _of_unit_length(heads: Tensor) -> Tensor:

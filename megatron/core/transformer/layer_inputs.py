@@ -30,7 +30,8 @@ class CachedKeyValues:
 
 
 class InferenceContext(Protocol):
-    """A cache of the keys and values of earlier tokens, for text generation."""
+    """A cache of what layers need of earlier tokens, for text generation: keys and values, and the states of layers
+    that pass one from token to token."""
 
     max_sequence_length: int
     """Number of tokens of the longest row that the cache can hold."""
@@ -38,6 +39,15 @@ class InferenceContext(Protocol):
     def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds the keys and values [s, b, g, d] of the current tokens for a layer. Returns all that the tokens attend
         to. `reader` names the part of the layer that keeps them, if a layer has several."""
+
+    def token_counts(self) -> Tensor:
+        """Returns how many of the current tokens of each row are not padding: int64 [b]. Padding comes after them."""
+
+    def recall(self, layer_number: int, part: str) -> Tensor | None:
+        """Returns what a layer kept after the tokens before the current ones; None before the first tokens."""
+
+    def remember(self, layer_number: int, part: str, state: Tensor) -> None:
+        """Keeps a state of a layer after the current tokens. `part` names the state, if a layer has several."""
 
     def select_last(self, hidden: Tensor) -> Tensor:
         """Returns the hidden states [1, b, h] of hidden states [s, b, h] from which each row's next token is
@@ -137,8 +147,6 @@ def encoder_states_of(
 
 def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
     """Raises UserError for what a state that passes from token to token cannot respect. `layers` names the layers."""
-    if inputs.inference_context is not None:
-        raise UserError(f"{layers} layers have no cache for generation yet; compute whole rows instead")
     if inputs.attention_mask is not None:
         raise UserError(
             f"{layers} layers cannot follow an attention_mask, because their state passes through all tokens of a row; "

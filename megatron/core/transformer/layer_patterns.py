@@ -26,6 +26,8 @@ HYBRID_LAYERS = {
     "*": LayerParts("attention", None),
     "-": LayerParts(None, "mlp"),
     "E": LayerParts(None, "moe"),
+    "G": LayerParts("gated_delta_net", None),
+    "D": LayerParts("dsa", None),
 }
 """What a layer is made of for each letter of a `hybrid_layer_pattern`."""
 
@@ -37,6 +39,14 @@ def hybrid_letters(config: Any) -> str | None:
     """Returns the letter of each layer of a hybrid model; None for other models."""
     pattern = config.hybrid_layer_pattern
     return None if pattern is None else pattern.replace(STAGE_BORDER, "")
+
+
+def has_mixer(config: Any, mixer: str) -> bool:
+    """Returns whether some layer may have this token mixer, by `experimental_attention_variant` or by its letter."""
+    letters = hybrid_letters(config)
+    if letters is None:
+        return bool(config.experimental_attention_variant == mixer)
+    return any(letter in HYBRID_LAYERS and HYBRID_LAYERS[letter].token_mixer == mixer for letter in letters)
 
 
 def stages_of_pattern(pattern: str | None) -> str | None:

@@ -19,8 +19,9 @@ from megatron.core.tokens import Tokens, document_numbers
 from megatron.core.transformer.attention_projections import build_heads_projection, build_output_projection
 from megatron.core.transformer.causal_conv1d import CausalConv1d
 from megatron.core.transformer.config.hybrid import mamba_heads
-from megatron.core.transformer.layer_inputs import LayerInputs, check_scanned_inputs
+from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs, check_scanned_inputs
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.recurrent_cache import convolve_with_cache, is_padding
 from megatron.core.transformer.spec_utils import Spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -62,6 +63,7 @@ class MambaMixer(MegatronModule):
         backend: Backend | None = None,
     ) -> None:
         super().__init__(config)
+        self.layer_number = layer_number
         self.backend = backend or choose_backend(config)
         groups = pg_collection or default_collection()
         self.cp_group = groups.cp if groups.size("cp") > 1 else None
@@ -122,12 +124,32 @@ class MambaMixer(MegatronModule):
             tokens = Tokens(tokens.row_length, tokens.batch_size, cu_seqlens=tokens.cu_seqlens)
         document = document_numbers(tokens, hidden_states.device)
         gate, mixed, step = projected.split(self.widths, -1)  # [s, b, g, ...] each
-        mixed = F.silu(self._convolved(mixed, document))
-        output = self.scan(mixed, step, *map(self._own, (self.dt_bias, self.A_log, self.D)), document)
+        parameters = self._own(self.dt_bias), self._own(self.A_log), self._own(self.D)
+        context = inputs.inference_context
+        if context is None:
+            output = self.scan(
+                F.silu(self._convolved(mixed.flatten(2), document)).view(mixed.shape), step, *parameters, document
+            )
+        else:
+            output = self._continued(context, mixed, step, parameters)
         normed = self._normed(output * F.silu(widened(gate))).to(hidden_states.dtype)  # [s, b, g, channels]
         if ranks > 1:
             normed = start_to_rows(normed, self.cp_group, ranks).wait()
         return self.out_proj(normed.flatten(2).flatten(0, 1))
+
+    def _continued(
+        self, context: InferenceContext, mixed: Tensor, step: Tensor, parameters: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Returns what the scan returns for tokens that continue those in the context, which keeps the states."""
+        taps = self.conv1d.weight.shape[1]
+        convolved = convolve_with_cache(
+            context, self.layer_number, mixed.flatten(2), taps, lambda rows: self._convolved(rows, None)
+        )
+        state = context.recall(self.layer_number, "state")
+        ended = is_padding(context, mixed.shape[0])
+        output, state = self.scan.advance(F.silu(convolved).view(mixed.shape), step, *parameters, None, state, ended)
+        context.remember(self.layer_number, "state", state)
+        return output
 
     def _own(self, parameter: Tensor) -> Tensor:
         """Returns the part of a parameter of this rank's groups that a context parallel rank computes with."""
@@ -135,7 +157,7 @@ class MambaMixer(MegatronModule):
 
     def _convolved(self, mixed: Tensor, document: Tensor | None) -> Tensor:
         weight, bias = self._own(self.conv1d.weight), self._own(self.conv1d.bias)
-        return self.backend.causal_conv(mixed.flatten(2), weight, bias, document).view(mixed.shape)
+        return self.backend.causal_conv(mixed, weight, bias, document)
 
     def _normed(self, gated: Tensor) -> Tensor:
         """Returns the RMSNorm of [s, b, g, channels] over the channels of each group."""
@@ -157,13 +179,30 @@ class MambaScan(nn.Module):
     ) -> Tensor:
         """Returns y [s, b, g, channels], in float32 at least, for x, B and C of each group [s, b, g, channels + 2 n],
         dt [s, b, g, heads of a group], and dt_bias, A_log and D of each head."""
+        return self.advance(mixed, step, step_bias, log_rate, skip, document)[0]
+
+    def advance(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        step_bias: Tensor,
+        log_rate: Tensor,
+        skip: Tensor,
+        document: Tensor | None = None,
+        state: Tensor | None = None,
+        ended: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y and the states [b, heads, n, p] after the last token, from the states `state` before the first,
+        default 0. Tokens where `ended` [s, b, 1] is True change no state."""
         x, b, c = widened(mixed).split([mixed.shape[-1] - 2 * self.state_dim, self.state_dim, self.state_dim], -1)
         heads = x.reshape(*x.shape[:2], -1, self.head_dim)  # [s, b, heads, p]
         size = F.softplus(widened(step.flatten(2)) + widened(step_bias))
         if self.min_step > 0.0:
             size = size.clamp(min=self.min_step)
-        output, _ = ssd(heads, size, -widened(log_rate).exp(), b, c, document)
-        return (output + widened(skip)[:, None] * heads).reshape(x.shape)
+        if ended is not None:
+            size = size.masked_fill(ended, 0.0)
+        output, state = ssd(heads, size, -widened(log_rate).exp(), b, c, document, state)
+        return (output + widened(skip)[:, None] * heads).reshape(x.shape), state
 
 
 @dataclass(frozen=True)

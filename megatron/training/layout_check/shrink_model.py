@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.pipeline_parallel.stages import pipeline_of
-from megatron.core.transformer.layer_patterns import STAGE_BORDER, hybrid_letters
+from megatron.core.transformer.layer_patterns import STAGE_BORDER, has_mixer, hybrid_letters
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -177,9 +177,9 @@ class ShrunkFlags:
     def _delta_words(self) -> list[str]:
         """Returns flags for small gated delta nets, in the first of the layers or as the pattern says."""
         transformer = self.config.transformer
-        if transformer.experimental_attention_variant != "gated_delta_net":
+        if not has_mixer(transformer, "gated_delta_net"):
             return []
-        heads = 2 * self.sizes.tensor
+        heads = 2 * self.sizes.tensor * self.sizes.context
         words: dict[str, Any] = {"linear-num-key-heads": heads, "linear-num-value-heads": 2 * heads}
         words |= {"linear-key-head-dim": 8, "linear-value-head-dim": 8}
         pattern = transformer.linear_attention_freq
@@ -192,7 +192,7 @@ class ShrunkFlags:
 
     def _sparse_words(self) -> list[str]:
         """Returns flags for a small indexer that selects fewer keys than a row has."""
-        if self.config.transformer.experimental_attention_variant != "dsa":
+        if not has_mixer(self.config.transformer, "dsa"):
             return []
         return _spelled_out({"dsa-indexer-n-heads": 2, "dsa-indexer-head-dim": 6, "dsa-indexer-topk": 4})
 

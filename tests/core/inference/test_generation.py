@@ -12,6 +12,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PROMPTS = [[3, 7, 1], [5], [9, 2, 8, 30, 11, 4], [6, 6]]
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 3,
+    "linear_conv_kernel_dim": 3,
+}
 MODELS = {
     "learned": ({}, {}),
     "rope, grouped": ({"num_query_groups": 2}, {"position_embedding_type": "rope"}),
@@ -35,6 +42,14 @@ MODELS = {
     "a base for windows": (
         {"window_size": (3, 0), "window_attn_skip_freq": 2, "rotary_base_local": 10.0, "norm_placement": "parallel"},
         {"position_embedding_type": "rope"},
+    ),
+    "gated delta nets": (
+        {**DELTA, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 3},
+        {"position_embedding_type": "rope"},
+    ),
+    "hybrid": (
+        {**DELTA, "hybrid_layer_pattern": "MG*", "mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 3},
+        {"position_embedding_type": "none"},
     ),
 }
 

@@ -29,6 +29,18 @@ def test_a_row_grows_behind_its_own_last_token() -> None:
     assert context.select_last(hidden) is hidden
 
 
+def test_states_are_kept_until_the_next_prompts() -> None:
+    context = StaticInferenceContext(2, 5)
+    context.begin(torch.tensor([1, 3]), filled_to=3)
+    assert context.recall(1, "state") is None and context.token_counts().tolist() == [1, 3]
+    context.remember(1, "state", torch.ones(2))
+    context.advance()
+    assert context.token_counts().tolist() == [1, 1] and torch.equal(context.recall(1, "state"), torch.ones(2))
+    assert context.recall(1, "window") is None and context.recall(2, "state") is None
+    context.begin(torch.tensor([2, 2]), filled_to=2)
+    assert context.recall(1, "state") is None
+
+
 def test_what_does_not_fit_is_refused() -> None:
     context = StaticInferenceContext(2, 4)
     with pytest.raises(UserError, match="3 prompts of up to 2 tokens do not fit into a context of 2 x 4"):

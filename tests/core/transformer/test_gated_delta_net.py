@@ -4,7 +4,6 @@
 layouts with one process.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from support.kept_memory import kept_bytes
 
 from megatron.core.exceptions import UserError
-from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, gpt_layer_spec_of
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -98,18 +95,8 @@ def test_what_a_state_cannot_respect_is_refused(model: GPTModel) -> None:
     ids = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(UserError, match="gated_delta_net layers cannot follow an attention_mask"):
         model(ids, None, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
-    context = StaticInferenceContext(1, 8)
-    with pytest.raises(UserError, match="gated_delta_net layers have no cache for generation yet"):
-        model(ids, context.begin(torch.tensor([4]), 4), inference_context=context)
     with pytest.raises(UserError, match="gated_delta_net layers are causal"):
         gpt_layer_spec_of(model.config, 1, AttnMaskType.padding)
-
-
-def test_context_parallel_groups_are_refused(model: GPTModel) -> None:
-    spec = gpt_layer_spec_of(model.config, 1).submodules.self_attention.submodules
-    groups = SimpleNamespace(tp=None, size=lambda axis: 2 if axis == "cp" else 1)
-    with pytest.raises(UserError, match="context_parallel_size 2 does not go with gated_delta_net layers"):
-        GatedDeltaNet(model.config, spec, 1, groups)  # type: ignore[arg-type]
 
 
 def test_half_precision_follows_float32() -> None:

@@ -92,8 +92,6 @@ def test_packed_documents_are_rows_of_their_own() -> None:
 
 def test_what_a_state_cannot_respect_is_refused() -> None:
     own, hidden = layer(), states(4)[:, 0]
-    with pytest.raises(UserError, match="no cache for generation"):
-        own(hidden, LayerInputs(Tokens(4, 1), inference_context=mock.Mock()))
     with pytest.raises(UserError, match="cannot follow an attention_mask"):
         own(hidden, LayerInputs(Tokens(4, 1), attention_mask=torch.zeros(1, 1, 4, 4, dtype=torch.bool)))
 

@@ -181,14 +181,14 @@ def test_rows_hide_keys_from_the_indexer_too() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"multi_latent_attention": False}, "experimental_attention_variant dsa needs multi_latent_attention"),
-        ({"dsa_indexer_topk": None}, "experimental_attention_variant dsa needs dsa_indexer_topk"),
+        ({"multi_latent_attention": False}, "dsa needs multi_latent_attention"),
+        ({"dsa_indexer_topk": None}, "dsa needs dsa_indexer_topk"),
         ({"dsa_indexer_topk": 0}, "dsa_indexer_topk 0 must be at least 1"),
         ({"dsa_indexer_loss_coeff": -1.0}, "dsa_indexer_loss_coeff -1.0 must be at least 0"),
         ({"dsa_indexer_head_dim": 3}, "dsa_indexer_head_dim 3 is less than the 4 rotary channels"),
-        ({"context_parallel_size": 2}, "context_parallel_size 2 does not go with experimental_attention_variant dsa"),
-        ({"window_size": (4, 0)}, "window_size 4 0 does not go with experimental_attention_variant dsa; leave it out"),
-        ({"softmax_type": "learnable"}, "softmax_type learnable does not go with experimental_attention_variant dsa"),
+        ({"context_parallel_size": 2}, "context_parallel_size 2 does not go with dsa"),
+        ({"window_size": (4, 0)}, "window_size 4 0 does not go with dsa; leave it out"),
+        ({"softmax_type": "learnable"}, "softmax_type learnable does not go with dsa"),
     ],
 )
 def test_impossible_values_are_named(settings: dict[str, Any], message: str) -> None:

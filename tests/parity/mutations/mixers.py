@@ -13,6 +13,15 @@ MIXERS = [
         quick=True,
     ),
     Mutation(
+        "decays-of-other-heads",
+        "each context parallel rank computes its heads of a gated delta net with the decays and convolutions of the "
+        "first rank's heads",
+        "core/transformer/gated_delta_net.py",
+        "parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]",
+        "parameter.chunk(group_size(self.cp_group))[0]",
+        "delta-packed/cp2-p2p/default",
+    ),
+    Mutation(
         "indexer-of-own-heads",
         "a tensor parallel rank trains its copy of the indexer with the attention of its own heads only",
         "core/ops/attention/indexer.py",

@@ -17,6 +17,7 @@ def ssd(
     b: Tensor,
     c: Tensor,
     document: Tensor | None = None,
+    state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `ops.ssd.recurrent.ssd_recurrent` returns, for the same arguments.
@@ -49,13 +50,14 @@ def ssd(
     until = decays.cumsum(-1)
     from_start = until.exp() * same_as_before
     kept = from_start[..., -1, None, None]
-    state, before = torch.zeros_like(added[0]), []
+    carried = torch.zeros_like(added[0]) if state is None else state.to(added.dtype).view_as(added[0])
+    before = []
     for index in range(count):
-        before.append(state)
-        state = kept[index] * state + added[index]
+        before.append(carried)
+        carried = kept[index] * carried + added[index]
     output = output + from_start[..., None] * (c[:, :, :, None] @ torch.stack(before))
     rows = output.permute(0, 4, 1, 2, 3, 5).reshape(count * chunk, batch, heads, width)
-    return rows[:length].to(x.dtype), state.flatten(1, 2)
+    return rows[:length].to(x.dtype), carried.flatten(1, 2)
 
 
 def _sums_between(decays: Tensor) -> Tensor:
@@ -75,5 +77,5 @@ def _document_masks(document: Tensor | None, count: int, chunk: int, device: tor
         return causal, torch.ones(1, 1, 1, 1, 1, dtype=torch.bool, device=device)
     numbers = torch.cat([document, document[-1:].expand(count * chunk - document.shape[0])]).view(count, chunk)
     same = numbers[:, :, None] == numbers[:, None, :]
-    before = torch.cat([numbers[:1, :1], numbers[:-1, -1:]])  # the state before the first chunk is zeros
+    before = torch.cat([numbers[:1, :1], numbers[:-1, -1:]])  # the first state is that of the first document
     return causal & same[:, None, None, None], (numbers == before)[:, None, None, None]

@@ -16,8 +16,9 @@ class HybridConfig:
     """The layers of a hybrid model and the sizes of its Mamba-2 layers."""
 
     hybrid_layer_pattern: str | None = None
-    """Make a hybrid model: one letter for each layer, M (Mamba-2), * (attention), - (MLP) or E (experts). Each layer
-    is its norm, this one part and a residual. A | ends a pipeline stage."""
+    """Make a hybrid model: one letter for each layer, M (Mamba-2), G (gated delta net), * (attention), D (sparse
+    attention), - (MLP) or E (experts). Each layer is its norm, this one part and a residual. A | ends a pipeline
+    stage."""
 
     is_hybrid_model: bool | None = flag(None, on="--is-hybrid-model")
     """Make a hybrid model; without --hybrid-layer-pattern and ratios all its layers are Mamba-2 layers."""
@@ -91,8 +92,6 @@ def validate(config: Any) -> Iterator[str]:
 
 _NOT_YET = {
     "/": "layers of multi-token prediction after a /; leave them out",
-    "D": "D, sparse attention with an indexer; * is attention",
-    "G": "G, a gated delta rule layer; M is a Mamba-2 layer",
 }
 """Megatron-LM's further letters."""
 

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from megatron.core.config_fields import flag, too_small
 from megatron.core.flag_grammars import layer_pattern
-from megatron.core.rank_grid import nearest_divisors
+from megatron.core.rank_grid import divisors, nearest_divisors
+from megatron.core.transformer.layer_patterns import has_mixer
 
 _DELTA = "experimental_attention_variant=gated_delta_net"
 _DSA = "experimental_attention_variant=dsa"
+_HYBRID = "hybrid_layer_pattern"
 
 
 @dataclass(kw_only=True)
@@ -20,26 +22,26 @@ class TokenMixerConfig:
     """Replace attention by another token mixer: gated_delta_net (linear attention with the gated delta rule, in the
     layers of --linear-attention-freq) or dsa (sparse attention with an indexer)."""
 
-    dsa_indexer_n_heads: int | None = flag(None, only_with=_DSA)
+    dsa_indexer_n_heads: int | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Number of heads of the indexer of sparse attention."""
 
-    dsa_indexer_head_dim: int | None = flag(None, only_with=_DSA)
+    dsa_indexer_head_dim: int | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Width of one head of the indexer."""
 
-    dsa_indexer_topk: int | None = flag(None, only_with=_DSA)
+    dsa_indexer_topk: int | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Number of keys that the indexer selects for a query."""
 
-    dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA)
+    dsa_indexer_loss_coeff: float | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Coefficient of the indexer's loss: the Kullback-Leibler divergence of the indexer's distribution over keys from
     attention's, averaged over tokens. Default, and 0: no loss, so the indexer keeps its weights."""
 
-    dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_DSA)
+    dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_DSA, or_with=_HYBRID)
     """Compute the indexer's loss over the selected keys only, not over all keys that a query may see."""
 
-    dsa_indexer_k_norm_epsilon: float | None = flag(None, only_with=_DSA)
+    dsa_indexer_k_norm_epsilon: float | None = flag(None, only_with=_DSA, or_with=_HYBRID)
     """Epsilon of the LayerNorm of the indexer's keys. Default: that of the other norms."""
 
-    dsa_indexer_rope_interleaved: bool = flag(False, only_with=_DSA)
+    dsa_indexer_rope_interleaved: bool = flag(False, only_with=_DSA, or_with=_HYBRID)
     """Rotate neighbouring channels of the indexer's queries and keys, as latent attention does, instead of the halves
     of their rotary part."""
 
@@ -48,25 +50,26 @@ class TokenMixerConfig:
         off="--disable-dsa-indexer-scoring-relu",
         aliases=["--no-dsa-indexer-scoring-relu"],
         only_with=_DSA,
+        or_with=_HYBRID,
     )
     """Clamp the indexer's products of queries and keys at 0 before their weighted sum."""
 
     linear_attention_freq: int | list[int] | None = flag(None, parse=layer_pattern, only_with=_DELTA)
     """Layers with linear attention: all but every N-th, or a list expression with a 1 for each. Default: all."""
 
-    linear_conv_kernel_dim: int | None = flag(4, only_with=_DELTA)
+    linear_conv_kernel_dim: int | None = flag(4, only_with=_DELTA, or_with=_HYBRID)
     """Tokens that the convolution before a gated delta rule layer's state reads."""
 
-    linear_key_head_dim: int | None = flag(128, only_with=_DELTA)
+    linear_key_head_dim: int | None = flag(128, only_with=_DELTA, or_with=_HYBRID)
     """Width of a query or key head of a gated delta rule layer."""
 
-    linear_value_head_dim: int | None = flag(128, only_with=_DELTA)
+    linear_value_head_dim: int | None = flag(128, only_with=_DELTA, or_with=_HYBRID)
     """Width of a value head of a gated delta rule layer."""
 
-    linear_num_key_heads: int | None = flag(16, only_with=_DELTA)
+    linear_num_key_heads: int | None = flag(16, only_with=_DELTA, or_with=_HYBRID)
     """Number of query and key heads of a gated delta rule layer. Tensor parallel ranks divide them."""
 
-    linear_num_value_heads: int | None = flag(32, only_with=_DELTA)
+    linear_num_value_heads: int | None = flag(32, only_with=_DELTA, or_with=_HYBRID)
     """Number of value heads of a gated delta rule layer; a multiple of --linear-num-key-heads."""
 
 
@@ -93,19 +96,19 @@ _DELTA_SIZES = (
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each value, or pair of values, with which no token mixer can be built; `config` has the
     fields of TransformerConfig."""
-    if config.experimental_attention_variant == "gated_delta_net":
+    if has_mixer(config, "gated_delta_net"):
         yield from _delta_problems(config)
-    if config.experimental_attention_variant == "dsa":
+    if has_mixer(config, "dsa"):
         yield from _sparse_problems(config)
 
 
 def _sparse_problems(config: Any) -> Iterator[str]:
     if not config.multi_latent_attention:
-        yield "{experimental_attention_variant} needs {multi_latent_attention:name}, whose keys its indexer selects"
+        yield "dsa needs {multi_latent_attention:name}, whose keys its indexer selects"
         return
     for name in _DSA_SIZES:
         if getattr(config, name) is None:
-            yield f"{{experimental_attention_variant}} needs {{{name}:name}}"
+            yield f"dsa needs {{{name}:name}}"
     yield from too_small(config, _DSA_SIZES, 1)
     yield from too_small(config, ("dsa_indexer_loss_coeff",), 0)
     width, turned = config.dsa_indexer_head_dim, int(config.qk_pos_emb_head_dim * config.rotary_percent)
@@ -115,26 +118,18 @@ def _sparse_problems(config: Any) -> Iterator[str]:
             f"indexer's heads have too; {turned} works"
         )
     if config.context_parallel_size > 1:
-        yield (
-            "{context_parallel_size} does not go with {experimental_attention_variant}, whose indexer compares all "
-            "keys of a row; use 1"
-        )
+        yield "{context_parallel_size} does not go with dsa, whose indexer compares all keys of a row; use 1"
     for name, plain in _OTHER_SCORES.items():
         if getattr(config, name) != plain:
-            yield f"{{{name}}} does not go with {{experimental_attention_variant}}; leave it out"
+            yield f"{{{name}}} does not go with dsa; leave it out"
 
 
 def _delta_problems(config: Any) -> Iterator[str]:
     sizes = {name: getattr(config, name) for name in _DELTA_SIZES}
     missing = [name for name, size in sizes.items() if size is None]
-    yield from (f"{{experimental_attention_variant}} needs {{{name}:name}}" for name in missing)
+    yield from (f"a gated delta net needs {{{name}:name}}" for name in missing)
     yield from too_small(config, sizes, 1)
     yield from _frequency_problems(config)
-    if config.context_parallel_size > 1:
-        yield (
-            "{context_parallel_size} does not go with {experimental_attention_variant}, whose state passes through "
-            "whole rows; use 1"
-        )
     if missing or min(sizes.values()) < 1:
         return
     keys, values, tensor = config.linear_num_key_heads, config.linear_num_value_heads, config.tensor_model_parallel_size
@@ -145,6 +140,14 @@ def _delta_problems(config: Any) -> Iterator[str]:
     if tensor >= 1 and keys % tensor:
         near = " or ".join(map(str, nearest_divisors(keys, tensor)))
         yield f"{{tensor_model_parallel_size}} does not divide {{linear_num_key_heads}}; {near} does"
+        return
+    context, own = config.context_parallel_size, keys // max(1, tensor)
+    if context >= 1 and own % context:
+        below = max(size for size in divisors(own) if size < context)
+        yield (
+            f"{{context_parallel_size}} does not divide the {own} key heads of a gated delta net "
+            f"({{linear_num_key_heads:name}}) on a tensor parallel rank; {below} does"
+        )
 
 
 def _frequency_problems(config: Any) -> Iterator[str]:

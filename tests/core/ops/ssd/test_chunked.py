@@ -1,5 +1,7 @@
 """Mamba-2's recurrence in chunks against its definition, forward and backward."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,6 +41,18 @@ def test_values_and_gradients_are_those_of_the_definition(length: int, chunk: in
         results.append([*tensors, *torch.autograd.grad(tensors, inputs, weights)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("compute", [ssd, ssd_recurrent])
+def test_a_state_carries_a_row_on(compute: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    inputs = arguments(13, heads=6, groups=2)
+    rate, cut = inputs.pop(2), 5
+    whole, last = compute(*inputs[:2], rate, *inputs[2:])
+    first, rest = ([tensor[part] for tensor in inputs] for part in (slice(cut), slice(cut, None)))
+    before, state = compute(*first[:2], rate, *first[2:])
+    after, end = compute(*rest[:2], rate, *rest[2:], state=state)
+    torch.testing.assert_close(torch.cat([before, after]), whole, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(end, last, rtol=1e-11, atol=1e-11)
 
 
 def test_strong_decays_lose_no_digits() -> None:

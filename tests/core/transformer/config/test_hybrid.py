@@ -22,9 +22,14 @@ def hybrid(pattern: str | None, **fields: Any) -> TransformerConfig:
     ("pattern", "fields", "message"),
     [
         ("M*-", {"num_layers": 4}, "hybrid_layer_pattern M*- has 3 layers, num_layers 4; give one letter for each"),
-        ("M*x", {}, "'x' is no layer; the letters are M (mamba), * (attention), - (mlp), E (moe), and | between"),
+        (
+            "M*x",
+            {},
+            "'x' is no layer; the letters are M (mamba), * (attention), - (mlp), E (moe), G (gated_delta_net), D",
+        ),
         ("M*/M", {}, "not yet: layers of multi-token prediction"),
-        ("MD", {}, "not yet: D, sparse attention"),
+        ("MD", {}, "dsa needs multi_latent_attention, whose keys its indexer selects"),
+        ("MG", {"linear_num_value_heads": 8}, "linear_num_value_heads 8 is no multiple of linear_num_key_heads 16"),
         ("ME", {}, "has layers of experts (E); num_moe_experts says how many"),
         ("M*", {"num_moe_experts": 4}, "hybrid_layer_pattern M* has no layer of experts (E)"),
         ("ME", {"num_moe_experts": 4, "moe_layer_freq": 2}, "moe_layer_freq 2 does not go with hybrid_layer_pattern"),

@@ -18,7 +18,7 @@ DELTA = {"experimental_attention_variant": "gated_delta_net"}
     [
         ({"linear_num_value_heads": 40}, "linear_num_value_heads 40 is no multiple of linear_num_key_heads 16; 32 or"),
         ({"linear_num_value_heads": 8}, "is no multiple of linear_num_key_heads 16; 16 is"),
-        ({"linear_num_value_heads": None}, "experimental_attention_variant gated_delta_net needs linear_num_value_hea"),
+        ({"linear_num_value_heads": None}, "a gated delta net needs linear_num_value_heads"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim 0 must be at least 1"),
         ({"linear_attention_freq": 0}, "linear_attention_freq 0 must be at least 1"),
         ({"linear_attention_freq": [1]}, "linear_attention_freq has 1 entries for num_layers 2; give one for each"),
@@ -27,7 +27,11 @@ DELTA = {"experimental_attention_variant": "gated_delta_net"}
             {"linear_num_key_heads": 6, "linear_num_value_heads": 6, "tensor_model_parallel_size": 4},
             "tensor_model_parallel_size 4 does not divide linear_num_key_heads 6; 3 or 6 does",
         ),
-        ({"context_parallel_size": 2}, "context_parallel_size 2 does not go with experimental_attention_variant gated"),
+        (
+            {"context_parallel_size": 8, "tensor_model_parallel_size": 4},
+            "context_parallel_size 8 does not divide the 4 key heads of a gated delta net (linear_num_key_heads) on a "
+            "tensor parallel rank; 4 does",
+        ),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:
@@ -46,7 +50,7 @@ def test_flags_of_sparse_attention() -> None:
     assert made.dsa_indexer_loss_coeff == 0.01 and made.dsa_indexer_use_sparse_loss
     assert not made.dsa_indexer_scoring_relu and made.dsa_indexer_rope_interleaved
     (problem,) = problems_of(f"{flags} {sizes} --window-size 4,0")
-    assert "--window-size 4 0 does not go with --experimental-attention-variant dsa; leave it out" in problem
+    assert "--window-size 4 0 does not go with dsa; leave it out" in problem
 
 
 def test_defaults_have_no_problem() -> None:

@@ -1,0 +1,28 @@
+"""Text generation with layers whose state passes from token to token: what is kept between two calls."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.layer_inputs import InferenceContext
+
+
+def convolve_with_cache(
+    context: InferenceContext, layer_number: int, inputs: Tensor, taps: int, convolve: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns `convolve` of the current tokens [s, b, c], each with the taps - 1 tokens before it, which the context
+    keeps for the next call. `convolve` maps [n, b, c] to the same shape and reads `taps` tokens at most."""
+    before = context.recall(layer_number, "window")
+    if before is None:
+        before = inputs.new_zeros(taps - 1, *inputs.shape[1:])
+    padded = torch.cat([before, inputs])
+    last = context.token_counts() + torch.arange(taps - 1, device=inputs.device)[:, None]  # [taps - 1, b]
+    context.remember(layer_number, "window", padded.gather(0, last[..., None].expand(-1, -1, inputs.shape[2])))
+    return convolve(padded)[taps - 1 :]
+
+
+def is_padding(context: InferenceContext, length: int) -> Tensor:
+    """Returns which of the current tokens are padding: bool [length, b, 1]. They must leave the states as they are."""
+    counts = context.token_counts()
+    return (torch.arange(length, device=counts.device)[:, None] >= counts)[..., None]
