@@ -124,7 +124,7 @@ class Launcher:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Runs the command until it ends well, gives up or is told to end. Returns the exit code."""
+        """Runs the command until it succeeds, the tool gives up or a signal comes. Returns the exit code."""
         previous = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
         try:
             return self._run()

@@ -1,8 +1,8 @@
-"""RerunStateMachine: checks results of a step, and computes a step again to tell chance from error.
+"""RerunStateMachine: checks results of a step, and computes a step again to tell transient faults from lasting ones.
 
 A loss function hands its results to `validate_result`. Outside a training loop of this package, a rejected result
 raises RuntimeError (or warns) at once. Inside it, the machine keeps the verdicts on the device until the micro-batches
-of the step are through; then the ranks agree whether any result was rejected, and in the mode `validate_results` they
+of the step are done; then the ranks agree whether any result was rejected, and in the mode `validate_results` they
 compute the step again, before its gradients are used:
 
 | second result | diagnosis | what follows |
@@ -46,7 +46,7 @@ class RerunMode(enum.Enum):
 
 @dataclass
 class _Magnitudes:
-    """The values that `is_unexpectedly_large` has learnt under one context."""
+    """The values that `is_unexpectedly_large` has seen under one context."""
 
     seen: int = 0
     largest: float = 0.0
@@ -127,7 +127,7 @@ class RerunStateMachine:
         self, result: Tensor, threshold: float, context: str, num_samples: int = 100, resample: bool = False
     ) -> bool:
         """Returns whether the magnitude of a value is at least `threshold` times the largest of the first `num_samples`
-        values of this context. False while these are learnt, and for NaN and infinity. `resample` learns anew."""
+        values of this context. False for these values themselves, and for NaN and infinity. `resample` starts over."""
         known = self._magnitudes.setdefault(context, _Magnitudes())
         if resample:
             known.seen, known.largest = 0, 0.0

@@ -61,7 +61,7 @@ class Trainer:
 
     @property
     def phase(self) -> str:
-        """What the run is at, for the message when it fails."""
+        """The current phase (training, validation, save), for the message of a failure."""
         return self.environment.progress.phase
 
     @phase.setter

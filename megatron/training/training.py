@@ -230,7 +230,7 @@ def train(
     """Trains to the last iteration as `pretrain` does: log lines, validations, checkpoints, signals.
 
     Returns (iteration, floating point operations so far). Ends the program with the decision's exit code if the ranks
-    agree to exit early. `config` is the run's own, whatever is given. Raises UserError for what is not supported yet.
+    agree to exit early. `config` has no effect: the run's own is used. Raises UserError for what is not supported yet.
     """
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("train", asked | {"non_loss_data_func": non_loss_data_func is not None})

@@ -81,7 +81,7 @@ class ContextAttention:
         dv].
 
         `call.dropout` describes this rank's tokens. `call.mask` has the queries of whole rows or of this rank only.
-        With a mask the keys of all ranks are gathered, whatever `cp_comm_type` says. Raises UserError for a cache of
+        With a mask, the keys of all ranks are gathered; `cp_comm_type` has no effect. Raises UserError for a cache of
         keys and for masks of another shape.
         """
         if call.query_positions is not None or len(query) != len(key):

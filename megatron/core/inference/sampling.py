@@ -37,7 +37,7 @@ GREEDY = SamplingParams(top_k=1)
 
 def next_tokens(logits: Tensor, sampling: SamplingParams, sequences: list[int], position: int) -> Tensor:
     """Returns one token per row, int64 [b], for logits [b, V]. A sample is a function of (seed, index of the sequence,
-    position in it), whatever the batch."""
+    position in it), and does not depend on the batch."""
     if sampling.top_k == 1:
         return logits.argmax(-1)
     probabilities = kept_probabilities(logits, sampling)

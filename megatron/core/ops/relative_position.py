@@ -53,8 +53,8 @@ def relative_position_bias(
 
 @functools.cache
 def _buckets_of_one_side(num_buckets: int, max_distance: int) -> Tensor:
-    """Returns the bucket of each distance from 0 to `max_distance`. In float32 on the CPU as in the published model:
-    elsewhere a logarithm may be rounded to another bucket."""
+    """Returns the bucket of each distance from 0 to `max_distance`. Computed in float32 on the CPU, as in T5's first
+    code: elsewhere a logarithm may be rounded to another bucket."""
     exact = num_buckets // 2
     distance = torch.arange(max_distance + 1, device="cpu")
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)

@@ -1,5 +1,5 @@
 """Backward of `split_heads` on a GPU: one kernel copies the gradients of queries, gates, keys and values into the
-gradient of the packed projection. Their strides are free."""
+gradient of the packed projection. The gradients may have any strides."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -78,7 +78,9 @@ class Muon:
         self.rounds = [self._plan(members) for members in _rounds(self.segments)]
         for slot in (slot for segment in segments for slot in segment.slots):
             assert takes_muon(slot.parameter, slot.info, config), slot.info.name
-            list(matrices_of(slot.info, group_size(self.tensor_group), config))  # raises for what cannot be
+            list(
+                matrices_of(slot.info, group_size(self.tensor_group), config)
+            )  # raises UserError for a box that is no whole matrix
 
     def _plan(self, members: Sequence[int]) -> list[_Item]:
         """Returns the parameters of some segments with their owners: the largest first to the rank with least work."""
@@ -136,7 +138,7 @@ class Muon:
     # Between the ranks that shard the state --------------------------------------------------------------------------
 
     def _piece(self, item: _Item, flat: Tensor) -> Tensor:
-        """Returns this rank's piece of a parameter in a tensor of its segment."""
+        """Returns this rank's part of a parameter in a tensor of its segment."""
         first = item.slot.start - self.segments[item.segment].shard_start
         begin, end = item.pieces[self.index]
         return flat[first + begin : first + end]
@@ -152,7 +154,7 @@ class Muon:
         return {id(item): torch.cat([received[rank][place] for rank in self._ranks]) for place, item in enumerate(mine)}
 
     def _scatter(self, items: Sequence[_Item], boxes: dict[int, Tensor], updates: dict[int, Tensor]) -> None:
-        """Writes this rank's pieces of the boxes that their owners have computed."""
+        """Writes this rank's parts of the boxes that their owners have computed."""
         mine = [item for item in items if item.owner == self.index]
         if self.shards == 1:
             for item in mine:

@@ -33,7 +33,7 @@ as in the modded-nanogpt speed runs; polar_express: Amsel et al. 2025, arXiv:250
 
 _EPS = 1e-7
 _MARGIN = {"polar_express": 1.01}
-"""Factor by which a matrix is made smaller than its norm asks for."""
+"""Safety margin: a matrix is divided by its norm times this, so that rounding cannot bring a singular value above 1."""
 
 
 def newton_schulz(matrices: Tensor, steps: int, coefficients: str = "quintic", precision: str = "high") -> Tensor:

@@ -192,7 +192,7 @@ def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a config stores how
+# Which number is stored in which type
 
 
 def moment_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:

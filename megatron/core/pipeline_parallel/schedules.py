@@ -76,7 +76,7 @@ def forward_backward_no_pipelining(
 
     `rng_position_of(number)` returns the position in the run of a micro-batch, for random numbers (dropout, router
     noise). A model whose forward takes `micro_batch` is given it, with the scale of auxiliary losses and the
-    micro-batch's turn, as one `MicroBatch`, whatever `forward_step_func` passes. Nothing here waits for the device.
+    micro-batch's turn, as one `MicroBatch`; `forward_step_func` need not pass it. Nothing here waits for the device.
 
     In a pipeline `model` and `data_iterator` are lists with one entry for each model chunk of this rank (each iterator
     yields all micro-batches), or single objects. A stage that is not the first gets its input by `set_input_tensor`

@@ -51,7 +51,7 @@ def validation_sets(s: Settings) -> Iterator[str]:
     try:
         blend = get_blend_from_list(getattr(s, field))
     except UserError:
-        return  # `files_exist` says it
+        return  # `files_exist` reports it
     if blend is None:
         return
     prefixes, weights = blend

@@ -38,7 +38,7 @@ class Family:
     """Patterns of tensors in files that are not weights of this class: constants, which old releases of transformers
     stored, and heads of other classes."""
     model_family: str = "gpt"
-    """The model family of ours, which says the entry script."""
+    """Our model family, which determines the entry script."""
     copies: Mapping[str, str] = dataclasses.field(default_factory=lambda: {HEAD: EMBEDDING})
     """Hub tensors that may be in a file although they are tied to another one, and the names of those."""
     old_names: tuple[tuple[str, str], ...] = ()

@@ -113,8 +113,8 @@ def _kind(name: str, values: Values) -> str:
 
 
 def _lost_fields(family: Family, values: Values) -> int:
-    """Returns how many fields that config.json says differ when it is read back; a family that expresses the model has
-    none. Building the config that was read back would find all differences, but takes much longer."""
+    """Returns the number of fields in config.json that differ when it is read back; a family that expresses the model
+    has none. Building the config that was read back would find all differences, but takes much longer."""
     try:
         read_back = in_spelling_of(values, family.fields_of(family.config_of(values)))
     except UserError as error:

@@ -151,7 +151,8 @@ def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_Part]:
 
 
 class _Index:
-    """Finds parameters by their first elements. Those of equal content are taken last first, as buffers hold them."""
+    """Finds parameters by their first elements. Parameters of equal content are found from the last
+    to the first, the order in which buffers hold them."""
 
     def __init__(self, parts: Sequence[_Part], found: Found) -> None:
         self.found = found

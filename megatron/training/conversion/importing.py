@@ -53,7 +53,7 @@ class Imported:
     flags: list[str]
     """Words of a command line that describe the model and its tokenizer."""
     model_family: str
-    """Family of the model, which says the entry script that trains it."""
+    """Family of the model, which determines the entry script that trains it."""
     comparison: Comparison | None = None
     """Comparison of logits with transformers, if it was asked for."""
 

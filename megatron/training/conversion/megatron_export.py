@@ -1,4 +1,4 @@
-"""Export to Megatron-LM: a checkpoint becomes a folder in its torch_dist format, from which its training goes on.
+"""Export to Megatron-LM: a checkpoint becomes a folder in its torch_dist format, from which Megatron-LM continues.
 
 The folder is what torch.distributed.checkpoint reads: one data file of archives of torch.save, one for each layer of
 each tensor, and `.metadata`. Optimizer state has the format of --dist-ckpt-optim-fully-reshardable. One tensor is in

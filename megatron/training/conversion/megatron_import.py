@@ -1,4 +1,4 @@
-"""Import of Megatron-LM's checkpoints: a run that it began goes on here, from the same sample.
+"""Import of Megatron-LM's checkpoints: a run that Megatron-LM began continues here, at the same sample.
 
 Files are read as inert data (`inert_pickle`), tensor by tensor. The result is an ordinary checkpoint, for any layout.
 """
@@ -64,7 +64,7 @@ class ImportedRun:
     flags: list[str]
     """Words of a command line that describe the run."""
     state: TrainState | None
-    """Counts to go on from; None for weights without a run."""
+    """Counts with which training continues; None for weights without a run."""
 
 
 def import_run(

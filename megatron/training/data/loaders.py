@@ -61,7 +61,7 @@ class MicroBatchIterator(Iterator[Any]):
 
     def _watch_workers(self) -> None:
         """Ends workers that stay stopped: torch waits for them without end, also inside of a read. A terminal that
-        suspends the run stops all its processes, and these go on one after the other; hence two looks."""
+        suspends the run stops all its processes, and these continue one after the other, so it looks twice."""
         before: set[int] = set()
         while not self._closed.wait(_LOOK_SECONDS):
             stopped = {worker.pid for worker in self._workers if process_state(worker.pid) == "stopped"}

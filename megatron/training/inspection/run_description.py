@@ -269,7 +269,7 @@ COMPARED = (
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
 )
-"""Fields with which a resumed run may differ from the run before, but then goes on otherwise than that one would."""
+"""Fields that a resumed run may change. It then computes other numbers than the run before would have computed."""
 
 
 def setting_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:

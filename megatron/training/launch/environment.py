@@ -45,7 +45,7 @@ class Environment:
     loss_stage: int | None = None
     """Place in its pipeline of the rank that computes the loss; None: the last."""
     progress: Progress = field(default_factory=Progress, compare=False)
-    """What the run is at."""
+    """Phase and iteration of the run."""
     heartbeat: Heartbeat | None = field(default=None, compare=False)
     """Finds ranks that fail; None in a run of one process, and in a process group that existed before the run."""
 

@@ -2,7 +2,7 @@
 
 A thread of every rank keeps a connection to the first rank, whose `heartbeat_server` watches all. The thread sends a
 sign of life each second, with the phase of the run and a counter of collectives, also while the main thread is busy:
-long work (building an index, a save, the compilation of a kernel) is no failure. These are:
+long work (building an index, a save, the compilation of a kernel) is no failure. Failures are:
 
 - A connection closes: the process has ended.
 - No sign of life, and the process is seen to be stopped by one of the same machine; or no process there answers.
@@ -53,7 +53,7 @@ _LAST_SECONDS = 20.0
 
 
 class Progress:
-    """What this process is at, for messages about a failure."""
+    """Phase and iteration of this process, for messages about a failure."""
 
     def __init__(self) -> None:
         self.phase = "start"

@@ -58,7 +58,7 @@ class HeartbeatServer:
         self._selector.close()
 
     def tell_phase(self, phase: str, iteration: int | None) -> None:
-        """Tells all ranks what rank 0 is at. The main thread calls this: rank 0 may be gone before another thread
+        """Tells all ranks the phase of rank 0. The main thread calls this: rank 0 may be gone before another thread
         runs."""
         line = json.dumps({"type": "beat", "phase": phase, "iteration": iteration}).encode() + b"\n"
         for connection in list(self._ranks):
@@ -130,7 +130,7 @@ class HeartbeatServer:
         for line in lines:
             try:
                 self._understand(connection, json.loads(line))
-            except (ValueError, KeyError, TypeError, RecursionError):  # not one of ours
+            except (ValueError, KeyError, TypeError, RecursionError):  # not sent by a rank of this run
                 self._drop(connection)
                 return
         if connection not in self._ranks and len(self._buffers[connection]) > _LONGEST_GREETING:

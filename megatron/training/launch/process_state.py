@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def machine_name() -> str:
-    """Returns a text that two processes share only if they can see each other's process ids. Names of hosts do not
-    serve: machines may have one name."""
+    """Returns a text that two processes share only if they can see each other's process ids. Host names are
+    not enough: several machines may have the same one."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

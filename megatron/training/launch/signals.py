@@ -93,7 +93,7 @@ class SignalWatch:
             print(f"{signal.Signals(number).name}: stopping after this step{again}", file=sys.stderr, flush=True)
 
     def _enforce(self, reader: int) -> None:
-        """Runs in a thread; the interpreter writes a signal's number into the pipe whatever the main thread does."""
+        """Runs in a thread; the interpreter writes a signal's number into the pipe even while the main thread waits."""
         with os.fdopen(reader, "rb", buffering=0) as pipe:
             while numbers := pipe.read(1):
                 if numbers[0] in self.signals and not self._training:

@@ -1,8 +1,8 @@
 """Decides, from what the ranks of a run report about themselves, whether one has failed, which one, and why.
 
 No sockets and no clock: `heartbeat_server` feeds a `Watch` with messages and times. The message of the end names one
-rank. A rank whose communication fails because another rank is gone is not that rank, so such an error waits for a
-better cause.
+rank. If a communication fails because another rank is gone, the error does not say which rank. So the watch waits for
+a better cause before it reports such an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Limits:
     hang: float = 540.0
     """Without progress of any rank while some wait."""
     communication: float = 15.0
-    """After a failed communication, until it is told without a better cause."""
+    """After a failed communication, until the watch reports it without a better cause."""
     signal: float = 1.5
     """After a signal ended a rank: a launcher sends signals because of an earlier failure."""
     user_error: float = 8.0
@@ -55,7 +55,7 @@ class Cause:
     code: int = 1
     """Exit code of the other ranks."""
     silent: bool = False
-    """The failed rank prints the message itself."""
+    """Whether the failed rank prints the message itself."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class RankState:
     waits: bool = False
     connected: bool = True
     left: bool = False
-    """The rank has reached the end of its program."""
+    """Whether the rank has reached the end of its program."""
     failure: Message | None = None
     failed: float = 0.0
     report: Message | None = None
@@ -97,7 +97,7 @@ class Watch:
     ranks: dict[int, RankState] = field(default_factory=dict)
     cause: Cause | None = None
     ended: bool = False
-    """All ranks have been told to end."""
+    """Whether all ranks have been told to end."""
     _asked: float | None = None
     """When the ranks were asked what they wait for."""
     _asked_before: float = float("-inf")
@@ -142,7 +142,7 @@ class Watch:
     # What follows ----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[tuple[int, Message]]:
-        """Returns messages to ranks: questions, and at last the order to end, with the text."""
+        """Returns messages to ranks: questions, and in the end the order to stop, with the text."""
         if self.ended:
             return []
         messages: list[tuple[int, Message]] = []

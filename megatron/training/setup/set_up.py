@@ -187,7 +187,7 @@ def resolve_auto_layout(config: PretrainConfig, padded_vocab_size: int) -> tuple
 
 
 def set_torch(config: PretrainConfig) -> None:
-    """Sets torch's and Python's global options as the flags say. Each run sets all of them anew."""
+    """Sets torch's and Python's global options as the flags say. Each run sets all of them again."""
     torch.manual_seed(config.seed)  # for what a script's own modules draw; ours draw by place
     deterministic = config.transformer.deterministic_mode
     if deterministic:  # cuBLAS wants its workspace fixed, before it is first used

@@ -19,7 +19,7 @@ class T5Part:
     decoder: range | None
     """Numbers of the decoder's layers; None: the stage has no part of the decoder."""
     encoder_ends: bool = True
-    """The stage has the encoder's last layer, and the norm after it."""
+    """Whether the stage has the encoder's last layer, and the norm after it."""
     states_in: StatesIn = ONE_STATE
     """What the stage receives from the one before."""
 

@@ -274,7 +274,7 @@ def get_gpt_decoder_layer_specs(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> list[ModuleSpec]:
-    """Returns the specs of all layers of a GPT, on whichever stage they are. Only `config` has an effect; see
+    """Returns the specs of the layers of all stages of a GPT. Only `config` has an effect; see
     `get_gpt_decoder_block_spec`."""
     if use_transformer_engine:
         say_layers_are_ours()
