@@ -4,10 +4,11 @@
 #
 #   GPU_KIT=FOLDER benchmarks/compare.sh GPT125M LLAMA1B LLAMA1B/tp2 ...
 #
-# After a slash stands a layout: dp, tp, pp, cp or ep with 2 or 4 GPUs. FOLDER holds setup.sh, which unpacks the anchor,
-# and anchor.sh, which defines the function `anchor NAME GPUS FLAGS...`. Logs go to ${OUT:-.}. OURS and ANCHOR are more
-# flags of one side (OURS="--kernels": where a step goes), ITERS the anchor's iterations. ANCHOR_ONLY=1 and OURS_ONLY=1
-# run one side, and print no ratio.
+# After a slash stands a layout: dp, tp, pp, cp or ep with 2 or 4 GPUs; or graphs: micro-batches of one sample, 16 a
+# step, with the CUDA graphs of both sides on one GPU. FOLDER holds setup.sh, which unpacks the anchor, and anchor.sh,
+# which defines the function `anchor NAME GPUS FLAGS...`. Logs go to ${OUT:-.}. OURS and ANCHOR are more flags of one
+# side (OURS="--kernels": where a step goes), ITERS the anchor's iterations. ANCHOR_ONLY=1 and OURS_ONLY=1 run one side,
+# and print no ratio.
 set -euo pipefail
 : "${GPU_KIT:?name the folder of the anchor kit}"
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -25,6 +26,10 @@ for each in "${@:-GPT125M}"; do
   data_parallel="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
   case $layout in
     "$cell") gpus=1 layout="" ;;
+    graphs)
+      gpus=1 layout="--micro-batch-size 1 --global-batch-size 16 --cuda-graph-impl local"
+      theirs="$layout --te-rng-tracker --no-check-for-nan-in-loss-and-grad"
+      layout="$layout --optimizer-cuda-graph" ;;
     dp[24]) layout=$data_parallel ;;
     tp[24]) layout="--tensor-model-parallel-size $gpus --sequence-parallel --use-distributed-optimizer" ;;
     pp2) layout="--pipeline-model-parallel-size 2" ;;
@@ -33,7 +38,7 @@ for each in "${@:-GPT125M}"; do
       layout="$theirs --pipeline-model-parallel-layout auto" ;;
     cp[24]) layout="--context-parallel-size $gpus $data_parallel" ;;
     ep[24]) layout="--expert-model-parallel-size $gpus $data_parallel" ;;
-    *) echo "unknown layout in $each: dp, tp, pp, cp, ep with 2 or 4" && exit 2 ;;
+    *) echo "unknown layout in $each: dp, tp, pp, cp, ep with 2 or 4; graphs" && exit 2 ;;
   esac
   case $each in # where one GPU's batch does not fit the layout
     MOE64/ep4) layout="$layout --num-layers 16 --global-batch-size 64" ;;

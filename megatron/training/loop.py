@@ -82,6 +82,7 @@ def train_step(trainer: Trainer) -> StepResult:
         timers=trainer.log.timers,
         results=trainer.results,
         probe=trainer.probe,
+        update=trainer.update,
         **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
@@ -113,14 +114,15 @@ def run_step(
     results: RerunStateMachine | None = None,
     probe: GradientProbe | None = None,
     decoder_seq_length: int | None = None,
+    update: Callable[[Tensor], StepUpdate] | None = None,
     **of_schedule: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
-    A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `of_schedule` are
-    further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
-    (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
-    device.
+    A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `update` stands in
+    for `optimizer.step_on_device`. `of_schedule` are further arguments of `forward_backward`. `timers` measure the
+    schedule's parts, if it takes them, and the update (`optimizer`, level 1). If the loss function validates its
+    results, `results` checks them, which waits for the device.
     """
     if decoder_seq_length is not None:
         of_schedule["decoder_seq_length"] = decoder_seq_length
@@ -152,9 +154,9 @@ def run_step(
     learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
     loss_scale = optimizer.get_loss_scale().clone()
     with timed(timers, "optimizer", 1):
-        update = optimizer.step_on_device(losses_are_finite(reports, loss_scale.device))
-    scheduler.advance_on_device(update.update_applied, increment=global_batch_size)
-    return StepResult(reports, update, learning_rate, loss_scale, decoupled_learning_rate=decoupled)
+        updated = (update or optimizer.step_on_device)(losses_are_finite(reports, loss_scale.device))
+    scheduler.advance_on_device(updated.update_applied, increment=global_batch_size)
+    return StepResult(reports, updated, learning_rate, loss_scale, decoupled_learning_rate=decoupled)
 
 
 def rewinding(

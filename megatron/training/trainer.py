@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSchedule
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import timed
@@ -55,6 +56,8 @@ class Trainer:
     """Tells which micro-batch made the gradients non-finite."""
     results: RerunStateMachine | None = None
     """Checks the results that the loss function hands to it."""
+    update: Callable[[Tensor], StepUpdate] | None = None
+    """The optimizer's step as a CUDA graph; None: `optimizer.step_on_device`."""
 
     def __post_init__(self) -> None:
         self.phase = "training"

@@ -41,11 +41,38 @@ WATCHED = {
 }
 WATCHED_LENGTH = ["--train-iters", "20", "--lr-warmup-iters", "10"]
 
+GRAPH_STEPS = 5
+GRAPHS = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "2"]
+"""Two steps run eagerly, the others as graphs."""
+_GRAPH_LENGTH = ["--train-iters", f"{GRAPH_STEPS}", "--lr-warmup-iters", "2", "--bf16", "--log-interval", "1"]
+_SMALL_GPT = f"""
+--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+--micro-batch-size 1 --global-batch-size 6 --lr 4e-4 --lr-decay-style cosine --lr-decay-iters {ITERATIONS}
+--clip-grad 1.0 --weight-decay 0.1 --eval-iters 0
+""".split()
+_NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+GRAPH_RUNS = {
+    "gpt": [*_SMALL_GPT, *_GRAPH_LENGTH, *_NO_DROPOUT],
+    "gpt dropout": [*_SMALL_GPT, *_GRAPH_LENGTH, "--attention-dropout", "0.1", "--hidden-dropout", "0.1"],
+    "gpt recompute": [
+        *[*_SMALL_GPT, *_GRAPH_LENGTH, *_NO_DROPOUT, "--recompute-granularity", "full"],
+        *["--recompute-method", "uniform", "--recompute-num-layers", "1", "--calculate-per-token-loss"],
+    ],
+    "llama": [*[word for word in FLAGS if word not in ("--split", "100,0,0")], *_GRAPH_LENGTH],
+    "llama fp16": [
+        *[word for word in FLAGS if word not in ("--split", "100,0,0")],
+        *[word for word in _GRAPH_LENGTH if word != "--bf16"],
+        *["--fp16", "--initial-loss-scale", "65536"],
+    ],
+}
+"""Runs that are trained without graphs, with graphs of micro-batches, and with that of the optimizer's step too."""
+
 RUNS = {
     "float32": FLAGS,
     "bf16": [*FLAGS, "--bf16"],
     "dropout": [*FLAGS, *DROPOUT],
     **{f"watched {name}": [*FLAGS, *WATCHED_LENGTH, *flags] for name, flags in WATCHED.items()},
+    **{f"graphs of {name}": [*flags, *GRAPHS, "--optimizer-cuda-graph"] for name, flags in GRAPH_RUNS.items()},
 }
 """Every command line that the tests of this folder start."""
 

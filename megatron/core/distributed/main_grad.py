@@ -3,7 +3,7 @@
 The contract: a layer's backward hands its contribution to the parameter's main gradient and adds nothing to `.grad`.
 The main gradient accumulates it in the buffer's type (float32 at least) and then calls `on_accumulated`. The call comes
 when the values are in the buffer, not when the layer's backward ends: a deferred product counts when it is computed. A
-layer that replays as a CUDA graph captures the accumulation; the code that replays the graph calls `on_accumulated`.
+CUDA graph replays the accumulation and not the call: reductions then start after the last micro-batch.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.collectives import Pending
 from megatron.core.parameters import InputsToGather, main_grad_accumulator
-from megatron.core.utils.torch_private import BackwardEndCallback
+from megatron.core.utils.torch_private import BackwardEndCallback, index_put_unchecked_
 
 _DIRECT_PRODUCTS = (torch.bfloat16, torch.float16)
 """Types whose matrix products a GPU accumulates directly into a float32 buffer."""
@@ -77,8 +77,9 @@ class BufferMainGrad:
         self.before_write()
         rows = gradient.detach().to(self.gradient.dtype)
         if self.gradient.is_cuda:
-            # Sorts first, so that the order of the sum, and thus its last bit, is the same in every run.
-            self.gradient.index_put_((index,), rows, accumulate=True)
+            # Sorts first, so that the order of the sum, and thus its last bit, is the same in every run. Forward has
+            # checked the index; to check it here would wait for the device.
+            index_put_unchecked_(self.gradient, [index], rows, accumulate=True, unsafe=True)
         else:
             self.gradient.index_add_(0, index, rows)
         self.on_accumulated(self.parameter)

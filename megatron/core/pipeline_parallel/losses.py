@@ -41,6 +41,12 @@ class StepLosses:
             return output
         return self._loss(loss_func(output))
 
+    def add(self, report: Any, num_tokens: Tensor | None) -> None:
+        """Adds the report and the number of tokens of a micro-batch whose loss another object has recorded."""
+        self.reports.append(report)
+        if num_tokens is not None:
+            self._count(num_tokens)
+
     def auxiliary_scale(self, device: torch.device) -> Tensor:
         """Returns the gradient of an auxiliary loss, which a layer adds to the model's loss (for example to balance its
         experts): a float64 scalar on the device. It is scaled as the model's loss is, loss scale included.

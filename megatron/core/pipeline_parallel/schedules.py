@@ -57,6 +57,7 @@ def forward_backward_no_pipelining(
     grad_scale_func: Callable[[Tensor], Tensor] | None = None,
     finalize_model_grads_func: Callable[..., Any] | None = None,
     timers: Callable[..., Any] | None = None,
+    make_runner: Callable[..., Runner] = Runner,
 ) -> list[Any]:
     """Runs forward and backward of all micro-batches of a step; returns the report of each.
 
@@ -85,6 +86,9 @@ def forward_backward_no_pipelining(
     elements of config.pipeline_dtype; `adjust_tensor_shapes_fn([shape], [shape])` can change the shape. For an encoder
     and a decoder (config.num_encoder_layers) `seq_length` is the encoder's and `decoder_seq_length` the decoder's; the
     hidden states of both travel in one message.
+
+    `make_runner(task, timers)` returns the object that executes the actions; `MicroBatchGraphs.runner` replays
+    micro-batches as a CUDA graph.
 
     Raises UserError for arguments that do not fit the config or the process groups.
     """
@@ -116,7 +120,7 @@ def forward_backward_no_pipelining(
         states_in=states_into_stages(config, pipeline),
     )
     timers = config.timers or timers
-    runner = Runner(task, timers)
+    runner = make_runner(task, timers)
     finalize = config.finalize_model_grads_func or finalize_model_grads_func
     with timed(timers, "forward-backward", 1, barrier=config.barrier_with_L1_time):
         runner.run(rank_actions(schedule_of(config, pipeline, num_microbatches, forward_only), groups.rank("pp")))

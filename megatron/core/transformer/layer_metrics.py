@@ -61,10 +61,19 @@ class LayerMetrics:
     def _add_now(self, name: str, numbers: Tensor) -> None:
         self._sums[name] = self._sums[name] + numbers if name in self._sums else numbers
 
+    def take_tensors(self) -> dict[str, Tensor]:
+        """Returns the sums by the metric's name and resets them (`graph_capture.StepRecord`)."""
+        sums, self._sums = self._sums, {}
+        return sums
+
+    def add_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Adds what `take_tensors` returned."""
+        for name, numbers in tensors.items():
+            self._add_now(name, numbers)
+
     def take(self) -> Iterator[LayerMetric]:
         """Yields all metrics and resets them."""
-        sums, self._sums = self._sums, {}
-        for name, numbers in sums.items():
+        for name, numbers in self.take_tensors().items():
             is_load = name == EXPERT_LOAD
             total, count = (numbers, torch.ones_like(numbers[0])) if is_load else (numbers[0], numbers[1])
             yield LayerMetric(name, self.layer, total, count)
@@ -73,10 +82,10 @@ class LayerMetrics:
 def take_layer_metrics(chunks: Iterable[nn.Module]) -> list[LayerMetric]:
     """Returns the metrics that all modules of a rank's model chunks have accumulated since the last call, and resets
     them."""
-    found: list[LayerMetric] = []
-    for chunk in chunks:
-        for module in chunk.modules():
-            metrics = getattr(module, "metrics", None)
-            if isinstance(metrics, LayerMetrics):
-                found += metrics.take()
-    return found
+    return [metric for metrics in layer_metrics_of(chunks) for metric in metrics.take()]
+
+
+def layer_metrics_of(chunks: Iterable[nn.Module]) -> list[LayerMetrics]:
+    """Returns the metrics of all modules of a rank's model chunks."""
+    found = [getattr(module, "metrics", None) for chunk in chunks for module in chunk.modules()]
+    return [metrics for metrics in found if isinstance(metrics, LayerMetrics)]

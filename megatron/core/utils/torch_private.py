@@ -33,6 +33,8 @@ grouped_mm: Callable[..., torch.Tensor] = getattr(F, "grouped_mm", None) or torc
 """Matrix products of groups of rows; public in newer releases."""
 scaled_mm = torch._scaled_mm
 """Product of two fp8 matrices and their scales, on GPUs with fp8 units."""
+index_put_unchecked_ = torch._index_put_impl_
+"""`index_put_`, which on a GPU looks for indices out of range and waits for the answer, without that if told so."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 flash_attention_backward = torch.ops.aten._flash_attention_backward
 cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention

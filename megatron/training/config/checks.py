@@ -15,7 +15,7 @@ from megatron.core import model_parallel_config
 from megatron.core.config_fields import fields_of_problem
 from megatron.core.optimizer import optimizer_config
 from megatron.core.transformer.transformer_config import transformer_problems
-from megatron.training.config import file_checks, model_families, parallel_checks, schedule_checks
+from megatron.training.config import file_checks, graph_checks, model_families, parallel_checks, schedule_checks
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
@@ -263,6 +263,8 @@ RULES: tuple[Rule, ...] = (
     file_checks.files_exist,
     file_checks.checkpoint_folders_are_folders,
     file_checks.checkpoint_folders_exist,
+    graph_checks.micro_batch_graphs,
+    graph_checks.optimizer_graph,
     _layout_invariance,
     _numbers_are_finite,
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, literal_text, not_yet, too_small
+from megatron.core.config_fields import flag, literal_text, too_small
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 
@@ -69,8 +69,8 @@ class TrainingConfig:
     disable_jit_fuser: bool = flag(False, no_effect="layers are not compiled just in time")
     """Do not fuse operations with a just-in-time compiler."""
 
-    optimizer_cuda_graph: bool = not_yet(False)
-    """Replay the optimizer's step as a CUDA graph."""
+    optimizer_cuda_graph: bool = False
+    """Replay the optimizer's step (gradient norm, clipping, update) as a CUDA graph. On one GPU."""
 
     enable_experimental: bool = flag(False, no_effect="each new feature has a flag of its own")
     """Allow experimental features."""

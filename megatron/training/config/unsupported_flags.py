@@ -159,7 +159,7 @@ _REFUSED = {
 _NOT_YET = {
     "these formats of 8-bit and 4-bit numbers are not supported": "fp8-output-proj te-precision-config-file",
     "expert communication in fewer bits is not supported": "moe-combine-bwd-dtype moe-dispatch-fwd-dtype",
-    "CUDA graphs are not supported": "cuda-graph-modules",
+    "CUDA graphs hold whole micro-batches (--cuda-graph-impl local)": "cuda-graph-modules",
     "activations and optimizer state stay on the device": """
         activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads moe-paged-stash
@@ -232,7 +232,7 @@ UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COM
 
 _FIELDS_TO_COME = (
     ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
-    ("*cuda-graph*", "CUDA graphs are not supported"),
+    ("*cuda-graph*", "CUDA graphs hold whole micro-batches of our own layers (--cuda-graph-impl local)"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("main-grads-dtype", "gradients are accumulated in float32"),
     ("mrope-section", "positions have one coordinate"),

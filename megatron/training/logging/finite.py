@@ -97,6 +97,16 @@ class GradientProbe:
         self._forwards, self._finite = 0, {}
         return taken
 
+    def take_tensors(self) -> list[Tensor]:
+        """Returns what `take` does (`graph_capture.StepRecord`)."""
+        return self.take()
+
+    def add_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Adds the flags that `take_tensors` returned, after those of earlier micro-batches."""
+        for flag in tensors:
+            self._finite[self._forwards] = flag
+            self._forwards += 1
+
     def remove(self) -> None:
         """Removes the probe from the module."""
         self._handle.remove()

@@ -41,6 +41,7 @@ from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
+from megatron.training.setup.graphs import capture_micro_batches, capture_update
 from megatron.training.setup.model import build_model, build_optimizer, stops_on_nonfinite
 from megatron.training.setup.notes import kernel_notes, run_notes
 from megatron.training.state import TrainState
@@ -140,6 +141,8 @@ def build_trainer(
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
     )
+    probe, results = build_probe(config, model), build_rerun_state_machine(config)
+    forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
     return Trainer(
         config=config,
         environment=environment,
@@ -148,15 +151,16 @@ def build_trainer(
         optimizer=optimizer,
         scheduler=scheduler,
         batches=batches,
-        forward_backward=get_forward_backward_func(environment.groups.size("pp"), len(model)),
+        forward_backward=capture_micro_batches(forward_backward, config, environment, model, probe, results),
         forward_step=forward_step,
         splits=open_data(),
         log=log,
         hooks=Hooks([*build_hooks(config, environment), *hooks_of_script]),
         exit=exit_agreement,
         checkpoints=checkpoints,
-        probe=build_probe(config, model),
-        results=build_rerun_state_machine(config),
+        probe=probe,
+        results=results,
+        update=capture_update(config, environment, optimizer),
     )
 
 

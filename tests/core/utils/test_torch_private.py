@@ -29,6 +29,7 @@ def test_it_was_tried_with_these_releases() -> None:
         "_fused_adam_",
         "_fused_adamw_",
         "_fused_sgd_",
+        "_index_put_impl_",
         "_scaled_mm",
         "autograd.Variable._execution_engine.queue_callback",
         "cuda._sleep",

@@ -44,20 +44,24 @@ class MemoryConfig:
     min_offloaded_tensor_size: int = flag(1048576, only_with="fine_grained_activation_offloading")
     """With --fine-grained-activation-offloading: smallest number of elements of a tensor that is offloaded."""
 
-    enable_cuda_graph: bool = not_yet(False)
+    enable_cuda_graph: bool = False
     """Former spelling of --cuda-graph-impl local."""
 
     external_cuda_graph: bool = not_yet(False)
     """Former spelling of --cuda-graph-impl transformer_engine."""
 
-    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = not_yet("none")
-    """Replay CUDA graphs instead of launching kernels one by one."""
+    cuda_graph_impl: Literal["none", "local", "transformer_engine"] = flag("none", supported=("none", "local"))
+    """Replay CUDA graphs instead of launching kernels one by one. local: forward, loss and backward of a micro-batch
+    are one graph. It pays for small models and micro-batches."""
 
-    cuda_graph_scope: str | list[str] = flag("full", only_with="cuda_graph_impl", nargs="+")
-    """With --cuda-graph-impl: the parts that are captured."""
+    cuda_graph_scope: str | list[str] = flag(
+        "full", only_with="cuda_graph_impl", or_with="enable_cuda_graph", nargs="+"
+    )
+    """With --cuda-graph-impl: the parts that are captured. full and full_iteration: whole micro-batches, which is the
+    default."""
 
-    cuda_graph_warmup_steps: int = flag(3, only_with="cuda_graph_impl")
-    """With --cuda-graph-impl: number of steps before the capture."""
+    cuda_graph_warmup_steps: int = 3
+    """With --cuda-graph-impl or --optimizer-cuda-graph: number of steps before the capture, at least 1."""
 
     cuda_graph_use_single_mempool: bool = not_a_flag(False)
     """All graphs share one memory pool."""
@@ -69,7 +73,11 @@ class MemoryConfig:
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible choice of what is recomputed; `config` has the fields of
     TransformerConfig."""
-    yield from too_small(config, ("recompute_num_layers",), 1)
+    yield from too_small(config, ("recompute_num_layers", "cuda_graph_warmup_steps"), 1)
+    scope = [config.cuda_graph_scope] if isinstance(config.cuda_graph_scope, str) else config.cuda_graph_scope or ()
+    parts = [part for part in scope if part not in ("full", "full_iteration")]
+    if parts and captures_micro_batches(config):
+        yield f"{{cuda_graph_scope}}: {parts[0]} is not captured by itself, whole micro-batches are; leave it out"
     if config.recompute_granularity == "full":
         if config.recompute_method is None:
             yield "{recompute_granularity} needs {recompute_method:name} uniform or block"
@@ -87,6 +95,11 @@ def validate(config: Any) -> Iterator[str]:
             yield "{distribute_saved_activations} spreads inputs of layers: it needs {recompute_granularity:name} full"
         if config.sequence_parallel:
             yield "{distribute_saved_activations}: {sequence_parallel:name} has spread them already; drop one"
+
+
+def captures_micro_batches(config: Any) -> bool:
+    """Whether micro-batches are replayed as CUDA graphs."""
+    return config.enable_cuda_graph or config.cuda_graph_impl == "local"
 
 
 def _module_problems(config: Any) -> Iterator[str]:

@@ -1,0 +1,214 @@
+"""Replays the micro-batches of training steps as a CUDA graph, for models so small that launching kernels takes longer
+than running them.
+
+The forward, the loss and the backward of one micro-batch are one graph. Its inputs are buffers at fixed addresses: the
+batch, the step's number and the first sample (from which dropout masks follow). Weights, main gradients and the loss
+scale have fixed addresses anyway. The graph adds to the main gradients, so it fits every micro-batch of a step. Its
+outputs (the loss report, the number of tokens, metrics of layers) are copied after each replay.
+
+Python does not run in a replay. So hooks that act when a gradient is complete do not run: where they start a reduction
+of gradients during the last backward, the last micro-batch of a step runs without the graph.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.exceptions import UserError
+from megatron.core.pipeline_parallel.actions import Action, ActionKind
+from megatron.core.pipeline_parallel.chunk_hooks import device_of, find_method
+from megatron.core.pipeline_parallel.runner import TIMERS, Runner
+from megatron.core.pipeline_parallel.task import PipelineTask
+from megatron.core.timers import timed
+from megatron.core.tokens import RngPosition
+from megatron.core.utils.graph_capture import (
+    CapturedGraph,
+    GraphRecorder,
+    StaticInputs,
+    StepRecord,
+    map_tensors,
+    signature,
+)
+
+MOST_GRAPHS = 8
+"""Most graphs of a run. Each batch shape and each number of micro-batches has its own."""
+
+Outputs = tuple[Any, Tensor | None, list[Any]]
+"""(report of the loss function, number of tokens, tensors of the records) of a micro-batch."""
+
+
+class MicroBatchGraphs:
+    """The graphs of a run, by the signature of the micro-batch.
+
+    Args:
+        recorder: captures.
+        warmup_steps: steps that run eagerly before a capture, at least 1.
+        records: keep what a micro-batch computes beside its loss. What they are given while a graph replays is what
+            they were given while it was captured, with new values.
+        before_capture: is called before each capture, with a sentence about it; may raise UserError.
+    """
+
+    def __init__(
+        self,
+        recorder: GraphRecorder,
+        warmup_steps: int,
+        records: Sequence[StepRecord] = (),
+        before_capture: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        self.recorder, self.warmup_steps, self.records = recorder, warmup_steps, records
+        self.before_capture = before_capture
+        self.step = 0
+        """Number of training steps begun."""
+        self._graphs: dict[Hashable, _MicroBatchGraph] = {}
+
+    def runner(self, task: PipelineTask, timers: Callable[..., Any] | None = None) -> Runner:
+        """Returns the runner of a step or of an evaluation; see `forward_backward_no_pipelining`."""
+        return GraphRunner(task, timers, self)
+
+    def compute(self, task: PipelineTask, number: int) -> Outputs:
+        """Draws the micro-batch with this number and runs it: eagerly, or as a graph. Raises UserError if micro-batches
+        have too many shapes."""
+        data, position = task.data_iterators[0], None
+        if data is None:
+            raise UserError("CUDA graphs: this rank reads no data itself, and a graph cannot receive it")
+        batch = next(data)
+        if task.rng_position_of is not None:
+            position = task.rng_position_of(number)
+        kind = (signature(batch), task.num_microbatches, None if position is None else position.seed)
+        key = (*kind, task.forward_step_func, task.grad_scale_func, task.chunks[0], task.chunks[0].training)
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._graphs) == MOST_GRAPHS:
+                raise UserError(
+                    f"CUDA graphs: {MOST_GRAPHS} kinds of micro-batches have a graph, and this one is of yet another "
+                    f"kind: {_shapes(batch)}; give all batches one shape, or leave out CUDA graphs"
+                )
+            graph = self._graphs[key] = _MicroBatchGraph(task, batch, position, self)
+        outputs = graph.run(batch, position)
+        for record, tensors in zip(self.records, outputs[2], strict=True):
+            record.add_tensors(tensors)
+        return outputs
+
+
+class GraphRunner(Runner):
+    """Runs the micro-batches of a training step as graphs. Runs everything else as `Runner` does."""
+
+    def __init__(self, task: PipelineTask, timers: Callable[..., Any] | None, graphs: MicroBatchGraphs) -> None:
+        super().__init__(task, timers)
+        self.graphs = graphs
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Executes the actions. Raises UserError for the actions of a pipeline."""
+        if not any(action.kind is ActionKind.BACKWARD for action in actions) or self.task.collect_non_loss_data:
+            return super().run(actions)
+        if self.task.pipeline.num_stages > 1:
+            raise UserError("CUDA graphs: a graph holds whole micro-batches, so the model must be one pipeline stage")
+        for chunk in self.task.chunks:  # no hook of a module waits for updated weights in a replay
+            finish = find_method(chunk, "finish_param_sync")
+            if finish is not None:
+                finish()
+        self.graphs.step += 1
+        count = self.task.num_microbatches
+        alone = {count - 1} if self._reduces_in_backward() else set()
+        for number in range(count):
+            if number in alone:
+                super().run([action for action in actions if action.micro_batch == number])
+                continue
+            with timed(self.timers, TIMERS[ActionKind.PAIR], 2):
+                report, tokens, _ = self.graphs.compute(self.task, number)
+            self.losses.add(report, tokens)
+        return None
+
+    def _reduces_in_backward(self) -> bool:
+        """Whether reductions of gradients start during the last backward, by hooks that a replay does not run."""
+        if getattr(self.task.config, "grad_sync_func", None) is not None:
+            return True
+        ddp_config = getattr(self.task.chunks[0], "ddp_config", None)
+        return bool(getattr(ddp_config, "overlap_grad_reduce", False)) and self.task.groups.size("dp_cp") > 1
+
+
+class _StaticData(Iterator[Any]):
+    """The data iterator of a captured forward step: yields the static batch."""
+
+    def __init__(self, batch: Any, position: RngPosition | None) -> None:
+        self.batch, self.drawn = batch, 0
+        if position is not None:
+            self.rng_position = position
+
+    def __next__(self) -> Any:
+        self.drawn += 1
+        return self.batch
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"CUDA graphs: the forward step reads `{name}` of its data iterator; a graph would not see it change"
+        )
+
+
+class _MicroBatchGraph:
+    """One kind of micro-batch: its static inputs, and its graph after the warm-up."""
+
+    def __init__(self, task: PipelineTask, batch: Any, position: RngPosition | None, graphs: MicroBatchGraphs) -> None:
+        device = device_of(task.chunks)
+        self.graphs, self.inputs = graphs, StaticInputs(batch, device)
+        self.capture_at = graphs.step + graphs.warmup_steps
+        self.iteration, self.first_sample = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+        static = None if position is None else RngPosition(position.seed, self.iteration, self.first_sample)
+        self.data = _StaticData(self.inputs.value, static)
+        self.task = dataclasses.replace(
+            task, data_iterators=[self.data], rng_position_of=None if static is None else lambda number: static
+        )
+        self.graph: CapturedGraph[Outputs] | None = None
+
+    def run(self, batch: Any, position: RngPosition | None) -> Outputs:
+        """Runs a micro-batch; returns copies of its outputs."""
+        self.inputs.fill(batch)
+        if position is not None:
+            self.iteration.fill_(position.iteration)
+            self.first_sample.fill_(position.first_sample)
+        if self.graph is None and self.graphs.step < self.capture_at:
+            return self.graphs.recorder.warm_up(self._compute)
+        if self.graph is None:
+            self.graph = self._capture()
+        self.graph.replay()
+        return map_tensors(torch.clone, self.graph.outputs)
+
+    def _capture(self) -> CapturedGraph[Outputs]:
+        self.graphs.before_capture(f"step {self.graphs.step}: a micro-batch is captured as a CUDA graph")
+        try:
+            return self.graphs.recorder.capture(self._compute)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines() or ["no reason given"]
+            raise UserError(
+                f"CUDA graphs: the micro-batch cannot be captured: {reason[0]}. A forward step or layer that waits for "
+                "the device (item(), tolist(), print) or copies from ordinary host memory does not fit into a graph; "
+                "mend it, or leave out CUDA graphs"
+            ) from error
+
+    def _compute(self) -> Outputs:
+        """Forward, loss and backward of the static micro-batch."""
+        records = self.graphs.records
+        before = [record.take_tensors() for record in records]
+        self.data.drawn = 0
+        runner = Runner(self.task)
+        runner.run([Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)])
+        if self.data.drawn != 1:
+            raise UserError(
+                f"CUDA graphs: the forward step draws {self.data.drawn} batches from its data iterator; a graph has one"
+            )
+        recorded = [record.take_tensors() for record in records]
+        for record, tensors in zip(records, before, strict=True):
+            record.add_tensors(tensors)
+        outputs = (runner.losses.reports[0], runner.losses.num_tokens, recorded)
+        return map_tensors(torch.detach, outputs)
+
+
+def _shapes(batch: Any) -> str:
+    kinds = signature(batch)
+    assert isinstance(kinds, tuple)
+    return ", ".join(f"{path} {kind[0] if isinstance(kind, tuple) else kind}" for path, kind in kinds)

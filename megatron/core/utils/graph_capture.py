@@ -1,0 +1,143 @@
+"""CUDA graphs behind a small interface: what is captured, its inputs at fixed addresses, its outputs.
+
+A graph is the list of kernels of one run of a function, with the addresses that they read and write. A replay launches
+all of them at once; no Python runs. Code that uses graphs takes a `GraphRecorder`, so that tests on a CPU can give
+another one than `CudaGraphRecorder`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CapturedGraph(Generic[T]):
+    """A captured function."""
+
+    outputs: T
+    """What the function returned when it was captured. Each replay writes the tensors in it anew."""
+    replay: Callable[[], None]
+    """Does the function's work on the device once more, on the current stream. The host does not wait."""
+
+
+class GraphRecorder(Protocol):
+    """Captures functions as graphs."""
+
+    def warm_up(self, function: Callable[[], T]) -> T:
+        """Returns function(), run with the stream and the thread of `capture`. Kernels are compiled and tuned, and
+        libraries allocate their workspaces, in the first runs of a function, which must not be captured."""
+
+    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
+        """Captures the work of function() on the device, without doing it. Python in it runs once, now. Memory that
+        existed before keeps its address as long as the graph is replayed. Raises RuntimeError if the function waits for
+        the device."""
+
+
+class StepRecord(Protocol):
+    """Keeps tensors that a micro-batch computes beside its loss, such as the metrics of a layer."""
+
+    def take_tensors(self) -> Any:
+        """Returns what was recorded since the last call, and forgets it."""
+
+    def add_tensors(self, tensors: Any) -> None:
+        """Records what `take_tensors` returned for one micro-batch, after what has been recorded already."""
+
+
+class CudaGraphRecorder:
+    """Captures on a stream of its own. All graphs share one pool of memory, since one at a time is replayed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def warm_up(self, function: Callable[[], T]) -> T:
+        caller = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            result = function()
+        caller.wait_stream(self.stream)
+        return result
+
+    def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (heartbeats, pinned memory of the loader) may call CUDA meanwhile: thread_local.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            outputs = function()
+        self._pool = self._pool or graph.pool()
+        return CapturedGraph(outputs, graph.replay)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Nested values: tensors in dictionaries, lists, tuples and dataclasses
+
+HOST_ENTRIES = frozenset({"sample_ids"})
+"""Names of entries of a batch that stay on the host and that no graph reads."""
+
+
+class StaticInputs:
+    """A copy of a nested value whose tensors are on the device and keep their addresses."""
+
+    def __init__(self, example: Any, device: torch.device) -> None:
+        self.value = map_tensors(lambda tensor: torch.empty_like(tensor, device=device), without_host_entries(example))
+        self._tensors = [leaf for _, leaf in leaves(self.value) if isinstance(leaf, Tensor)]
+
+    def fill(self, value: Any) -> None:
+        """Copies the tensors of a value with the `signature` of the example. The host does not wait."""
+        given = [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+        for static, tensor in zip(self._tensors, given, strict=True):
+            static.copy_(tensor, non_blocking=True)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of a nested value with their paths, without entries named in `HOST_ENTRIES`."""
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    else:
+        yield path, value
+        return
+    for name, item in items:
+        if name not in HOST_ENTRIES:
+            yield from leaves(item, f"{path}.{name}" if path else str(name))
+
+
+def signature(value: Any) -> Hashable:
+    """Returns what a graph that reads a nested value depends on: shapes and types of tensors, and all other leaves."""
+    return tuple(
+        (path, (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf) for path, leaf in leaves(value)
+    )
+
+
+def without_host_entries(value: Any) -> Any:
+    """Returns a nested value with None in place of the entries named in `HOST_ENTRIES`."""
+    return _mapped(value, lambda leaf: leaf, lambda name: name in HOST_ENTRIES)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: T) -> T:
+    """Returns a nested value with function(tensor) in place of each tensor."""
+    return _mapped(value, lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, lambda name: False)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any], drops: Callable[[Any], bool]) -> Any:
+    def each(name: Any, item: Any) -> Any:
+        return None if drops(name) else _mapped(item, function, drops)
+
+    if isinstance(value, Mapping):
+        return {name: each(name, item) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(each(name, item) for name, item in zip(value._fields, value, strict=True)))
+    if isinstance(value, list | tuple):
+        return type(value)(each(number, item) for number, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{name: each(name, getattr(value, name)) for name in names})
+    return function(value)

@@ -1,0 +1,65 @@
+"""CUDA graphs of a run, as the flags ask for them."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import MegatronOptimizer, StepUpdate
+from megatron.core.optimizer.captured_update import CapturedUpdate
+from megatron.core.pipeline_parallel.captured_micro_batch import MicroBatchGraphs
+from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer.config.memory import captures_micro_batches
+from megatron.core.transformer.layer_metrics import layer_metrics_of
+from megatron.core.utils.graph_capture import CudaGraphRecorder, GraphRecorder, StepRecord
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.launch.environment import Environment
+from megatron.training.logging.finite import GradientProbe
+
+
+def graph_recorder(device: torch.device) -> GraphRecorder | None:
+    """Returns what captures graphs on a device; None on a CPU, which has no graphs."""
+    return CudaGraphRecorder(device) if device.type == "cuda" else None
+
+
+def capture_micro_batches(
+    forward_backward: Callable[..., Any],
+    config: PretrainConfig,
+    environment: Environment,
+    model: Sequence[nn.Module],
+    probe: GradientProbe | None,
+    results: RerunStateMachine | None,
+) -> Callable[..., Any]:
+    """Returns `forward_backward` with micro-batches as CUDA graphs if the flags ask for them and the device has them,
+    else `forward_backward` itself."""
+    recorder = graph_recorder(environment.device) if captures_micro_batches(config.transformer) else None
+    if recorder is None:
+        return forward_backward
+
+    def before_capture(sentence: str) -> None:
+        if results is not None and results.checks_results:
+            raise UserError(
+                "CUDA graphs: the loss function validates its results, which a replay would leave out; leave out the "
+                "validation, --error-injection-rate or CUDA graphs"
+            )
+        if environment.is_first:
+            print(sentence, flush=True)
+
+    records: list[StepRecord] = [*layer_metrics_of(model)]
+    if probe is not None:
+        records.append(probe)
+    graphs = MicroBatchGraphs(recorder, config.transformer.cuda_graph_warmup_steps, records, before_capture)
+    return functools.partial(forward_backward, make_runner=graphs.runner)
+
+
+def capture_update(
+    config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
+) -> Callable[[Tensor], StepUpdate] | None:
+    """Returns the optimizer's step as a CUDA graph; None if the flags do not ask for it or the device has no graphs."""
+    recorder = graph_recorder(environment.device) if config.training.optimizer_cuda_graph else None
+    if recorder is None:
+        return None
+    return CapturedUpdate(optimizer, recorder, config.transformer.cuda_graph_warmup_steps)
