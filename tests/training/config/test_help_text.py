@@ -26,7 +26,7 @@ def test_flags_without_effect_and_unsupported_flags_are_listed_by_name() -> None
     working, names = text.split("accepted without effect:")
     ineffective, unsupported = names.split("not supported yet")
     assert "--use-flash-attn" in ineffective and "--use-flash-attn" not in working
-    assert "--optimizer-cuda-graph" in unsupported and "--log-interval N" in working
+    assert "--external-cuda-graph" in unsupported and "--log-interval N" in working
     assert text.startswith("usage: [torchrun ...] script.py [flags]") and text.rstrip().endswith("extra help")
 
 
