@@ -57,6 +57,7 @@ class CudaGraphRecorder:
         self._pool: Any = None
 
     def warm_up(self, function: Callable[[], T]) -> T:
+        """Returns function(), run on the stream of captures."""
         caller = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
@@ -65,6 +66,7 @@ class CudaGraphRecorder:
         return result
 
     def capture(self, function: Callable[[], T]) -> CapturedGraph[T]:
+        """Captures function() as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         # Other threads (heartbeats, pinned memory of the loader) may call CUDA meanwhile: thread_local.
         with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
