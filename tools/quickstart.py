@@ -215,7 +215,7 @@ def train(recipe: Recipe, output: Path, tokenizer: list[object], *more: object) 
         "--train-data-path", output / "data/train_text_document",
         "--valid-data-path", output / "data/held_out_text_document",
         *tokenizer,
-        "--eval-interval", max(1, recipe.iterations // 6), "--eval-iters", 8,
+        "--eval-interval", max(4, recipe.iterations // 6), "--eval-iters", min(8, max(1, recipe.iterations // 4)),
         "--log-interval", max(1, recipe.iterations // 60), "--log-throughput",
         "--save", output / "checkpoints", "--load", output / "checkpoints",
         "--save-interval", max(2, recipe.iterations // 4), "--keep-last", 2,

@@ -9,12 +9,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.ports import free_port
-from support.programs import commands
+from support.programs import commands, python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/custom_model/README.md"
@@ -50,14 +49,15 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def environment(commands: Path) -> dict[str, str]:
-    """Variables under which a page runs: `python` and `torchrun` are those of the folder `commands`.
+def environment() -> dict[str, str]:
+    """Variables under which a page runs: `python` and `torchrun` are those of `support.programs`, which start processes
+    that have imported the product before. `tests/tools/test_programs.py` runs every program with its own imports.
 
     PYTHONPATH is left out, because a reader does not set it and it would hide a file that the checkout lacks.
     """
-    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    # The quickstart's full size is a test of its own; here it is run small, in the environment of this test.
-    make = {"MAKEFLAGS": f"PYTHON={sys.executable}", "QUICKSTART_TOKENS": "24000"}
+    path = f"{commands()}{os.pathsep}{os.environ['PATH']}"
+    # The quickstart's full size is for users; here it is run small, in the environment of this test.
+    make = {"MAKEFLAGS": f"PYTHON={python()}", "QUICKSTART_TOKENS": "24000"}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {**inherited, **make, "PATH": path, "OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())}
 
@@ -75,8 +75,7 @@ def test_every_page_is_found() -> None:
     ids=lambda page: page.parent.name + "/" + page.name,
 )
 def test_commands_of_page_run(page: Path, checkout: Path) -> None:
-    """In processes that have imported the product before; the quickstart below starts real ones."""
-    variables = environment(commands())
+    variables = environment()
     for block in bash_blocks(page):
         if block in NOT_HERE:
             continue
@@ -87,7 +86,7 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
 
 
 def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
-    variables = environment(Path(sys.executable).parent)
+    variables = environment()
     done = subprocess.run(["make", "quickstart"], cwd=checkout, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folder = checkout / "runs/quickstart"
