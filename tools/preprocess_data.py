@@ -19,7 +19,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.tool_flags import Section, read_tool_flags
 from megatron.training.data_preparation.config import PreparationConfig
-from megatron.training.data_preparation.manifest import Manifest
+from megatron.training.data_preparation.manifest import DataManifest
 from megatron.training.data_preparation.prepare import PreparedData, prepare
 from megatron.training.tokenizer.build import build_tokenizer
 
@@ -87,7 +87,7 @@ def _report(prepared: PreparedData) -> None:
     print(f"{megabytes:,.1f} MB in {prepared.seconds:.1f} s, {megabytes / prepared.seconds:.1f} MB/s")
 
 
-def _report_literals(manifest: Manifest) -> None:
+def _report_literals(manifest: DataManifest) -> None:
     how = "that token" if manifest.special_literals_matched else "ordinary text"
     print(f"  {manifest.documents_with_special_literals:,} of the documents spell out a special token, taken as {how}")
 

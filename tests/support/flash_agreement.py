@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.ops.attention import flash_triton
 from megatron.core.ops.attention.alibi import alibi_slopes
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets, merge_block
-from megatron.core.ops.attention.flash_forward_triton import Tile
+from megatron.core.ops.attention.flash_forward_triton import TileSize
 from megatron.core.ops.attention.flash_triton import (
     flash_attention_triton,
     flash_block_attention_backward_triton,
@@ -121,7 +121,7 @@ def problem(case: Case) -> tuple[list[Tensor], AttentionCall]:
 def use_small_tiles(patch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter compute several tiles in little time, with bits from their definition."""
     for tiles in ("_FORWARD_TILES", "_BACKWARD_TILES"):
-        patch.setattr(flash_triton, tiles, {256: Tile(32, 32, 4, 1)})
+        patch.setattr(flash_triton, tiles, {256: TileSize(32, 32, 4, 1)})
     patch.setattr(flash_triton, "keep_bits_triton", reference_bits)
 
 

@@ -61,7 +61,7 @@ def start_to_heads(tensors: Sequence[Tensor], group: Group, ranks: int) -> Pendi
 
 
 @dataclass(frozen=True)
-class PendingRows:
+class PendingReturn:
     """All heads of this rank's part of the rows, being sent back."""
 
     rows: "_AllToAll"
@@ -73,9 +73,9 @@ class PendingRows:
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
-def start_to_rows(heads: Tensor, group: Group, ranks: int) -> PendingRows:
+def start_to_rows(heads: Tensor, group: Group, ranks: int) -> PendingReturn:
     """Starts to send heads [ranks * s, b, n, d] back to the ranks of their rows."""
-    return PendingRows(_AllToAll(in_rank_order(heads, ranks), group), ranks)
+    return PendingReturn(_AllToAll(in_rank_order(heads, ranks), group), ranks)
 
 
 def whole_rows_of(mask: Tensor, group: Group, ranks: int) -> Tensor:

@@ -59,7 +59,7 @@ class LazyTensor:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to write: its key and shape in the file, and its elements (contiguous, one-dimensional)."""
 
     key: str
@@ -96,13 +96,13 @@ class WrittenFile:
     checksums: list[list[int]]
 
 
-def aligned_order(entries: Sequence[Entry]) -> list[Entry]:
+def aligned_order(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
     """Sorts entries by width of type, widest first, so that each tensor is aligned for its type. Equal widths keep
     their order."""
     return sorted(entries, key=lambda entry: -entry.flat.dtype.itemsize)
 
 
-def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> WrittenFile:
+def write_data_file(disk: Disk, path: Path, entries: Sequence[TensorEntry]) -> WrittenFile:
     """Writes and syncs a safetensors file of these entries, in this order (see `aligned_order`). Raises OSError."""
     assert sys.byteorder == "little"
     header, offsets = _header(entries)
@@ -118,7 +118,7 @@ def write_data_file(disk: Disk, path: Path, entries: Sequence[Entry]) -> Written
     return WrittenFile(end, zlib.crc32(header), offsets, checksums)
 
 
-def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
+def _header(entries: Sequence[TensorEntry]) -> tuple[bytes, list[int]]:
     """Returns the header's bytes, and the position of each entry's first byte in the file."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin, begins = 0, []
@@ -136,7 +136,7 @@ def _header(entries: Sequence[Entry]) -> tuple[bytes, list[int]]:
     return header, [len(header) + begin for begin in begins]
 
 
-def _blocks(entries: Sequence[Entry]) -> Iterator[tuple[int, memoryview]]:
+def _blocks(entries: Sequence[TensorEntry]) -> Iterator[tuple[int, memoryview]]:
     """Yields all entries' bytes in blocks, each with the entry's index. A block is valid until the next one is
     requested.
 

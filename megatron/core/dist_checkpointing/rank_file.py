@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.chunk import Chunk
-from megatron.core.dist_checkpointing.data_file import Entry, LazyTensor, aligned_order, write_data_file
+from megatron.core.dist_checkpointing.data_file import LazyTensor, TensorEntry, aligned_order, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.manifest import RankIndex, StoredChunk, data_name, index_name
 
@@ -31,7 +31,9 @@ def write_rank(
         torch.cuda.synchronize(device)  # any stream may still be writing the tensors
     entries = {_key(chunk): chunk for chunk in chunks}
     assert len(entries) == len(chunks), "a chunk is listed twice"
-    ordered = aligned_order([Entry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()])
+    ordered = aligned_order(
+        [TensorEntry(key, _shape(chunk), _elements(chunk, values_of)) for key, chunk in entries.items()]
+    )
     try:
         written = write_data_file(disk, temporary / data_name(rank), ordered)
         stored = [

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.pipeline_parallel.actions import Action, ActionKind
 from megatron.core.pipeline_parallel.orders import Schedule
-from megatron.core.pipeline_parallel.simulator import Span, Timeline
+from megatron.core.pipeline_parallel.simulator import TimedAction, Timeline
 
 _FILL = {
     ActionKind.FORWARD: ".",
@@ -60,7 +60,7 @@ def as_text(timeline: Timeline) -> list[str]:
     return [f"{rank:>{width}} |{_line(row, scale)}" for rank, row in enumerate(timeline.spans)]
 
 
-def _line(spans: tuple[Span, ...], scale: float) -> str:
+def _line(spans: tuple[TimedAction, ...], scale: float) -> str:
     line = ""
     for span in spans:
         start, stop = round(span.start * scale), round(span.stop * scale)
@@ -96,7 +96,7 @@ def as_svg(schedule: Schedule, timeline: Timeline, width: int = 1200, height: in
     return "\n".join(lines) + "\n"
 
 
-def _box(span: Span, member: Action, x: float, y: float, width: float, height: float) -> Iterator[str]:
+def _box(span: TimedAction, member: Action, x: float, y: float, width: float, height: float) -> Iterator[str]:
     yield (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{_colour(member)}" '
         f'stroke="white" stroke-width="0.5"><title>{span.action}: {span.start:g} to {span.stop:g}</title></rect>'

@@ -38,7 +38,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedAction:
     """A computation in time."""
 
     action: Action
@@ -50,7 +50,7 @@ class Span:
 class Timeline:
     """The computations of all ranks over time."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
     """The computations of each rank, in order."""
     pipeline: Pipeline
 
@@ -111,7 +111,7 @@ class _Rank:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions, self.next, self.time = actions, 0, 0.0
-        self.spans: list[Span] = []
+        self.spans: list[TimedAction] = []
         self.done: dict[ComputationKey, float] = {}
         self.receives: dict[ComputationKey, tuple[int, int]] = {}
         """The sender of each posted receive, and the number of the message among those of this sender."""
@@ -176,7 +176,7 @@ class _Simulation:
             key = member.kind, member.micro_batch, member.chunk
             assert key not in rank.done, f"rank {number} does {member} twice"
             rank.done[key] = rank.time
-        rank.spans.append(Span(action, start, rank.time))
+        rank.spans.append(TimedAction(action, start, rank.time))
         return True
 
     def _ready(self, number: int, rank: _Rank, action: Action) -> float | None:

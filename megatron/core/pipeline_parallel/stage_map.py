@@ -22,7 +22,7 @@ from megatron.core.pipeline_parallel.stages import (
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageModules:
     """The modules on one pipeline stage."""
 
     index: int
@@ -46,10 +46,10 @@ class Stage:
 class StageMap(Pipeline):
     """A pipeline and the contents of its stages. Made by `stage_map`."""
 
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[StageModules, ...] = ()
     """In the order of the model."""
 
-    def stage_at(self, pp_rank: int, chunk: int = 0) -> Stage:
+    def stage_at(self, pp_rank: int, chunk: int = 0) -> StageModules:
         """Returns the stage that is this chunk of a pipeline rank."""
         return self.stages[self.stage_index(pp_rank, chunk)]
 
@@ -74,7 +74,9 @@ def stage_map(config: Any) -> StageMap:
         numbers = range(first, first + letters.count("t"))  # counted over both stacks
         layers = range(max(numbers.start - encoder, 1), max(numbers.stop - encoder, 1))
         read = range(min(numbers.start, encoder + 1), min(numbers.stop, encoder + 1)) if encoder else range(0)
-        stages.append(Stage(index, layers, "E" in letters, "L" in letters, letters.count("m"), read, 1 + bool(encoder)))
+        stages.append(
+            StageModules(index, layers, "E" in letters, "L" in letters, letters.count("m"), read, 1 + bool(encoder))
+        )
         first = numbers.stop
     return StageMap(pipeline.pipeline_size, pipeline.chunks, pipeline.v_shaped, tuple(stages))
 

@@ -19,7 +19,7 @@ _SECTIONS = {*(group.replace(" ", "_") for group in GROUPS), "language_model", "
 
 
 @dataclass(frozen=True)
-class Entry:
+class FileSetting:
     """A setting of a config file."""
 
     where: str
@@ -28,7 +28,7 @@ class Entry:
     """The flag and words that mean the same."""
 
 
-def read_config_file(path: str) -> tuple[list[Entry], list[str]]:
+def read_config_file(path: str) -> tuple[list[FileSetting], list[str]]:
     """Returns the settings of a file, and its mistakes, each with file and line. Raises UserError if it cannot be read
     or is not YAML.
 
@@ -53,7 +53,7 @@ def read_config_file(path: str) -> tuple[list[Entry], list[str]]:
         return [], []
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"--config {path}: expected keys and values, such as num_layers: 12")
-    entries: list[Entry] = []
+    entries: list[FileSetting] = []
     problems: list[str] = []
     for key, value in _settings(yaml, root):
         where = f"{path}:{key.start_mark.line + 1 + skipped}"
@@ -62,7 +62,7 @@ def read_config_file(path: str) -> tuple[list[Entry], list[str]]:
         except ValueError as error:
             problems.append(f"{where}: {error}")
         else:
-            entries += [Entry(where, occurrence)] if occurrence is not None else []
+            entries += [FileSetting(where, occurrence)] if occurrence is not None else []
     return entries, problems
 
 

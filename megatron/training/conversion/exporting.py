@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.checkpoint import Checkpoint
 from megatron.core.dist_checkpointing.checkpoint_selection import Log, find_checkpoint
 from megatron.core.dist_checkpointing.chunk import Chunk, is_weight
-from megatron.core.dist_checkpointing.data_file import Entry, LazyTensor, write_data_file
+from megatron.core.dist_checkpointing.data_file import LazyTensor, TensorEntry, write_data_file
 from megatron.core.dist_checkpointing.disk import Disk
 from megatron.core.dist_checkpointing.folders import Step, sibling_name
 from megatron.core.dist_checkpointing.planning import describe_names, match
@@ -215,8 +215,8 @@ class _Writer:
     def _dtype(self, tensor: HubTensor) -> torch.dtype:
         return self.dtypes[tensor.canonical_name]
 
-    def _entry(self, tensor: HubTensor, reader: _Reader) -> Entry:
-        return Entry(
+    def _entry(self, tensor: HubTensor, reader: _Reader) -> TensorEntry:
+        return TensorEntry(
             tensor.name, tensor.shape, LazyTensor(self._dtype(tensor), tensor.numel, partial(reader.take, tensor))
         )
 

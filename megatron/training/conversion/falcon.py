@@ -7,7 +7,7 @@ from megatron.core.exceptions import UserError
 from megatron.training.conversion import config_rules as rules
 from megatron.training.conversion.decoder import OURS, one_to_one
 from megatron.training.conversion.family import HEAD, Family
-from megatron.training.conversion.gpt2 import Activation, WidthOfMLP
+from megatron.training.conversion.gpt2 import UngatedActivation, WidthOfMLP
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.rope import RotaryPositions
 from megatron.training.conversion.spellings import bias_places
@@ -117,7 +117,7 @@ FALCON_FAMILY = Family(
         rules.Copied("initializer_range", "init_method_std"),
         rules.TiedEmbeddings(),
         WidthOfMLP("ffn_hidden_size", "hidden_size"),
-        Activation("activation"),
+        UngatedActivation("activation"),
         FalconLayers(),
         AllBiases(),
         RotaryPositions(),

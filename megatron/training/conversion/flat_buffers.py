@@ -52,7 +52,7 @@ Bucket = Mapping[str, FlatTensor]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TheirParameter:
     """A parameter of theirs: a canonical tensor, or one expert of it."""
 
     name: str
@@ -91,7 +91,7 @@ def place_flat_state(buckets: Sequence[Bucket], shapes: Mapping[str, Sequence[in
     moments. `source` names the checkpoint in errors. Raises UserError if a parameter is in no buffer."""
     parts = _parts(shapes, found)
     index = _Index(parts, found)
-    places: dict[_Part, _Range] = {}
+    places: dict[_TheirParameter, _Range] = {}
     for bucket in buckets:
         places |= index.place_all(bucket)
     lost = {part.name for part in parts if part not in places and not part.name.endswith("expert_bias")}
@@ -138,7 +138,7 @@ def _buckets(folder: DistFolder, tensors: Mapping[str, DistTensor]) -> list[Buck
     return [grouped[key] for key in sorted(grouped)]
 
 
-def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_Part]:
+def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_TheirParameter]:
     """Returns the parameters in the order of the model; experts one by one."""
     parts = []
     for name, shape in shapes.items():
@@ -146,7 +146,7 @@ def _parts(shapes: Mapping[str, Sequence[int]], found: Found) -> list[_Part]:
             continue
         numel = torch.Size(shape).numel()
         count = shape[0] if ".experts.linear_" in name else 1
-        parts += [_Part(name, number * (numel // count), numel // count) for number in range(count)]
+        parts += [_TheirParameter(name, number * (numel // count), numel // count) for number in range(count)]
     return parts
 
 
@@ -154,10 +154,10 @@ class _Index:
     """Finds parameters by their first elements. Parameters of equal content are found from the last
     to the first, the order in which buffers hold them."""
 
-    def __init__(self, parts: Sequence[_Part], found: Found) -> None:
+    def __init__(self, parts: Sequence[_TheirParameter], found: Found) -> None:
         self.found = found
         self.ambiguous: set[str] = set()
-        self.by_signature: dict[bytes, list[_Part]] = defaultdict(list)
+        self.by_signature: dict[bytes, list[_TheirParameter]] = defaultdict(list)
         self.dtypes: set[torch.dtype] = set()
         self.sizes: set[int] = set()
         for part in reversed(parts):
@@ -166,9 +166,9 @@ class _Index:
             self.sizes.add(min(part.numel, _SIGNATURE))
             self.by_signature[_bytes(values[:_SIGNATURE])].append(part)
 
-    def place_all(self, bucket: Bucket) -> dict[_Part, _Range]:
+    def place_all(self, bucket: Bucket) -> dict[_TheirParameter, _Range]:
         """Returns the parameters in a bucket, and where they are."""
-        places: dict[_Part, _Range] = {}
+        places: dict[_TheirParameter, _Range] = {}
         at, end = 0, bucket["param"].shape[0]
         while at < end:
             part = self._part_at(bucket, at)
@@ -179,7 +179,7 @@ class _Index:
             at += part.numel
         return places
 
-    def _part_at(self, bucket: Bucket, at: int) -> _Part | None:
+    def _part_at(self, bucket: Bucket, at: int) -> _TheirParameter | None:
         left = bucket["param"].shape[0] - at
         head = bucket["param"].read(Box((at,), (min(_SIGNATURE, left),)))
         for size in sorted(self.sizes, reverse=True):
@@ -193,13 +193,13 @@ class _Index:
                     return fitting[0]
         return None
 
-    def _is_at(self, part: _Part, bucket: Bucket, at: int) -> bool:
+    def _is_at(self, part: _TheirParameter, bucket: Bucket, at: int) -> bool:
         if at + part.numel > bucket["param"].shape[0]:
             return False
         weight = self._weight(part)
         return _bytes(bucket["param"].read(Box((at,), (part.numel,))).to(weight.dtype)) == _bytes(weight)
 
-    def _weight(self, part: _Part) -> Tensor:
+    def _weight(self, part: _TheirParameter) -> Tensor:
         return self.found.tensors[part.name].read()[part.begin : part.begin + part.numel]
 
 

@@ -22,7 +22,7 @@ _FIELDS: dict[str, dict[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class Activation:
+class UngatedActivation:
     """Activation of an MLP without a gate."""
 
     key: str
@@ -147,7 +147,7 @@ GPT2_FAMILY = Family(
         rules.Copied("initializer_range", "init_method_std"),
         rules.TiedEmbeddings(),
         WidthOfMLP("n_inner", "n_embd"),
-        Activation("activation_function"),
+        UngatedActivation("activation_function"),
         Gpt2Attention(),
         Gpt2Dropouts(),
         rules.Implied(

@@ -84,7 +84,7 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Activation:
+class T5Activation:
     """ReLU, or a gated MLP with GELU's tanh approximation."""
 
     reads = ("feed_forward_proj", "dense_act_fn", "is_gated_act")
@@ -130,7 +130,7 @@ class OutputLayer:
 
 _RULES: tuple[rules.Rule, ...] = (
     Layers(),
-    Activation(),
+    T5Activation(),
     OutputLayer(),
     rules.Copied("d_model", "hidden_size"),
     rules.Copied("d_kv", "kv_channels"),

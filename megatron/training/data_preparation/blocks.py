@@ -16,11 +16,11 @@ _BUFFER = 1 << 20
 
 
 @dataclass(frozen=True)
-class Unit:
+class WorkItem:
     """The work that a worker takes at a time: blocks first, first + step, ... of a file (`blocks` of them; None: all).
 
-    The units of a plain file are single blocks, and those of a Parquet file are its row groups. A compressed file can
-    be read only from its beginning, so a unit is every step-th block, and each worker decompresses the file itself.
+    The items of a plain file are single blocks, and those of a Parquet file are its row groups. A compressed file can
+    be read only from its beginning, so an item is every step-th block, and each worker decompresses the file itself.
     """
 
     file: InputFile
@@ -31,10 +31,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All units, in the order in which workers take them."""
+    """All work items, in the order in which workers take them."""
 
     files: tuple[InputFile, ...]
-    units: tuple[Unit, ...]
+    work_items: tuple[WorkItem, ...]
     block_bytes: int
 
     @property
@@ -59,14 +59,14 @@ def plan_blocks(files: tuple[InputFile, ...], workers: int, block_bytes: int | N
         block_bytes = min(max(inflated // (workers * _BLOCKS_PER_WORKER), _SMALLEST_BLOCK), _LARGEST_BLOCK)
     plan = Plan(files, (), block_bytes)
     shares = max(1, -(-workers // max(1, sum(file.compressed for file in files))))
-    units: list[Unit] = []
+    work_items: list[WorkItem] = []
     for file in files:
         blocks = plan.blocks_of(file)
         if blocks is None:
-            units += [Unit(file, share, shares, None) for share in range(shares)]
+            work_items += [WorkItem(file, share, shares, None) for share in range(shares)]
         else:
-            units += [Unit(file, block, 1, 1) for block in range(blocks)]
-    return Plan(files, tuple(units), block_bytes)
+            work_items += [WorkItem(file, block, 1, 1) for block in range(blocks)]
+    return Plan(files, tuple(work_items), block_bytes)
 
 
 class LineReader:

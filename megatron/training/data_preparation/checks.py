@@ -9,7 +9,7 @@ import numpy as np
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file
-from megatron.training.data_preparation.manifest import Manifest, get_manifest_path, read_manifest
+from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path, read_manifest
 from megatron.training.tokenizer.base import Tokenizer
 
 _HASHED_BYTES = 256 << 20
@@ -18,7 +18,9 @@ _HASHED_BYTES = 256 << 20
 _SCANNED_IDS = 1 << 22
 
 
-def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]) -> Manifest | None:
+def check_data(
+    path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None]
+) -> DataManifest | None:
     """Checks that all ids of a data set are below `vocab_size`, and that `tokenizer` made them.
 
     Uses the manifest if there is one. Otherwise warns and reads all ids. One process of a run is enough. Returns the
@@ -36,7 +38,7 @@ def check_data(path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Ca
 
 def check_manifest(
     path_prefix: str, tokenizer: Tokenizer, vocab_size: int, warn: Callable[[str], None], files: bool = True
-) -> Manifest | None:
+) -> DataManifest | None:
     """Compares a data set's manifest with its files (unless `files` is False) and with the run's tokenizer and
     vocabulary. Returns None if it has no manifest. Raises UserError."""
     manifest = read_manifest(path_prefix)

@@ -10,7 +10,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file
 from megatron.training.data_preparation.checks import check_file
-from megatron.training.data_preparation.manifest import FileRecord, Manifest, get_manifest_path, read_manifest
+from megatron.training.data_preparation.manifest import DataManifest, FileRecord, get_manifest_path, read_manifest
 
 
 def find_prefixes(folder: str) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ def find_prefixes(folder: str) -> tuple[str, ...]:
 
 def merge_datasets(
     prefixes: Sequence[str], output: str, warn: Callable[[str], None], multimodal: bool = False
-) -> Manifest | None:
+) -> DataManifest | None:
     """Writes the documents of all data sets, one data set after the other, to `output`.bin and .idx.
 
     Returns the manifest that it writes beside them. Without manifests of all data sets it writes none and warns.
@@ -67,7 +67,7 @@ def merge_datasets(
     return manifest
 
 
-def _check_alike(prefixes: Sequence[str], manifests: Sequence[Manifest | None]) -> None:
+def _check_alike(prefixes: Sequence[str], manifests: Sequence[DataManifest | None]) -> None:
     known = [(prefix, manifest) for prefix, manifest in zip(prefixes, manifests, strict=True) if manifest is not None]
     for prefix, manifest in known[1:]:
         first_prefix, first = known[0]
@@ -80,7 +80,7 @@ def _check_alike(prefixes: Sequence[str], manifests: Sequence[Manifest | None]) 
                 raise UserError(f"{prefix} and {first_prefix} differ in {what}: {other} and {mine}; they do not merge")
 
 
-def _joined(manifests: Sequence[Manifest], output: str) -> Manifest:
+def _joined(manifests: Sequence[DataManifest], output: str) -> DataManifest:
     dropped: Counter[str] = Counter()
     for manifest in manifests:
         dropped.update(manifest.dropped_lines)

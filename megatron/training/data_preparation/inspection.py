@@ -9,7 +9,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.checks import check_file, check_manifest, check_token_ids
-from megatron.training.data_preparation.manifest import Manifest, get_manifest_path, read_manifest
+from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path, read_manifest
 from megatron.training.tokenizer.base import Tokenizer
 
 _WHOLE = 1 << 62
@@ -48,7 +48,7 @@ def find_faults(path_prefix: str, tokenizer: Tokenizer | None = None, vocab_size
             yield str(error)
 
 
-def _faults_of_files(path_prefix: str, manifest: Manifest) -> Iterator[str]:
+def _faults_of_files(path_prefix: str, manifest: DataManifest) -> Iterator[str]:
     for suffix, record in manifest.files.items():
         path = Path(f"{path_prefix}.{suffix}")
         try:
@@ -57,7 +57,7 @@ def _faults_of_files(path_prefix: str, manifest: Manifest) -> Iterator[str]:
             yield str(error)
 
 
-def _faults_of_counts(path_prefix: str, manifest: Manifest, dataset: IndexedDataset) -> Iterator[str]:
+def _faults_of_counts(path_prefix: str, manifest: DataManifest, dataset: IndexedDataset) -> Iterator[str]:
     found = {
         "documents": len(dataset.document_indices) - 1,
         "sequences": len(dataset),

@@ -38,7 +38,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DataManifest:
     """The fields of a manifest's JSON."""
 
     tokenizer: TokenizerRecord
@@ -74,7 +74,7 @@ def get_manifest_path(path_prefix: str) -> str:
     return path_prefix + ".manifest.json"
 
 
-def read_manifest(path_prefix: str) -> Manifest | None:
+def read_manifest(path_prefix: str) -> DataManifest | None:
     """Reads the manifest of a prefix; None if it has none. Raises UserError if it is invalid."""
     path = Path(get_manifest_path(path_prefix))
     try:
@@ -84,7 +84,7 @@ def read_manifest(path_prefix: str) -> Manifest | None:
         tokenizer = TokenizerRecord(**content.pop("tokenizer"))
         files = {suffix: FileRecord(**record) for suffix, record in content.pop("files").items()}
         inputs = tuple(content.pop("inputs"))
-        return Manifest(tokenizer=tokenizer, files=files, inputs=inputs, **content)
+        return DataManifest(tokenizer=tokenizer, files=files, inputs=inputs, **content)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

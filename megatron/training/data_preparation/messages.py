@@ -96,8 +96,8 @@ Message = BlockReport | FileEnd | Failure
 class Shared:
     """Numbers that all processes share."""
 
-    next_unit: Any
-    """Synchronized int: index of the next unit."""
+    next_work_item: Any
+    """Synchronized int: index of the next work item."""
     stop_from: Any
     """Int: blocks from this number on (`block_number`) are no longer needed."""
     progress: Any

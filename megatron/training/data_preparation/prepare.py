@@ -22,7 +22,7 @@ from megatron.core.utils.files import sha256_of_file, sync_directory
 from megatron.training.data_preparation.blocks import plan_blocks
 from megatron.training.data_preparation.config import PreparationConfig
 from megatron.training.data_preparation.inputs import find_inputs
-from megatron.training.data_preparation.manifest import FileRecord, Manifest, TokenizerRecord, get_manifest_path
+from megatron.training.data_preparation.manifest import DataManifest, FileRecord, TokenizerRecord, get_manifest_path
 from megatron.training.data_preparation.merging import ShardMerger
 from megatron.training.data_preparation.messages import (
     BlockReport,
@@ -47,7 +47,7 @@ class PreparedData:
     """The prepared data sets: prefixes, manifests, examples of dropped lines, and the time in seconds."""
 
     prefixes: tuple[str, ...]
-    manifests: tuple[Manifest, ...]
+    manifests: tuple[DataManifest, ...]
     dropped_examples: tuple[str, ...]
     seconds: float
 
@@ -100,7 +100,7 @@ def prepare(
         for message in journal.messages:
             merger.take(message)
         if not merger.done:
-            workers = max(1, min(config.workers, len(plan.units)))
+            workers = max(1, min(config.workers, len(plan.work_items)))
             _run(job, workers, merger, journal, config.log_interval, console)
         if merger.fault is not None:
             raise UserError(f"{merger.fault} (--on-error skip leaves such lines out and counts them)")
@@ -253,9 +253,9 @@ def _kept_if_useful(folder: Path, journal: Journal) -> Iterator[None]:
         raise _Kept(UserError(f"{error}; {hint}") if isinstance(error, _Unfinished) else error) from None
 
 
-def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:
+def _manifest(job: Job, merger: ShardMerger, key: int) -> DataManifest:
     output = merger.output(key)
-    return Manifest(
+    return DataManifest(
         tokenizer=TokenizerRecord.of(job.tokenizer),
         key=job.keys[key],
         level="document" if job.splitter is None else "sentence",
@@ -278,7 +278,7 @@ def _manifest(job: Job, merger: ShardMerger, key: int) -> Manifest:
     )
 
 
-def _publish(bin_path: Path, idx_path: Path, manifest: Manifest, prefix: str) -> None:
+def _publish(bin_path: Path, idx_path: Path, manifest: DataManifest, prefix: str) -> None:
     """Renames the files. An old index is removed first, so that a .bin file is never beside another file's index."""
     final_bin, final_idx, final_manifest = (
         Path(path) for path in (get_bin_path(prefix), get_idx_path(prefix), get_manifest_path(prefix))

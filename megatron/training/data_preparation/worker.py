@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.batches import DocumentBatch
-from megatron.training.data_preparation.blocks import LineReader, Unit
+from megatron.training.data_preparation.blocks import LineReader, WorkItem
 from megatron.training.data_preparation.inputs import InputFile
 from megatron.training.data_preparation.messages import (
     BlockReport,
@@ -75,64 +75,64 @@ class _Worker:
         self._split = None if job.splitter is None else job.splitter.split
 
     def work(self) -> None:
-        for unit in self._units():
-            if self._is_wanted(unit, unit.first_block) and not self._is_done(unit):
-                with self._open(unit.file) as reader:
-                    self._do_unit(unit, reader)
+        for item in self._work_items():
+            if self._is_wanted(item, item.first_block) and not self._is_done(item):
+                with self._open(item.file) as reader:
+                    self._do_item(item, reader)
 
-    def _units(self) -> Iterator[Unit]:
-        units = self._job.plan.units
+    def _work_items(self) -> Iterator[WorkItem]:
+        work_items = self._job.plan.work_items
         while True:
-            with self._shared.next_unit.get_lock():
-                index = self._shared.next_unit.value
-                self._shared.next_unit.value += 1
-            if index >= len(units):
+            with self._shared.next_work_item.get_lock():
+                index = self._shared.next_work_item.value
+                self._shared.next_work_item.value += 1
+            if index >= len(work_items):
                 return
-            yield units[index]
+            yield work_items[index]
 
     def _open(self, file: InputFile) -> LineReader | ParquetReader:
         if file.kind == "parquet":
             return ParquetReader(file.path, self._job.keys, self._job.longest_line)
         return LineReader(file, self._job.longest_line)
 
-    def _is_done(self, unit: Unit) -> bool:
-        """Whether an earlier run has finished all blocks of the unit."""
-        end = self._job.ends.get(unit.file.index) if unit.blocks is None else unit.first_block + unit.blocks
+    def _is_done(self, item: WorkItem) -> bool:
+        """Whether an earlier run has finished all blocks of the item."""
+        end = self._job.ends.get(item.file.index) if item.blocks is None else item.first_block + item.blocks
         return end is not None and all(
-            (unit.file.index, block) in self._job.done for block in range(unit.first_block, end, unit.step)
+            (item.file.index, block) in self._job.done for block in range(item.first_block, end, item.step)
         )
 
-    def _is_wanted(self, unit: Unit, block: int) -> bool:
-        return block_number(unit.file.index, block) < self._shared.stop_from.value
+    def _is_wanted(self, item: WorkItem, block: int) -> bool:
+        return block_number(item.file.index, block) < self._shared.stop_from.value
 
     def _want_no_more(self, report: BlockReport) -> None:
         """Stops the work on blocks after a bad line. Earlier blocks may contain another bad line, so they continue."""
-        with self._shared.next_unit.get_lock():
+        with self._shared.next_work_item.get_lock():
             place = block_number(report.file, report.block)
             self._shared.stop_from.value = min(self._shared.stop_from.value, place)
 
-    def _do_unit(self, unit: Unit, reader: LineReader | ParquetReader) -> None:
+    def _do_item(self, item: WorkItem, reader: LineReader | ParquetReader) -> None:
         size = self._job.plan.block_bytes
-        block = unit.first_block
-        while unit.blocks is None or block < unit.first_block + unit.blocks * unit.step:
-            if not self._is_wanted(unit, block):
+        block = item.first_block
+        while item.blocks is None or block < item.first_block + item.blocks * item.step:
+            if not self._is_wanted(item, block):
                 return
-            if (unit.file.index, block) in self._job.done:
-                block += unit.step
+            if (item.file.index, block) in self._job.done:
+                block += item.step
                 continue
             if isinstance(reader, LineReader):
                 reader.seek_line(block * size)
-                if unit.blocks is None and reader.ended and reader.position <= block * size:
-                    self._connection.send(FileEnd(unit.file.index, -(-reader.position // size)))
+                if item.blocks is None and reader.ended and reader.position <= block * size:
+                    self._connection.send(FileEnd(item.file.index, -(-reader.position // size)))
                     return
-            report = self._do_block(unit, block, reader)
+            report = self._do_block(item, block, reader)
             if report.stopped:
                 self._want_no_more(report)
             self._connection.send(report)
-            block += unit.step
+            block += item.step
 
-    def _do_block(self, unit: Unit, block: int, reader: LineReader | ParquetReader) -> BlockReport:
-        report = BlockReport(self._job.first_worker + self._number, unit.file.index, block)
+    def _do_block(self, item: WorkItem, block: int, reader: LineReader | ParquetReader) -> BlockReport:
+        report = BlockReport(self._job.first_worker + self._number, item.file.index, block)
         batches = [DocumentBatch(part, self._job, self._writers) for part in range(self._job.partitions)]
         read_before = reader.bytes_read
         if isinstance(reader, LineReader):
@@ -155,12 +155,12 @@ class _Worker:
                     break
             if batch.bytes >= _BATCH_BYTES:
                 self._flush(batch, report)
-                read_before = self._tell_progress(unit, reader, read_before)
+                read_before = self._tell_progress(item, reader, read_before)
                 if report.stopped:
                     break
         for batch in batches:
             self._flush(batch, report)
-        self._tell_progress(unit, reader, read_before)
+        self._tell_progress(item, reader, read_before)
         report.faults = sorted(report.faults, key=lambda fault: fault.line)[:_EXAMPLES]
         for stream, writer in self._writers.items():
             report.streams[stream], report.checksums[stream] = writer.end_block()
@@ -177,12 +177,12 @@ class _Worker:
         for fault in batch.flush():
             self._drop(report, fault)
 
-    def _tell_progress(self, unit: Unit, reader: LineReader | ParquetReader, read_before: int) -> int:
+    def _tell_progress(self, item: WorkItem, reader: LineReader | ParquetReader, read_before: int) -> int:
         """Updates the progress that the parent shows. Several workers read a compressed file; each counts its part."""
         read = reader.bytes_read
         base = 3 * self._number
         progress = self._shared.progress
-        progress[base] += (read - read_before) // (unit.step if unit.blocks is None else 1)
+        progress[base] += (read - read_before) // (item.step if item.blocks is None else 1)
         progress[base + 1] = sum(writer.counts.documents for writer in self._writers.values()) // len(self._job.keys)
         progress[base + 2] = sum(writer.counts.tokens for writer in self._writers.values())
         return read

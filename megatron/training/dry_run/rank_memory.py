@@ -17,7 +17,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer.state_storage import state_bytes
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.parameters import Box, ParameterInfo
-from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training import global_vars
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -50,7 +50,7 @@ class MemoryBytes:
 class ModelShard:
     """The part of the model that a rank builds: its chunks, and the units of each."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageModules, ...]
     plans: tuple[tuple[UnitPlan, ...], ...]
     shardings: Mapping[str, Sharding]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import ParameterInfo
-from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.rank_grid import RankGrid, ranks_text
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dry_run.dry_run import DryRun, dry_run, tokens_to_train_on
@@ -121,12 +121,12 @@ def _rank_lines(ranks: Sequence[RankMemory]) -> Iterator[str]:
     yield from _table([titles, *rows], last_left=True)
 
 
-def stages_text(stages: Sequence[Stage]) -> str:
+def stages_text(stages: Sequence[StageModules]) -> str:
     """Returns the content of a rank's stages: `embedding, layers 1 to 4; layers 17 to 20`."""
     return "; ".join(map(stage_text, stages))
 
 
-def stage_text(stage: Stage) -> str:
+def stage_text(stage: StageModules) -> str:
     """Returns the content of a stage."""
     held = ["embedding"] if stage.embedding else []
     for layers, stack in ((stage.encoder_layers, " of the encoder"), (stage.layers, " of the decoder")):

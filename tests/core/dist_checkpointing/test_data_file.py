@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from megatron.core.dist_checkpointing import data_file
 from megatron.core.dist_checkpointing.data_file import (
     BlockReader,
-    Entry,
     LazyTensor,
+    TensorEntry,
     aligned_order,
     read_header_crc32,
     write_data_file,
@@ -19,13 +19,13 @@ from megatron.core.dist_checkpointing.data_file import (
 from megatron.core.dist_checkpointing.disk import Disk
 
 
-def entries() -> list[Entry]:
+def entries() -> list[TensorEntry]:
     wide = torch.arange(10, dtype=torch.float64)
     return [
-        Entry("wide", (2, 5), wide),
-        Entry("lazy", (3,), LazyTensor(torch.float32, 3, lambda: torch.ones(3))),
-        Entry("empty", (0,), torch.empty(0)),
-        Entry("byte", (), torch.tensor([7], dtype=torch.uint8)),
+        TensorEntry("wide", (2, 5), wide),
+        TensorEntry("lazy", (3,), LazyTensor(torch.float32, 3, lambda: torch.ones(3))),
+        TensorEntry("empty", (0,), torch.empty(0)),
+        TensorEntry("byte", (), torch.tensor([7], dtype=torch.uint8)),
     ]
 
 
@@ -49,7 +49,7 @@ def test_wide_types_come_first_in_stable_order() -> None:
 
 
 def test_a_lazy_tensor_must_match_its_description(tmp_path: Path) -> None:
-    wrong = Entry("x", (2,), LazyTensor(torch.float32, 2, lambda: torch.ones(3)))
+    wrong = TensorEntry("x", (2,), LazyTensor(torch.float32, 2, lambda: torch.ones(3)))
     with pytest.raises(AssertionError, match="x"):
         wrong.elements()
 

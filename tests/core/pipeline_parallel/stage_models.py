@@ -11,7 +11,7 @@ from megatron.core.initializers import Normal
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.linear import linear
 from megatron.core.parameters import declare, initialize_parameters, name_parameters
-from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 
 VOCABULARY, WIDTH, LENGTH = 11, 6, 5
 
@@ -50,7 +50,7 @@ def config(**fields: Any) -> SimpleNamespace:
 class StageModel(nn.Module):
     """ids [b, s] -> on the last stage the sum of cross entropies [] with labels, weighted by a mask; else [s, b, h]."""
 
-    def __init__(self, config: Any, part: Stage) -> None:
+    def __init__(self, config: Any, part: StageModules) -> None:
         super().__init__()
         self.config, self.part = config, part
         self.hidden: Tensor | None = None

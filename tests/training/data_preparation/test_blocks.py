@@ -66,15 +66,19 @@ def test_reading_holds_no_more_than_the_longest_line(tmp_path):
     tracemalloc.stop()
 
 
-def test_units_cover_all_blocks_once(tmp_path):
+def test_work_items_cover_all_blocks_once(tmp_path):
     plain, empty, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "c.jsonl.gz"
     plain.write_bytes(b"x\n" * 50_000)
     empty.write_bytes(b"")
     packed.write_bytes(gzip.compress(b"x\n" * 5000))
     plan = plan_blocks(find_inputs([str(plain), str(empty), str(packed)]), workers=3)
-    blocks = [(unit.file.index, unit.first_block) for unit in plan.units if unit.blocks == 1]
+    blocks = [(item.file.index, item.first_block) for item in plan.work_items if item.blocks == 1]
     assert blocks == [(0, k) for k in range(plan.blocks_of(plan.files[0]))]
-    assert [(unit.first_block, unit.step) for unit in plan.units if unit.blocks is None] == [(0, 3), (1, 3), (2, 3)]
+    assert [(item.first_block, item.step) for item in plan.work_items if item.blocks is None] == [
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    ]
     assert plan.total_bytes == 100_000 + packed.stat().st_size
 
 
@@ -82,7 +86,7 @@ def test_many_compressed_files_are_each_read_once(tmp_path):
     for number in range(4):
         (tmp_path / f"{number}.jsonl.gz").write_bytes(gzip.compress(b"x\n"))
     plan = plan_blocks(find_inputs([str(tmp_path / "*.gz")]), workers=2)
-    assert [(unit.file.index, unit.step) for unit in plan.units] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert [(item.file.index, item.step) for item in plan.work_items] == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 
 def test_block_sizes():
@@ -92,7 +96,7 @@ def test_block_sizes():
 def test_the_size_of_blocks_can_be_that_of_an_earlier_run(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"x\n" * 5000)
     plan = plan_blocks(find_inputs([str(tmp_path / "a.jsonl")]), 1, block_bytes=100)
-    assert plan.block_bytes == 100 and len(plan.units) == 100
+    assert plan.block_bytes == 100 and len(plan.work_items) == 100
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped"])

@@ -11,7 +11,7 @@ from megatron.core.datasets.index_format import write_index
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation import checks
 from megatron.training.data_preparation.checks import check_data, check_manifest, check_token_ids
-from megatron.training.data_preparation.manifest import FileRecord, Manifest, TokenizerRecord, read_manifest
+from megatron.training.data_preparation.manifest import DataManifest, FileRecord, TokenizerRecord, read_manifest
 from megatron.training.tokenizer.null import NullTokenizer
 
 TOKENIZER = NullTokenizer(99)
@@ -31,7 +31,7 @@ def prefix(tmp_path):
         s: FileRecord(Path(f"{prefix}.{s}").stat().st_size, checks.sha256_of_file(f"{prefix}.{s}"))
         for s in ("bin", "idx")
     }
-    Manifest(
+    DataManifest(
         tokenizer=TokenizerRecord.of(TOKENIZER),
         key="text",
         level="document",

@@ -7,15 +7,15 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.training.data_preparation.manifest import (
+    DataManifest,
     FileRecord,
-    Manifest,
     TokenizerRecord,
     get_manifest_path,
     read_manifest,
 )
 from megatron.training.tokenizer.null import NullTokenizer
 
-MANIFEST = Manifest(
+MANIFEST = DataManifest(
     tokenizer=TokenizerRecord.of(NullTokenizer(10)),
     key="text",
     level="document",

@@ -6,7 +6,7 @@ import time
 import pytest
 from support.command_lines import configured
 
-from megatron.core.pipeline_parallel.stage_map import Stage
+from megatron.core.pipeline_parallel.stage_map import StageModules
 from megatron.training.dry_run.dry_run import dry_run
 from megatron.training.dry_run.report import report_lines, short_size, size_text, stage_text
 from megatron.training.providers import Providers
@@ -126,9 +126,9 @@ def test_gathered_units_have_a_column_if_there_are_any(flags: str, column: bool)
 def test_sizes_and_stages_in_words() -> None:
     assert size_text(100) == "100 bytes" and size_text(3 * 2**30) == "3.00 GiB (3,221,225,472 bytes)"
     assert short_size(1536) == "1.50 KiB"
-    assert stage_text(Stage(1, range(3, 3), False, False)) == "nothing"
-    assert stage_text(Stage(0, range(1, 2), True, True)) == "embedding, layer 1, head and loss"
+    assert stage_text(StageModules(1, range(3, 3), False, False)) == "nothing"
+    assert stage_text(StageModules(0, range(1, 2), True, True)) == "embedding, layer 1, head and loss"
     apart = "a copy of the embedding, 2 layers for multi-token prediction"
-    assert stage_text(Stage(2, range(3, 3), False, False, 2)) == apart
+    assert stage_text(StageModules(2, range(3, 3), False, False, 2)) == apart
     last = "layer 3, a copy of the embedding, 1 layer for multi-token prediction, head and loss"
-    assert stage_text(Stage(2, range(3, 4), False, True, 1)) == last
+    assert stage_text(StageModules(2, range(3, 4), False, True, 1)) == last

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.pipeline_parallel.stage_map import Stage, stage_map
+from megatron.core.pipeline_parallel.stage_map import StageModules, stage_map
 from megatron.core.process_groups_config import default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
@@ -323,6 +323,6 @@ def get_gpt_mtp_block_spec(
     return ModuleSpec(module=MultiTokenPredictionBlock, submodules=submodules)
 
 
-def _stage_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> Stage:
+def _stage_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> StageModules:
     rank = default_collection().rank("pp") if pp_rank is None else pp_rank
     return stage_map(config).stage_at(rank, vp_stage or 0)

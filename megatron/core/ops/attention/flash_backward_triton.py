@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core.ops.attention.flash_forward_triton import (
     Scores,
     Sight,
-    Tile,
+    TileSize,
     factors,
     find_seen,
     padded_width,
@@ -234,7 +234,7 @@ def flash_backward_triton(
     sight: Sight,
     bits: Tensor | None,
     probability: float,
-    tile: Tile,
+    tile: TileSize,
     query_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query (in `query_type`), key and value, and the products of output and its gradient [b,

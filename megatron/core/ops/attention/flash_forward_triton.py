@@ -44,7 +44,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileSize:
     """Queries and keys that a program computes at a time."""
 
     queries: int
@@ -250,7 +250,7 @@ def flash_forward_triton(
     sight: Sight,
     bits: Tensor | None,
     probability: float,
-    tile: Tile,
+    tile: TileSize,
 ) -> tuple[Tensor, Tensor]:
     """Returns output [sq, b, a, dv] and lse [b, a, sq] (float32, with the sink) of query [sq, b, a, d], key [sk, b, g,
     d] and value [sk, b, g, dv]. `bits` are `keep_bits_triton`'s; None: nothing is dropped."""

@@ -12,15 +12,15 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.attention.blocks import BlockCall, BlockOffsets
 from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton
-from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, Tile, flash_forward_triton
+from megatron.core.ops.attention.flash_forward_triton import LOG2_E, Scores, Sight, TileSize, flash_forward_triton
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, document_of
 from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits_triton
 
 _LARGEST_BITS = 1 << 29
 """Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
 draws the bits again."""
-_FORWARD_TILES = {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(64, 64, 8, 2)}
-_BACKWARD_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)}
+_FORWARD_TILES = {64: TileSize(64, 64, 4, 3), 128: TileSize(64, 64, 4, 3), 256: TileSize(64, 64, 8, 2)}
+_BACKWARD_TILES = {64: TileSize(64, 64, 4, 2), 128: TileSize(64, 128, 8, 2), 256: TileSize(32, 64, 8, 2)}
 """The fastest tiles on an H200 for heads of at most so many channels."""
 
 
@@ -122,7 +122,7 @@ def flash_block_attention_backward_triton(
 # From calls to the kernels' arguments
 
 
-def _tile(tiles: dict[int, Tile], query: Tensor, value: Tensor) -> Tile:
+def _tile(tiles: dict[int, TileSize], query: Tensor, value: Tensor) -> TileSize:
     width = max(query.shape[3], value.shape[3])
     return next(tile for widest, tile in tiles.items() if width <= widest)
 

@@ -5,7 +5,7 @@ import torch
 from support import flash_agreement
 
 from megatron.core.ops.attention.flash_backward_triton import flash_backward_triton
-from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, Tile
+from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, TileSize
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -30,7 +30,7 @@ def test_queries_without_keys_and_keys_without_queries_get_zeros() -> None:
         Sight(0, 0, None, -6),
         None,
         0.0,
-        Tile(16, 16, 4, 1),
+        TileSize(16, 16, 4, 1),
         torch.float32,
     )
     for part, zeros in zip(parts[:3], (slice(0, 6), slice(14, 20), slice(14, 20)), strict=True):

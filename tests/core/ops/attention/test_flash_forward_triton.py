@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, Tile, flash_forward_triton
+from megatron.core.ops.attention.flash_forward_triton import Scores, Sight, TileSize, flash_forward_triton
 
 
 def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
@@ -13,7 +13,9 @@ def test_the_lse_counts_the_sink_and_queries_without_keys_get_zeros() -> None:
     seen = torch.arange(20) <= torch.arange(20)[:, None] - 6
     scores = (0.3 * torch.einsum("ibad,jbad->baij", query, key)).masked_fill(~seen, -torch.inf)
     for extra in (None, sink):
-        output, lse = flash_forward_triton(query, key, value, extra, Scores(0.3), sight, None, 0.0, Tile(16, 16, 4, 1))
+        output, lse = flash_forward_triton(
+            query, key, value, extra, Scores(0.3), sight, None, 0.0, TileSize(16, 16, 4, 1)
+        )
         expected = torch.logsumexp(scores, -1)
         if extra is not None:
             expected = torch.logaddexp(expected, extra[None, :, None])
