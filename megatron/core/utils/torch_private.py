@@ -49,6 +49,19 @@ def sleep_on_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+def record_memory_history(max_entries: int | None) -> None:
+    """Starts to record allocations of GPU memory with their stacks, up to `max_entries`; None ends the recording."""
+    if max_entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Writes the recorded allocations as a file for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
 def profiler_config_of_all_threads() -> Any:
     """Returns the setting with which torch.profiler records all threads of the process."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

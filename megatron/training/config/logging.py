@@ -39,8 +39,12 @@ class LoggingConfig:
     disable_straggler_on_startup: bool = not_yet(False)
     """Start with the detector off."""
 
-    log_progress: bool = not_yet(False)
-    """Write a progress file into the folder of --save."""
+    log_style: Literal["megatron", "short"] = "megatron"
+    """Form of the log line: that of Megatron-LM, or a short one of at most 120 columns: step, losses, tokens per
+    second, utilisation, memory and time left, with a progress bar on a terminal."""
+
+    log_progress: bool = flag(False, only_with="save")
+    """Append a line to progress.txt in the folder of --save when the run starts, saves and ends."""
 
     logging_level: int | None = None
     """Level of Python's loggers, as a number: 10 debug, 20 info, 30 warning, 40 error."""
@@ -113,8 +117,10 @@ class LoggingConfig:
     profile_step_end: int = flag(12, only_with="profile")
     """With --profile: first step that is no longer profiled."""
 
-    profile_ranks: list[int] = flag(default_factory=lambda: [0], nargs="+", only_with="profile")
-    """With --profile: ranks that are profiled."""
+    profile_ranks: list[int] = flag(
+        default_factory=lambda: [0], nargs="+", only_with="profile", or_with="record_memory_history"
+    )
+    """With --profile and --record-memory-history: ranks that are recorded."""
 
     record_shapes: bool = flag(False, only_with="profile")
     """With --profile: record the shapes of tensors."""
@@ -125,14 +131,20 @@ class LoggingConfig:
     pytorch_profiler_collect_callstack: bool = flag(False, only_with="use_pytorch_profiler")
     """With --use-pytorch-profiler: record where in the code each operator was called."""
 
-    record_memory_history: bool = not_yet(False)
-    """Record allocations of GPU memory."""
+    record_memory_history: bool = False
+    """Record allocations of GPU memory on the ranks of --profile-ranks, and write them at each log line and when the
+    run ends, also for lack of memory. https://pytorch.org/memory_viz shows the file."""
+
+    memory_snapshot_path: str = flag("snapshot.pickle", only_with="record_memory_history")
+    """With --record-memory-history: file to write. Other ranks than the first have their number in the name."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"), 1)
         yield from too_small(self, ("straggler_minmax_count",), 1)
         yield from too_small(self, ("profile_step_start",), 0)
+        if self.record_memory_history and not self.profile_ranks:
+            yield "{record_memory_history} needs a rank in {profile_ranks:name}"
         if self.wandb_project and not self.wandb_exp_name:
             yield "{wandb_project} needs {wandb_exp_name:name}: the name of the run"
         if self.profile and self.profile_step_end <= self.profile_step_start:

@@ -199,7 +199,7 @@ _NOT_YET = {
         moe-routing-trace-max-training-iters moe-routing-trace-path""",
     "the log has the memory and time of steps, without energy and intervals of its own": """
         log-device-memory-used log-energy log-memory-interval""",
-    "profiles are those of --profile": "memory-snapshot-path nvtx-ranges pytorch-profiler-collect-chakra",
+    "profiles are those of --profile": "nvtx-ranges pytorch-profiler-collect-chakra",
     "traces are not sent to OpenTelemetry": "otel-enabled otel-service-name otel-span-groups",
     "the hardware is not tested during a run": "gpu-sniff-test-interval",
     "faults of single ranks are not injected": """
@@ -249,7 +249,6 @@ _FIELDS_TO_COME = (
     ("*kitchen*", "it needs a package of NVIDIA"),
     ("batch-invariant-mode", "kernels are chosen for speed, not for equal rounding at every batch size"),
     ("moe-enable-routing-replay", "each forward routes its tokens itself"),
-    ("log-progress record-memory-history", "it is not written"),
 )
 """Patterns of flags with a field that are not supported yet, and what is so today."""
 

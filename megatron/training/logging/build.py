@@ -12,7 +12,7 @@ from megatron.training.config.flag_table import flag_table
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.logging.device_peaks import peak_tflops
-from megatron.training.logging.display import make_display
+from megatron.training.logging.display import MEGATRON_LM, SHORT, make_display
 from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
@@ -110,5 +110,6 @@ def _writers(config: PretrainConfig, environment: Environment, state: TrainState
         )
     assert config.training.train_iters is not None
     # Last, so that the files have a line's values before the line is shown.
-    writers.append(make_display(config.training.train_iters, iteration=state.iteration))
+    style = SHORT if logging.log_style == "short" else MEGATRON_LM
+    writers.append(make_display(config.training.train_iters, iteration=state.iteration, style=style))
     return writers

@@ -40,6 +40,58 @@ def format_line(record: LogRecord) -> str:
     return line if record.times is None else f"{line}\n{record.times}"
 
 
+SHORT_WIDTH = 120
+"""Most columns of a line of --log-style short."""
+
+
+def format_short_line(record: LogRecord) -> str:
+    """Returns the log line of --log-style short, and below it the lines of its timers, if it has any.
+
+    It has the step, the first loss, tokens per second, utilisation if it is known, memory and time left; skipped steps
+    and NaN if there were any; further losses, gradient norm and learning rate as long as the line has at most 120
+    columns.
+    """
+    width = len(str(record.train_iters))
+    speed, losses = record.speed, list(record.losses.items())
+    first = [f"step {record.iteration:{width}d}/{record.train_iters}"]
+    first += [f"{name} {loss:.4f}" for name, loss in losses[:1]]
+    last = []
+    if record.skipped_iterations or record.nan_iterations:
+        last.append(f"skipped {record.skipped_iterations}, NaN {record.nan_iterations}")
+    if speed is not None and speed.tokens_per_second is not None:
+        rate = speed.tokens_per_second
+        last.append(f"{rate / 1e6:.2f}M tokens/s" if rate >= 1e6 else f"{rate:,.0f} tokens/s")
+    if speed is not None and speed.mfu is not None:
+        last.append(f"MFU {speed.mfu:.1%}")
+    if record.memory is not None:
+        last.append(f"{record.memory.peak / 2**30:.1f} GiB")
+    if record.seconds_left is not None:
+        last.append(f"{format_duration(record.seconds_left)} left")
+    optional = [f"{name} {loss:.4f}" for name, loss in losses[1:]]
+    optional += [] if record.grad_norm is None else [f"grad norm {record.grad_norm:.3f}"]
+    optional += [] if record.learning_rate is None else [f"lr {record.learning_rate:.3e}"]
+    while optional and len(" | ".join([*first, *optional, *last])) > SHORT_WIDTH:
+        optional.pop()
+    line = " | ".join([*first, *optional, *last])[:SHORT_WIDTH]
+    return line if record.times is None else f"{line}\n{record.times}"
+
+
+def format_short_validation(record: ValidationRecord) -> str:
+    """Returns the line that ends an evaluation with --log-style short."""
+    where = record.where or f"step {record.iteration}"
+    losses = " | ".join(f"{name} {loss:.4f}, PPL {perplexity(loss):.2f}" for name, loss in record.losses.items())
+    return f"validation at {where} | {losses}"
+
+
+def format_duration(seconds: float) -> str:
+    """Returns a duration as `1:02:03` or `3 d 1:02:03`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    clock = f"{hour}:{minute:02d}:{second:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
 def format_validation(record: ValidationRecord) -> str:
     """Returns the block of three lines that ends an evaluation."""
     where = record.where or f"iteration {record.iteration}"

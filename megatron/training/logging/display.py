@@ -1,7 +1,7 @@
 """Console output: Megatron-LM's log lines, and on a terminal a live panel below them."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import IO
@@ -13,23 +13,42 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron.training.logging.console_line import format_line, format_validation
+from megatron.training.logging.console_line import (
+    format_duration,
+    format_line,
+    format_short_line,
+    format_short_validation,
+    format_validation,
+)
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 
 
-class PlainDisplay(LogWriter):
-    """Prints Megatron-LM's log lines for files and pipes, each with one write."""
+@dataclass(frozen=True)
+class LineStyle:
+    """The functions that make the lines of --log-style."""
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
+    line: Callable[[LogRecord], str]
+    validation: Callable[[ValidationRecord], str]
+
+
+MEGATRON_LM = LineStyle(format_line, format_validation)
+SHORT = LineStyle(format_short_line, format_short_validation)
+
+
+class PlainDisplay(LogWriter):
+    """Prints log lines for files and pipes, each with one write."""
+
+    def __init__(self, stream: IO[str] | None = None, style: LineStyle = MEGATRON_LM) -> None:
         self._stream = stream
+        self._style = style
 
     def line(self, record: LogRecord) -> None:
         """Prints the log line."""
-        self._print(format_line(record))
+        self._print(self._style.line(record))
 
     def validation(self, record: ValidationRecord) -> None:
         """Prints the result of an evaluation."""
-        self._print(format_validation(record))
+        self._print(self._style.validation(record))
 
     def _print(self, text: str) -> None:
         print(text, file=self._stream or sys.stdout, flush=True)
@@ -52,14 +71,22 @@ class LiveDisplay(LogWriter):
     """Prints the log lines above a panel that stays at the bottom of the terminal.
 
     The panel shows progress, recent losses, learning rate, speed, remaining time, the last validation and the last
-    checkpoint. It is redrawn at log lines, and in between at most `refreshes_per_second` times a second, from
-    values on the host. Log lines are never wrapped or coloured, so that a recorded terminal can be searched.
+    checkpoint; in the short style only progress. It is redrawn at log lines, and in between at most
+    `refreshes_per_second` times a second, from values on the host. Log lines are never wrapped or coloured, so that a
+    recorded terminal can be searched.
     """
 
     def __init__(
-        self, train_iters: int, *, iteration: int = 0, console: Console | None = None, refreshes_per_second: float = 4.0
+        self,
+        train_iters: int,
+        *,
+        iteration: int = 0,
+        console: Console | None = None,
+        refreshes_per_second: float = 4.0,
+        style: LineStyle = MEGATRON_LM,
     ) -> None:
         self._train_iters = train_iters
+        self._style = style
         self._state = _State(iteration=iteration)
         self._console = console or Console()
         self._period = 1.0 / refreshes_per_second
@@ -80,12 +107,12 @@ class LiveDisplay(LogWriter):
         """Prints the log line and redraws the panel."""
         self._state.record, self._line_at = record, monotonic()
         self._state.iteration = max(self._state.iteration, record.iteration)
-        self._print(format_line(record))
+        self._print(self._style.line(record))
 
     def validation(self, record: ValidationRecord) -> None:
         """Prints the result of an evaluation and redraws the panel."""
         self._state.validation = record
-        self._print(format_validation(record))
+        self._print(self._style.validation(record))
 
     def event(self, event: Event) -> None:
         """Shows the iteration of the last checkpoint."""
@@ -120,6 +147,8 @@ class LiveDisplay(LogWriter):
         progress.add_row(
             ProgressBar(total=max(total, 1), completed=state.iteration), f"{state.iteration:,} of {total:,} iterations"
         )
+        if self._style is SHORT:
+            return progress
         table = Table.grid(padding=(0, 2))
         for name, value in self._facts():
             table.add_row(Text(name, style="dim"), Text(value))
@@ -165,12 +194,14 @@ class LiveDisplay(LogWriter):
         return facts
 
 
-def make_display(train_iters: int, *, iteration: int = 0, console: Console | None = None) -> LogWriter:
+def make_display(
+    train_iters: int, *, iteration: int = 0, console: Console | None = None, style: LineStyle = MEGATRON_LM
+) -> LogWriter:
     """Returns a live panel for a terminal that can move its cursor, else plain lines."""
     console = console or Console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveDisplay(train_iters, iteration=iteration, console=console)
-    return PlainDisplay(console.file)
+        return LiveDisplay(train_iters, iteration=iteration, console=console, style=style)
+    return PlainDisplay(console.file, style)
 
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -186,12 +217,3 @@ def sparkline(values: Sequence[float], width: int) -> str:
     low, high = min(finite), max(finite)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((v - low) * scale)] if abs(v) < float("inf") else "×" for v in shown)
-
-
-def format_duration(seconds: float) -> str:
-    """Returns a duration as `1:02:03` or `3 d 1:02:03`."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02d}:{second:02d}"
-    return f"{days} d {clock}" if days else clock

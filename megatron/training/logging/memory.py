@@ -21,6 +21,11 @@ class MemoryReport:
     device_allocations: int | None = None
     """Tensors alive on the device."""
 
+    @property
+    def peak(self) -> int:
+        """Largest memory of the tensors so far: allocated on the device, or resident on the host."""
+        return self.host_peak if self.device_peak_allocated is None else self.device_peak_allocated
+
     def __str__(self) -> str:
         text = f"memory (MB) | host: {_mb(self.host_resident)} | host peak: {_mb(self.host_peak)}"
         if self.device_allocated is not None:

@@ -81,8 +81,12 @@ class LogRecord:
     speed: Speed | None = None
     """Not part of Megatron-LM's line."""
     times: str | None = None
-    decoupled_learning_rate: float | None = None
     """The lines of --timing-log-level, which follow the log line."""
+    decoupled_learning_rate: float | None = None
+    memory: MemoryReport | None = None
+    """Not part of Megatron-LM's line."""
+    seconds_left: float | None = None
+    """Time until the last iteration, without evaluations and saves; not part of Megatron-LM's line."""
 
 
 @dataclass(frozen=True)

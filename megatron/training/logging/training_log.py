@@ -215,6 +215,8 @@ class TrainingLog:
             tokens=last.tokens,
             speed=rates,
             times=self.timers.text_of(times, normalizer=iterations),
+            memory=memory,
+            seconds_left=left,
         )
         for writer in self.writers:
             writer.line(record)

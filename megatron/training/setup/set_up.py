@@ -32,7 +32,9 @@ from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.hook import Hook, Hooks
+from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
@@ -155,7 +157,7 @@ def build_trainer(
         forward_step=forward_step,
         splits=open_data(),
         log=log,
-        hooks=Hooks([*build_hooks(config, environment), *hooks_of_script]),
+        hooks=Hooks([*build_hooks(config, environment, state), *hooks_of_script]),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=probe,
@@ -238,7 +240,7 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
     return step
 
 
-def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
+def build_hooks(config: PretrainConfig, environment: Environment, state: TrainState) -> list[Hook]:
     """Returns the hooks that the flags ask for."""
     hooks: list[Hook] = []
     if config.training.manual_gc:
@@ -246,6 +248,13 @@ def build_hooks(config: PretrainConfig, environment: Environment) -> list[Hook]:
     flags = config.logging
     hooks += [RerunReport()] if config.resilience.rerun_mode == "report_stats" else []
     hooks += [StragglerReport(flags.log_interval)] if flags.log_straggler else []
+    if flags.log_progress and environment.is_first and config.checkpoint.save is not None:
+        hooks.append(ProgressFile(config.checkpoint.save, state, environment.world_size))
+    if flags.record_memory_history:
+        history = make_memory_history(
+            flags.memory_snapshot_path, environment.rank, flags.profile_ranks, flags.log_interval
+        )
+        hooks += [history] if history is not None else []
     if flags.profile:
         profiler = make_profiler(
             rank=environment.rank,

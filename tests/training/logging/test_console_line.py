@@ -5,8 +5,15 @@ import re
 from dataclasses import replace
 from datetime import datetime
 
-from megatron.training.logging.console_line import format_line, format_validation, perplexity
-from megatron.training.logging.records import LogRecord, ValidationRecord
+from megatron.training.logging.console_line import (
+    format_line,
+    format_short_line,
+    format_short_validation,
+    format_validation,
+    perplexity,
+)
+from megatron.training.logging.memory import MemoryReport
+from megatron.training.logging.records import LogRecord, Speed, ValidationRecord
 
 RECORD = LogRecord(
     time=datetime(2026, 1, 2, 3, 4, 5, 678),
@@ -85,3 +92,37 @@ def test_validation_block_at_the_end_of_a_run():
 def test_perplexity_of_nan_is_nan():
     assert math.isnan(perplexity(math.nan))
     assert perplexity(math.inf) == math.exp(20)
+
+
+def test_short_line():
+    """--log-style short"""
+    memory = MemoryReport(0, 3 << 30, device_peak_allocated=62 << 30)
+    speed = Speed(0.1, tokens_per_second=1234567.8, mfu=0.4123)
+    record = replace(RECORD, speed=speed, memory=memory, seconds_left=93784.0)
+    assert format_short_line(record) == (
+        "step    100/500000 | lm loss 9.8765 | grad norm 2.346 | 1.23M tokens/s | MFU 41.2% | "
+        "62.0 GiB | 1 d 2:03:04 left"
+    )
+    assert "grad norm 2.346 | lr 1.500e-04 | 62.0 GiB" in format_short_line(replace(record, speed=None))
+    plain = replace(RECORD, memory=MemoryReport(0, 3 << 30), losses={}, grad_norm=None, learning_rate=None)
+    assert format_short_line(plain) == "step    100/500000 | 3.0 GiB"
+    timed = format_short_line(replace(plain, times="times (ms):")).splitlines()
+    assert timed == ["step    100/500000 | 3.0 GiB", "times (ms):"]
+
+
+def test_a_short_line_fits():
+    losses = {"lm loss": 9.8765432, **{f"mtp_{number} loss": 1.0 for number in range(20)}}
+    speed = Speed(0.1, tokens_per_second=123456789.0, mfu=0.4123)
+    record = replace(
+        RECORD, losses=losses, speed=speed, memory=MemoryReport(0, 3 << 40), seconds_left=1e7, skipped_iterations=3
+    )
+    line = format_short_line(record)
+    assert 100 < len(line) <= 120 and line.endswith("115 d 17:46:40 left")
+    assert "lm loss 9.8765 |" in line and "skipped 3, NaN 0" in line
+    shorter = format_short_line(replace(record, seconds_left=60.0, skipped_iterations=0))
+    assert "lm loss 9.8765 | mtp_0 loss 1.0000 | 123.46M" in shorter and 100 < len(shorter) <= 120
+
+
+def test_short_validation():
+    record = ValidationRecord(20, {"lm loss": 2.0})
+    assert format_short_validation(record) == "validation at step 20 | lm loss 2.0000, PPL 7.39"

@@ -7,8 +7,8 @@ from datetime import datetime
 
 from rich.console import Console
 
-from megatron.training.logging.console_line import format_line
-from megatron.training.logging.display import LiveDisplay, PlainDisplay, format_duration, make_display, sparkline
+from megatron.training.logging.console_line import format_duration, format_line, format_short_line
+from megatron.training.logging.display import SHORT, LiveDisplay, PlainDisplay, make_display, sparkline
 from megatron.training.logging.records import Event, LogRecord, Speed, StepRecord, ValidationRecord
 
 SPEED = Speed(seconds_per_iteration=0.1, tokens_per_second=12345.0, tflops_per_device=400.0, mfu=0.404)
@@ -111,3 +111,18 @@ def test_durations():
     assert format_duration(5) == "0:00:05"
     assert format_duration(3661.4) == "1:01:01"
     assert format_duration(90000) == "1 d 1:00:00"
+
+
+def test_the_short_style_has_a_bar_on_a_terminal_and_lines_in_a_file():
+    console = terminal(120)
+    run(make_display(100, console=console, style=SHORT))
+    shown = without_codes(console.file.getvalue())
+    assert format_short_line(line(20)) in shown and "20 of 100 iterations" in shown
+    assert "training" not in shown and max(map(len, shown.splitlines())) <= 120
+    file = io.StringIO()
+    run(make_display(100, console=Console(file=file), style=SHORT))
+    assert file.getvalue().splitlines() == [
+        format_short_line(line(10)),
+        format_short_line(line(20)),
+        "validation at step 20 | lm loss 2.7500, PPL 15.64",
+    ]

@@ -15,8 +15,10 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.profiler import TorchProfiler
+from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.providers import SampleCounts
 from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts, set_torch
+from megatron.training.state import TrainState
 
 
 def config_of(flags: str, ranks: int = 1) -> PretrainConfig:
@@ -40,15 +42,25 @@ def test_samples_that_a_run_needs(flags: str, counts: tuple[int, int, int]) -> N
 
 def test_hooks_that_the_flags_ask_for(tmp_path: Any) -> None:
     here: Any = SimpleNamespace(rank=0)
-    assert build_hooks(config_of("--train-iters 9"), here) == []
+    assert build_hooks(config_of("--train-iters 9"), here, TrainState()) == []
     profile = (
         f"--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4 --tensorboard-dir {tmp_path}"
     )
     config = config_of(f"--train-iters 9 --manual-gc --manual-gc-interval 5 {profile}")
-    collection, profiler = build_hooks(config, here)
+    collection, profiler = build_hooks(config, here, TrainState())
     assert isinstance(collection, ManualGarbageCollection) and collection.interval == 5 and gc.isenabled()
     assert isinstance(profiler, TorchProfiler) and (profiler.start, profiler.end) == (2, 4)
-    assert len(build_hooks(config, SimpleNamespace(rank=1))) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
+    assert len(build_hooks(config, SimpleNamespace(rank=1), TrainState())) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
+
+
+def test_hooks_that_write_files(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    here: Any = SimpleNamespace(rank=0, world_size=2, is_first=True)
+    config = config_of(f"--train-iters 9 --log-progress --save {tmp_path} --record-memory-history")
+    (progress,) = build_hooks(config, here, TrainState())
+    assert isinstance(progress, ProgressFile) and progress.path == tmp_path / "progress.txt"
+    assert "--record-memory-history: nothing is recorded" in capsys.readouterr().out
+    other: Any = SimpleNamespace(rank=1, world_size=2, is_first=False)
+    assert build_hooks(config, other, TrainState()) == []
 
 
 def test_global_options_of_torch_and_python(monkeypatch: pytest.MonkeyPatch) -> None:
