@@ -1,5 +1,6 @@
 """DeepSeek-V2 and DeepSeek-V3: latent attention, and experts chosen within groups beside shared experts."""
 
+import dataclasses
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from megatron.core.transformer.layer_patterns import has_experts
 from megatron.training.conversion import config_rules as rules
 from megatron.training.conversion import decoder
 from megatron.training.conversion.decoder import HUB, OURS, experts, gated, one_to_one
-from megatron.training.conversion.family import Family
+from megatron.training.conversion.family import EMBEDDING, HEAD, PREDICTION_LAYERS, Family
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.rope import whole_base
+from megatron.training.conversion.tensor_mapping import HubTensorPattern, TensorMapping
 
 _ATTENTION = {
     "linear_q_proj": "q_proj",
@@ -33,6 +35,53 @@ _TENSORS = (
     | experts("mlp", *_GATED)
     | gated(f"{OURS}.mlp.shared_experts", f"{HUB}.mlp.shared_experts", *_GATED)
 )
+
+
+_V3_TENSORS = _TENSORS | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"})
+
+
+def _v3_tensors(values: rules.Values) -> TensorMapping:
+    """Returns the table. Layers of multi-token prediction are numbered after the decoder's, and their files repeat the
+    embedding and the output layer."""
+    table, copies = dict(_V3_TENSORS), {EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
+    tied = {EMBEDDING: "embedding.word_embeddings.weight", HEAD: "output_layer.weight"}
+    if not values["untie_embeddings_and_output_weights"]:
+        tied[HEAD] = tied[EMBEDDING]
+    for depth in range(values["mtp_num_layers"] or 0):
+        hub = f"model.layers.{values['num_layers'] + depth}"
+        table |= _prediction_layer(f"mtp.layers.{depth}", hub)
+        for original, copy in copies.items():
+            table[tied[original]] = (*table[tied[original]], HubTensorPattern(f"{hub}.{copy}", is_copy=True))
+    return table
+
+
+def _prediction_layer(ours: str, hub: str) -> decoder.Mapping:
+    """Returns the table of one layer of multi-token prediction: a layer of the decoder, and what is around it."""
+    layer = {
+        name.replace(OURS, f"{ours}.transformer_layer"): tuple(
+            dataclasses.replace(pattern, name=pattern.name.replace(HUB, hub)) for pattern in patterns
+        )
+        for name, patterns in _V3_TENSORS.items()
+        if name.startswith(OURS)
+    }
+    around = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+    return layer | one_to_one({f"{ours}.{one}.weight": f"{hub}.{other}.weight" for one, other in around.items()})
+
+
+@dataclass(frozen=True)
+class PredictionLayers:
+    """Layers of multi-token prediction."""
+
+    reads = (PREDICTION_LAYERS,)
+
+    def fields(self, config: Json) -> dict[str, Any]:
+        """Returns their number, if there are any."""
+        count = config[PREDICTION_LAYERS]
+        return {"mtp_num_layers": count} if count else {}
+
+    def keys(self, values: rules.Values) -> dict[str, Json]:
+        """Returns their number under both names of the key."""
+        return dict.fromkeys((PREDICTION_LAYERS, "num_nextn_predict_layers"), values["mtp_num_layers"] or 0)
 
 
 @dataclass(frozen=True)
@@ -270,7 +319,7 @@ DEEPSEEK_FAMILIES = (
     Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        _TENSORS | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"}),
+        _v3_tensors,
         (
             *_RULES,
             ExpertGroups(score_topk=2),
@@ -279,8 +328,8 @@ DEEPSEEK_FAMILIES = (
             rules.Fixed("scoring_func", "sigmoid", write=False),
             rules.Fixed("topk_method", "noaux_tc", write=False),
             rules.Fixed("rope_interleave", True),
-            rules.Unused(("num_nextn_predict_layers", "num_mtp_layers")),
+            PredictionLayers(),
         ),
-        constants=(r"model\.layers\.61\..*",),  # the layer of multi-token prediction, which transformers leaves out too
+        constants=(r"model\.layers\.61\..*",),  # that of multi-token prediction, if config.json has none
     ),
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from megatron.training.conversion.hub_defaults import Json, with_defaults
 from megatron.training.conversion.tensor_mapping import TensorMapping
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PREDICTION_LAYERS = "num_mtp_layers"
+"""Key with the number of layers of multi-token prediction."""
 
 _ABOUT_FILES = ("_name_or_path", "architectures", "auto_map", "dtype", "model_type", "torch_dtype", "vocab_size")
 _ABOUT_USE = ("bos_token_id", "eos_token_id", "pad_token_id", "output_attentions", "output_hidden_states", "use_cache")
@@ -66,6 +68,12 @@ class Family:
             problems += str(error).splitlines()
         _raise_all(problems, file)
         return dict(config)
+
+    def lacks_prediction_layers(self, config: Json, tensors: Iterable[str]) -> bool:
+        """Whether config.json, completed, has layers of multi-token prediction that the files do not hold. transformers
+        drops these layers when it saves a model, but not the key with their number."""
+        first = f"model.layers.{config.get('num_hidden_layers')}."
+        return bool(config.get(PREDICTION_LAYERS)) and not any(name.startswith(first) for name in tensors)
 
     def fields_of(self, config: Json, ignored: Sequence[str] = (), file: str = "config.json") -> dict[str, Any]:
         """Returns our fields for what config.json says.

@@ -29,7 +29,6 @@ def _has_experts_and(holds: Callable[[Values], bool]) -> Callable[[Values], bool
 
 
 _IN_NO_FAMILY: dict[str, Callable[[Values], bool]] = {
-    "multi-token prediction (--mtp-num-layers)": lambda v: bool(v["mtp_num_layers"]),
     "Sinkhorn routing (--moe-router-load-balancing-type sinkhorn)": _has_experts_and(
         lambda v: "sinkhorn" in listed(v["moe_router_load_balancing_type"])
     ),
@@ -100,6 +99,7 @@ _PARTS: tuple[tuple[str, str, Callable[[Values], bool]], ...] = (
         ".out_norm",
         lambda v: v["experimental_attention_variant"] == "gated_delta_net",
     ),
+    ("multi-token prediction (--mtp-num-layers)", ".eh_proj", lambda v: bool(v["mtp_num_layers"])),
     ("experts (--num-experts)", "router", lambda v: v["num_moe_experts"] is not None),
 )
 """Parts of models, a tensor by which a family shows that it has the part, and whether a model has it."""

@@ -207,6 +207,7 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
         "rope_interleave": True,
+        "num_mtp_layers": 1,
     },
     "gemma2": _GEMMA
     | {
@@ -407,7 +408,7 @@ ALIASES = {
     "qwen3_moe": {"num_local_experts": "num_experts"},
     "gpt_oss": {"num_experts": "num_local_experts"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
-    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
     "qwen3_next": {"num_local_experts": "num_experts"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "gpt2": {

@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from megatron.core.parameters import Box
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
 from megatron.training.conversion.families import FAMILIES, family_of
-from megatron.training.conversion.family import Family
+from megatron.training.conversion.family import PREDICTION_LAYERS, Family
 from megatron.training.conversion.model import BuildModel, canonical_shapes
 from megatron.training.conversion.model_folder import (
     CONFIG,
@@ -90,8 +90,12 @@ def import_model(
     tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
     folder = dataclasses.replace(folder, tensors=tensors)
     file = str(source / CONFIG)
-    fields, complete = family.fields_of(folder.config, ignored_keys, file), family.complete_config(folder.config, file)
-    vocab_size: int = complete["vocab_size"]
+    keys = family.complete_config(folder.config, file)
+    if family.lacks_prediction_layers(keys, tensors):
+        log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
+        keys[PREDICTION_LAYERS] = 0
+    fields = family.fields_of(keys, ignored_keys, file)
+    vocab_size: int = keys["vocab_size"]
     tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
     flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
     length = str(fields.get("max_position_embeddings", _ANY_LENGTH))
@@ -99,8 +103,11 @@ def import_model(
     words += ["--decoder-seq-length", length] if family.model_family == "t5" else []
     described = {"command_line": words, "model_family": family.model_family}
     config = config_for_one_process(described, [], has_cuda=False)
-    wanted = hub_tensors(family.tensors_of(config.flat()), canonical_shapes(config, build_model, vocab_size))
-    _check_tensors(folder, family, wanted, log)
+    every = hub_tensors(family.tensors_of(config.flat()), canonical_shapes(config, build_model, vocab_size))
+    wanted = [tensor for tensor in every if not tensor.is_copy]
+    originals = {tensor.canonical_name: tensor.name for tensor in wanted}
+    copies = {tensor.name: originals[tensor.canonical_name] for tensor in every if tensor.is_copy}
+    _check_tensors(folder, family, wanted, copies, log)
     by_box = {(tensor.canonical_name, box): tensor for tensor in wanted for box in tensor.boxes}
 
     def values_of(chunk: Chunk) -> Tensor:
@@ -151,11 +158,14 @@ def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, log: Log
     return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(place), *more]
 
 
-def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], log: Log) -> None:
-    """Raises UserError naming the tensors that are missing, left over, quantized or of another shape."""
+def _check_tensors(
+    folder: ModelFolder, family: Family, wanted: Sequence[HubTensor], copies: Mapping[str, str], log: Log
+) -> None:
+    """Raises UserError naming the tensors that are missing, left over, quantized or of another shape. `copies` are the
+    names of tensors that repeat another one, and the names of those."""
     names = {tensor.name for tensor in wanted}
     problems = [f"{folder.path}: {tensor.name} is missing" for tensor in wanted if tensor.name not in folder.tensors]
-    extra = sorted(folder.tensors.keys() - names - _copies(folder, family, names))
+    extra = sorted(folder.tensors.keys() - names - _copies(folder, {**family.copies, **copies}, names))
     problems += [
         f"{folder.tensors[name].path}: the model of config.json has no tensor {name}"
         for name in extra
@@ -177,21 +187,20 @@ def _check_tensors(folder: ModelFolder, family: Family, wanted: Sequence[HubTens
         log(f"left out {len(extra)} tensors that are no weights of {family.architecture}: {extra[0]}{rest}")
 
 
-def _copies(folder: ModelFolder, family: Family, names: Container[str]) -> set[str]:
-    """Returns the names of tensors that the folder has although the model ties them to others, such as the output
-    weight.
+def _copies(folder: ModelFolder, copies: Mapping[str, str], names: Container[str]) -> set[str]:
+    """Returns those of `copies` that the folder has although the model ties them to others, such as the output weight.
 
     Raises UserError if two tied tensors differ.
     """
     found = set()
-    for copy, original in family.copies.items():
+    for copy, original in copies.items():
         places = folder.tensors.get(copy), folder.tensors.get(original)
         if copy in names or places[0] is None or places[1] is None:
             continue
         if not torch.equal(read_tensor(places[0]), read_tensor(places[1])):
-            raise UserError(
-                f"{folder.path}: {copy} and {original} differ, but tie_word_embeddings in config.json says they are one"
-            )
+            tied = "tie_word_embeddings in config.json says they are one"
+            reason = "multi-token prediction has no weight of its own there" if ".layers." in copy else tied
+            raise UserError(f"{folder.path}: {copy} and {original} differ, but {reason}")
         found.add(copy)
     return found
 

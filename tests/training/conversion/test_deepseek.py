@@ -1,11 +1,24 @@
 """DeepSeek-V2 and V3: published settings, and what is refused."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from training.conversion.oracles import Widened, make_model, save_model, some_tokens
 
 from megatron.core.exceptions import UserError
+from megatron.core.micro_batch import MicroBatch
+from megatron.core.transformer.layer_metrics import take_layer_metrics
+from megatron.training.conversion.exporting import export_model
 from megatron.training.conversion.families import family_of
+from megatron.training.conversion.importing import import_model
+from megatron.training.trained_model import load_trained_model
+from pretrain_gpt import build_model
 
 V2, V3 = family_of("DeepseekV2ForCausalLM"), family_of("DeepseekV3ForCausalLM")
 YARN = {
@@ -97,3 +110,113 @@ def test_deepseek_v2_says_how_many_experts_and_which_method() -> None:
         V2.fields_of({})
     with pytest.raises(UserError, match="topk_method is 'best'; greedy and group_limited_greedy are supported"):
         V2.fields_of(OF_V2 | {"topk_method": "best"})
+
+
+NAME = "deepseek v3"
+LAYERS, WIDTH = 2, 64
+
+
+def quiet(sentence: str) -> None:
+    pass
+
+
+def save_with_prediction(folder: Path) -> dict[str, Tensor]:
+    """Saves a DeepSeek-V3 of two layers whose files have a third one, of multi-token prediction, as those of the hub
+    have it; returns the tensors of the file."""
+    save_model(make_model(NAME, num_hidden_layers=LAYERS + 1), folder)
+    tensors, ahead = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}"
+    draw = torch.Generator().manual_seed(7)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{ahead}.{norm}.weight"] = torch.rand(WIDTH, generator=draw, dtype=torch.float64) + 0.5
+    both = torch.randn(WIDTH, 2 * WIDTH, generator=draw, dtype=torch.float64)
+    tensors[f"{ahead}.eh_proj.weight"] = both * 0.1
+    tensors[f"{ahead}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{ahead}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    keys = json.loads((folder / "config.json").read_text())
+    keys |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    keys.pop("num_mtp_layers", None)
+    (folder / "config.json").write_text(json.dumps(keys))
+    return tensors
+
+
+@torch.no_grad()
+def losses_two_ahead(tensors: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Returns the cross entropy [b, s - 2] of the tokens two ahead, by layers of transformers (arXiv:2412.19437,
+    section 2.2): a decoder of two layers, and a second one whose only layer is that of multi-token prediction."""
+    ahead = f"model.layers.{LAYERS}"
+    decoder = make_model(NAME, num_hidden_layers=LAYERS)
+    decoder.load_state_dict(_stacked(tensors, decoder, {}))
+    predictor = make_model(NAME, num_hidden_layers=1, first_k_dense_replace=0)
+    predictor.load_state_dict(
+        _stacked(tensors, predictor, {"model.layers.0": ahead, "model.norm": f"{ahead}.shared_head.norm"})
+    )
+    decoder.set_experts_implementation("eager")  # the faster one has no float64
+    predictor.set_experts_implementation("eager")
+    with Widened():
+        hidden = decoder.model(tokens).last_hidden_state[:, :-1]
+        embedded = decoder.model.embed_tokens(tokens)[:, 1:]
+        parts = [_normed(embedded, tensors[f"{ahead}.enorm.weight"]), _normed(hidden, tensors[f"{ahead}.hnorm.weight"])]
+        joined = torch.cat(parts, -1) @ tensors[f"{ahead}.eh_proj.weight"].T
+        logits = predictor(inputs_embeds=joined).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten(), reduction="none")
+
+
+def _normed(values: Tensor, weight: Tensor) -> Tensor:
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def _stacked(tensors: dict[str, Tensor], model: Any, names: dict[str, str]) -> dict[str, Tensor]:
+    """Returns the state of a model from tensors as in a file, under other `names`, with those of experts stacked."""
+    state = {}
+    for key, weight in model.state_dict().items():
+        name = key
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        prefix, _, kind = name.partition(".experts.")
+        each = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if each is None:
+            state[key] = tensors[name]
+        else:
+            rows = [[tensors[f"{prefix}.experts.{n}.{part}.weight"] for part in each] for n in range(len(weight))]
+            state[key] = torch.stack([torch.cat(parts) for parts in rows])
+    return state
+
+
+def test_multi_token_prediction_both_ways(tmp_path: Path) -> None:
+    """The layer behind the last one is that of multi-token prediction: its loss is that of transformers' layers, and an
+    export writes the same tensors, with the copies of embedding and output layer."""
+    tensors, tokens = save_with_prediction(tmp_path / "theirs"), some_tokens()
+    import_model(tmp_path / "theirs", tmp_path / "ours", build_model, verify=True, log=quiet)
+    ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet).model
+    ours.train()
+    labels, mask = tokens.roll(-1, 1), torch.ones(tokens.shape)
+    mask[:, -1] = 0.0
+    ours(tokens, labels=labels, loss_mask=mask, micro_batch=MicroBatch(auxiliary_scale=torch.tensor(1.0)))
+    (report,) = [metric for metric in take_layer_metrics([ours]) if metric.name == "mtp_1 loss"]
+    expected = losses_two_ahead(tensors, tokens)
+    assert report.count == expected.numel()
+    torch.testing.assert_close(report.total, expected.sum(), rtol=1e-10, atol=0)
+    export_model(tmp_path / "ours", tmp_path / "back", build_model, log=quiet)
+    again = load_file(tmp_path / "back" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
+def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path) -> None:
+    tensors = save_with_prediction(tmp_path / "theirs")
+    tensors[f"model.layers.{LAYERS}.embed_tokens.weight"] += 1.0
+    save_file(tensors, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"2\.embed_tokens\.weight and model\.embed_tokens\.weight differ, but multi"):
+        import_model(tmp_path / "theirs", tmp_path / "ours", build_model, log=quiet)
+
+
+def test_files_without_the_layers_of_prediction_are_imported_without_them(tmp_path: Path) -> None:
+    """transformers drops these layers when it saves a model, but not the key."""
+    said: list[str] = []
+    theirs = save_model(make_model(NAME), tmp_path / "theirs")
+    assert 'predict_layers": 1' in (theirs / "config.json").read_text()
+    done = import_model(theirs, tmp_path / "ours", build_model, log=said.append)
+    assert "--mtp-num-layers" not in done.flags
+    assert any("has no layers of multi-token prediction (num_mtp_layers): imported" in line for line in said)

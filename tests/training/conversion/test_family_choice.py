@@ -360,6 +360,7 @@ def refused_by_name(flag: str, flags: str, architecture: str | None = None) -> N
         (f"{MIXTRAL} --moe-ffn-hidden-size 24 --ffn-hidden-size 64", "MixtralForCausalLM"),
         (DEEPSEEK, "DeepseekV3ForCausalLM"),
         (f"{DEEPSEEK} --moe-router-norm-topk-prob --moe-layer-freq [0,1]", "DeepseekV3ForCausalLM"),
+        (f"{DEEPSEEK} --mtp-num-layers 2", "DeepseekV3ForCausalLM"),
         (f"{NEMOTRON} --is-hybrid-model", "Mamba2ForCausalLM"),
         (f"{NEMOTRON} --hybrid-attention-ratio 0.5", "NemotronHForCausalLM"),
         (f"{NEMOTRON} --hybrid-layer-pattern M|-", "NemotronHForCausalLM"),
@@ -412,7 +413,7 @@ def test_a_refusal_names_the_nearest_architecture_and_the_flags(flags: str, said
 def test_settings_that_no_architecture_has_are_one_sentence() -> None:
     """Latent attention changes twenty flags; a list of them would not help."""
     refused_by_name(
-        r"^no architecture that can be exported has multi-token prediction \(--mtp-num-layers\): LlamaForCausalLM, ",
+        r"^no .* is a GPT .*with multi-token prediction \(--mtp-num-layers\) and without experts: LlamaForCausalLM, ",
         f"{LLAMA} --mtp-num-layers 1",
     )
     refused_by_name(
