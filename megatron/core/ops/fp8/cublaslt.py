@@ -26,7 +26,7 @@ _TRANSPOSED = 1
 _DESC_TRANSA, _DESC_A_SCALE_POINTER, _DESC_B_SCALE_POINTER = 3, 17, 18
 _PREFERENCE_WORKSPACE = 1
 _PREFERENCE_ALIGNMENTS = (5, 6, 7, 8)
-"""Of A, B, C and D."""
+"""Alignments of A, B, C and D, in the preference."""
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "MatmulDescCreate": (ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
