@@ -311,3 +311,16 @@ def test_twice_in_one_process_with_other_sizes(corpus, monkeypatch):
     assert differences(runs[0].at_end, runs[2].at_end) == []
     widths = [run.weights["weight embedding.word_embeddings.weight"].numel() // 41 for run in runs]
     assert widths == [32, 48, 32]
+
+
+def test_a_run_writes_nothing_into_its_model_config(corpus):
+    """Neither functions nor other values, before or during training. Scripts may write functions; the app does not."""
+    held = {}
+
+    def keep(run):
+        held["config"], held["before"] = run.config.transformer, dict(vars(run.config.transformer))
+
+    train(f"--data-path {corpus} --train-iters 2 --eval-iters 1", before=keep)
+    functions = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func", "param_sync_func", "grad_sync_func")
+    assert not any(held["before"][name] for name in functions)
+    assert vars(held["config"]) == held["before"]

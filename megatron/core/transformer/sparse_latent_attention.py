@@ -84,7 +84,7 @@ class DSAIndexer(MegatronModule):
 
 
 class IndexerKeyNorm(nn.Module):
-    """The LayerNorm of the indexer's keys, whatever the norm of the model."""
+    """The LayerNorm of the indexer's keys. The norm of the model may be another one."""
 
     def __init__(self, config: MLATransformerConfig, width: int, backend: Backend) -> None:
         super().__init__()

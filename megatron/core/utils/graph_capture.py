@@ -21,7 +21,7 @@ class CapturedGraph(Generic[T]):
     """A captured function."""
 
     outputs: T
-    """What the function returned when it was captured. Each replay writes the tensors in it anew."""
+    """What the function returned when it was captured. Each replay writes the tensors in it again."""
     replay: Callable[[], None]
     """Does the function's work on the device once more, on the current stream. The host does not wait."""
 

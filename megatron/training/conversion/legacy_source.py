@@ -1,7 +1,7 @@
 """Megatron-LM's legacy checkpoints (--ckpt-format torch): a file for each model parallel rank, `mp_rank_TT_PPP_EEE`.
 
-A file holds the state dict of its rank, with layers and experts counted from 0 on the rank. Which part of each tensor
-that is, our own model says: it is built for every rank of the same layout, without memory. The parts are put together.
+A file holds the state dict of its rank, with layers and experts counted from 0 on the rank. Our own model is built for
+every rank of the same layout, without memory; its descriptors say which part of each tensor a file has.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Work that survives a kill: a folder beside the output with the shards, and a journal of the finished blocks.
 
-A line of the journal follows the bytes that it speaks of. The next run with the same input and settings verifies these
-bytes by their checksums, takes over the blocks, and encodes the others.
+A line of the journal is written after the bytes that it describes. The next run with the same input and settings
+verifies these bytes by their checksums, takes over the blocks, and encodes the others.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Journal:
         self._itemsize = np.dtype(dtype).itemsize
         self._path = folder / "journal.jsonl"
         self.block_bytes: int | None = None
-        """Size of the blocks that the journal speaks of; None if it is new."""
+        """Size of the blocks in the journal; None if it is new."""
         self.messages: list[BlockReport | FileEnd] = []
         """Messages of earlier runs, in their order."""
         valid = self._read()
