@@ -82,6 +82,8 @@ class LayerInputs:
     """Factor of the queries in layers without rotary positions, [s, b or 1, 1, 1]; None: 1."""
     attention_mask: Tensor | None = None
     """bool, broadcasts to [b, heads, s, s]; True hides a key, in addition to the layer's own mask."""
+    padding_mask: Tensor | None = None
+    """bool [b, s]: True for tokens that are padding, which routers send to no expert; None: no token is."""
     dropout: DropoutTokens | None = None
     """Random positions of all these tokens, for attention; None: no dropout."""
     hidden_dropout: DropoutTokens | None = None

@@ -1,5 +1,6 @@
 """GPT: embedding, a stack of transformer layers, a head over the vocabulary (Radford et al. 2019)."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from megatron.core.tokens import Tokens, position_ids
 from megatron.core.transformer.layer_inputs import InferenceContext, LayerInputs
-from megatron.core.transformer.moe.base_router import refuse_padding
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -185,8 +185,8 @@ class GPTModel(LanguageModule):
         - `decoder_input` [s, b, h] replaces the embedding's output.
         - `loss_mask` [b, s] masks the labels in losses that the model adds itself: those of multi-token prediction in
           training.
-        - `padding_mask` [b, s] (True: padding) is for the losses of routers: refused with experts, without effect
-          otherwise.
+        - `padding_mask` [b, s] (True: padding): routers send these tokens to no expert, and they count in no auxiliary
+          loss and no capacity. No effect without experts.
         - `tokens` describes the tokens and their position in the run; without it (or `packed_seq_params`) they are
           whole rows.
         - `micro_batch` is how they run in this step; the schedules of `pipeline_parallel` add it to the call.
@@ -199,8 +199,6 @@ class GPTModel(LanguageModule):
         """
         if extra_block_kwargs:
             raise UserError(f"not yet: extra_block_kwargs {', '.join(extra_block_kwargs)}")
-        if self.config.num_moe_experts is not None:
-            refuse_padding(padding_mask)
         context = inference_context or inference_params
         self._check_context(context)
         given = decoder_input if decoder_input is not None else self.decoder.input_tensor
@@ -214,6 +212,8 @@ class GPTModel(LanguageModule):
         source = given if given is not None else input_ids
         assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
         inputs = self.layer_inputs(tokens, source.device, micro_batch, attention_mask, context)
+        if padding_mask is not None:
+            inputs = dataclasses.replace(inputs, padding_mask=padding_mask)
 
         hidden = given if given is not None else self._embed(input_ids, inputs)  # [s, b, h]
         ahead = self._look_ahead(input_ids, labels, loss_mask, inputs)

@@ -97,11 +97,14 @@ class RoutingRule:
     """A group's score is the sum of this many of its best scores."""
 
 
-def choose_experts(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the experts of each token (int64 [t, k], best first) and their weights ([t, k], float32 at least).
 
     `bias` [experts] is added to the scores for the choice only, not to the weights (Wang et al. 2024,
-    arXiv:2408.15664). Gradients reach the logits through the weights.
+    arXiv:2408.15664). With `given` (int64 [t, k]) these are the experts, and only the weights are computed. Gradients
+    reach the logits through the weights.
     """
     scores = widened(logits)
     late_softmax = rule.score_function == "softmax" and not rule.scores_first
@@ -110,7 +113,7 @@ def choose_experts(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None
     compared = scores.detach() if bias is None else scores.detach() + bias
     if rule.num_groups is not None:
         compared = within_best_groups(compared, rule.num_groups, rule.groups_kept, rule.group_score_of)
-    experts = best(compared, rule.topk)
+    experts = best(compared, rule.topk) if given is None else given
     weights = scores.gather(1, experts)
     if late_softmax:
         weights = torch.softmax(weights, -1)
@@ -180,7 +183,9 @@ def _equal_shares(matrix: Tensor, factors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def within_capacity(experts: Tensor, capacity: int, wish: Tensor | None, order: Tensor | None = None) -> Tensor:
+def within_capacity(
+    experts: Tensor, capacity: int | Tensor, wish: Tensor | None, order: Tensor | None = None
+) -> Tensor:
     """Returns which pairs (token, its j-th expert) are kept, bool [t, k], if each expert takes `capacity` tokens.
 
     An expert takes the tokens with the largest `wish` [t, k], among equals the first; without `wish`, the first tokens.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
+from megatron.core.config_fields import flag, not_a_flag, too_small
 from megatron.core.rank_grid import divisors
 
 _MOE = "num_moe_experts"
@@ -93,8 +93,9 @@ class RouterConfig:
     )
     """Compute the router in one kernel."""
 
-    moe_enable_routing_replay: bool = not_yet(False, only_with=_MOE)
-    """Record routing decisions and replay them."""
+    moe_enable_routing_replay: bool = flag(False, only_with=_MOE)
+    """Let a script record the experts that routers choose, and replay them (`router_replays` in
+    megatron.core.transformer.moe.router_replay). Alone it changes nothing."""
 
     moe_input_jitter_eps: float | None = flag(None, only_with=_MOE)
     """In training, multiply the router's input by random factors between 1 - eps and 1 + eps."""

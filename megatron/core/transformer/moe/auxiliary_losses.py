@@ -27,28 +27,36 @@ LOSS_NAMES = {
 """Megatron-LM's names on the log line."""
 
 
-def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+def count_choices(experts: Tensor, num_experts: int, real: Tensor | None = None) -> Tensor:
     """Returns the number of times that each expert is chosen, float64 [experts]: whole numbers, so that sums are
-    exact."""
-    ones = torch.ones_like(experts, dtype=torch.float64).flatten()
+    exact. `real` [t] tells which tokens count; None: all."""
+    ones = torch.ones_like(experts, dtype=torch.float64)
+    ones = (ones if real is None else ones * real.view(-1, 1)).flatten()
     return torch.zeros(num_experts, dtype=torch.float64, device=experts.device).scatter_add_(0, experts.flatten(), ones)
 
 
 def micro_batch_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
     """Returns this rank's part of E / (k T^2) sum_i P_i n_i over the T tokens of the micro-batch, where P_i is the sum
-    of `scores` [t, E] of expert i, and n_i counts expert i in `experts` [t, k]."""
-    chosen = all_reduce(count_choices(experts, scores.shape[1]), share.group).to(scores.dtype)
-    return (scores.sum(0) * chosen).sum() * (scores.shape[1] / (experts.shape[1] * share.total**2))
+    of `scores` [t, E] of expert i, and n_i counts expert i in `experts` [t, k]. Padding does not count."""
+    chosen = all_reduce(count_choices(experts, scores.shape[1], share.real), share.group).to(scores.dtype)
+    total = share.routed_total
+    return (_real(scores, share).sum(0) * chosen).sum() * (scores.shape[1] / (experts.shape[1] * total**2))
 
 
 def sequence_loss(scores: Tensor, experts: Tensor, share: MicroBatchShare) -> Tensor:
-    """Returns the mean over samples of each sample's balance loss (DeepSeek-AI 2024, arXiv:2412.19437)."""
+    """Returns the mean over samples of each sample's balance loss (DeepSeek-AI 2024, arXiv:2412.19437). Samples that
+    are all padding do not count."""
     length, samples, num_experts = share.sample_length, share.samples, scores.shape[1]
     sample = share.sample_numbers(scores.device)
     membership = (sample[:, None] == torch.arange(samples, device=sample.device)).double()  # [t, samples]
-    sums = (membership.t() @ scores.double()).to(scores.dtype)
-    cell = (sample[:, None] * num_experts + experts).flatten()
-    chosen = all_reduce(count_choices(cell, samples * num_experts), share.group).view(samples, -1).to(scores.dtype)
+    sums = (membership.t() @ _real(scores, share).double()).to(scores.dtype)
+    cell = sample[:, None] * num_experts + experts
+    chosen = all_reduce(count_choices(cell, samples * num_experts, share.real), share.group).view(samples, -1)
+    chosen = chosen.to(scores.dtype)
+    if share.real is not None:
+        lengths = all_reduce(membership.t() @ share.real.double(), share.group)
+        of_samples = (sums * chosen).sum(1) / lengths.clamp(min=1.0).square()
+        return of_samples.sum() * (num_experts / experts.shape[1]) / lengths.count_nonzero().clamp(min=1)
     return (sums * chosen).sum() * (num_experts / (experts.shape[1] * length**2 * samples))
 
 
@@ -64,13 +72,17 @@ class GlobalBalance:
     def loss(self, scores: Tensor, experts: Tensor, share: MicroBatchShare, everyone: Group) -> Tensor:
         """Returns this rank's part of E / (k T T') sum_i P_i n_i, where n_i is the mean over micro-batches so far of
         the counts over the T' tokens that all ranks of `everyone` route together."""
-        counted = run_once_under_recompute((self, "counts"), lambda: self._count(experts, scores.shape[1], everyone))
+        real = share.real
+        counted = run_once_under_recompute(
+            (self, "counts"), lambda: self._count(experts, scores.shape[1], everyone, real)
+        )
         mean = counted.to(scores.dtype)
-        tokens = share.total * (share.count * group_size(everyone))
-        return (scores.sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
+        everywhere = share.count * group_size(everyone) if real is None else counted.sum() / experts.shape[1]
+        tokens = share.routed_total * everywhere
+        return (_real(scores, share).sum(0) * mean).sum() * (scores.shape[1] / (experts.shape[1] * tokens))
 
-    def _count(self, experts: Tensor, num_experts: int, everyone: Group) -> Tensor:
-        counts = all_reduce(count_choices(experts, num_experts), everyone)
+    def _count(self, experts: Tensor, num_experts: int, everyone: Group, real: Tensor | None) -> Tensor:
+        counts = all_reduce(count_choices(experts, num_experts, real), everyone)
         self.chosen = counts if self.chosen is None else self.chosen + counts
         self.calls += 1
         return self.chosen / self.calls
@@ -82,7 +94,15 @@ class GlobalBalance:
 
 def z_loss(logits: Tensor, share: MicroBatchShare) -> Tensor:
     """Returns this rank's part of the mean of logsumexp(logits)^2 over the micro-batch's tokens."""
-    return torch.logsumexp(widened(logits), -1).square().sum() / max(share.total, 1)
+    squares = torch.logsumexp(widened(logits), -1).square()
+    if share.real is not None:
+        return (squares * share.real).sum() / share.routed_total
+    return squares.sum() / max(share.total, 1)
+
+
+def _real(scores: Tensor, share: MicroBatchShare) -> Tensor:
+    """Returns scores [t, E] with 0 for padding."""
+    return scores if share.real is None else scores * share.real[:, None]
 
 
 def coefficients(types: str | Sequence[str], values: float | Sequence[float]) -> dict[str, float]:

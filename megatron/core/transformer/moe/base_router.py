@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
-from megatron.core.exceptions import UserError
+from megatron.core.collectives import group_rank, group_size
 from megatron.core.ops.moe.routing import best, router_logits
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter
@@ -58,22 +58,24 @@ class Router(MegatronModule):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns, for the logits [s, b, experts] of this rank's tokens, weights [t, experts], 0 for experts that a
-        token is not sent to, and a bool map [t, experts] with at most `topk` experts per token. To be overridden."""
+        token is not sent to, and a bool map [t, experts] with at most `topk` experts per token. Where `padding_mask`
+        [s, b] is True a token should be sent to no expert. To be overridden."""
         raise NotImplementedError(f"{type(self).__name__} has no method routing(logits)")
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns weights and map (see `routing`) of hidden states [s, b, h]."""
-        refuse_padding(padding_mask)
-        return self.routing(self.gating(input))
+        if padding_mask is None:
+            return self.routing(self.gating(input))
+        return self.routing(self.gating(input), padding_mask)
 
     def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
         """Returns the routing of this rank's tokens [t, h], as `routing` decides."""
-        weights, chosen = self(hidden.view(-1, inputs.tokens.batch_size, hidden.shape[1]))
+        rows = hidden.view(-1, inputs.tokens.batch_size, hidden.shape[1])
+        if inputs.padding_mask is None:
+            weights, chosen = self(rows)
+        else:
+            parts = self.groups.tp if self.config.sequence_parallel else None
+            own = inputs.padding_mask.t().chunk(group_size(parts))[group_rank(parts)]
+            weights, chosen = self(rows, own)
         experts = best(chosen.to(torch.int8), self.topk)  # those of the map come first
         return Routing(experts, weights.gather(1, experts), chosen.gather(1, experts))
-
-
-def refuse_padding(padding_mask: Tensor | None) -> None:
-    """Raises UserError if a router is given a padding mask."""
-    if padding_mask is not None:
-        raise UserError("not yet: padding_mask in a router; tokens whose loss is masked are routed as others are")

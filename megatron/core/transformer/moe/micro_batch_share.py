@@ -1,12 +1,13 @@
 """The tokens of a micro-batch that one rank routes, if several ranks share the micro-batch."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.core.collectives import Group, gather_rows, group_rank, group_size
+from megatron.core.collectives import Group, all_reduce, gather_rows, group_rank, group_size
 from megatron.core.context_parallel import sequence_part
 from megatron.core.ops.dropout.dropout import DropoutRngPosition, dropout_tokens
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -26,6 +27,17 @@ class MicroBatchShare:
     """Ranks that share the micro-batch; each routes `count` of its tokens."""
     sequence_group: Group
     """Ranks among which the tokens of a context parallel rank are split, in memory order; None: they are not split."""
+
+    real: Tensor | None = None
+    """bool [t]: which of this rank's tokens are not padding. None: all."""
+
+    @functools.cached_property
+    def routed_total(self) -> Tensor | int:
+        """Number of tokens of the whole micro-batch that are routed: all but padding. With padding it is a float64
+        scalar on the device, at least 1."""
+        if self.real is None:
+            return self.total
+        return all_reduce(self.real.sum().double(), self.group).clamp(min=1.0)
 
     @property
     def ranks(self) -> int:
@@ -86,14 +98,21 @@ class MicroBatchShare:
 
 
 def micro_batch_share(
-    tokens: Tokens, count: int, groups: ProcessGroupCollection, sequence_parallel: bool
+    tokens: Tokens,
+    count: int,
+    groups: ProcessGroupCollection,
+    sequence_parallel: bool,
+    padding_mask: Tensor | None = None,
 ) -> MicroBatchShare:
     """Returns the share of a rank that routes `count` of the `tokens` of its context parallel rank: a part of them with
-    `sequence_parallel`, else all."""
+    `sequence_parallel`, else all. `padding_mask` [b, s] is True for tokens of that rank that are padding."""
     parts, group = sequence_parallel and groups.size("tp") > 1, None
     if parts or groups.size("cp") > 1:
         group = groups.tp_cp if parts else groups.cp
-    return MicroBatchShare(tokens, count, group, groups.tp if parts else None)
+    share = MicroBatchShare(tokens, count, group, groups.tp if parts else None)
+    if padding_mask is None:
+        return share
+    return dataclasses.replace(share, real=share.cut(~padding_mask.to(torch.bool).t().contiguous()))
 
 
 def micro_batch_share_of_rows(

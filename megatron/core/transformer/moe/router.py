@@ -1,5 +1,6 @@
 """The router: the experts and weights of each token, and the balance of the experts' load."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.backends import Backend
+from megatron.core.exceptions import UserError
 from megatron.core.initializers import Constant
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.moe.routing import (
@@ -34,12 +36,13 @@ from megatron.core.transformer.moe.auxiliary_losses import (
     sequence_loss,
     z_loss,
 )
-from megatron.core.transformer.moe.base_router import Router, refuse_padding
+from megatron.core.transformer.moe.base_router import Router
 from megatron.core.transformer.moe.micro_batch_share import (
     MicroBatchShare,
     micro_batch_share,
     micro_batch_share_of_rows,
 )
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
@@ -69,6 +72,7 @@ class TopKRouter(Router):
         self.balance = coefficients(kinds, config.moe_aux_loss_coeff)
         self.global_balance = GlobalBalance()
         self.metrics = LayerMetrics(0)
+        self.replay = RouterReplay() if config.moe_enable_routing_replay else None
         self.set_layer_number(layer_number or 0)
         self.register_parameter("expert_bias", None)
         self.local_tokens_per_expert: Tensor | None = None
@@ -80,11 +84,15 @@ class TopKRouter(Router):
     def set_layer_number(self, layer_number: int) -> None:
         """Sets the layer's number, counted over the whole model from 1. Noise and metrics depend on it."""
         self.layer_number = self.metrics.layer = layer_number
+        if self.replay is not None:
+            self.replay.layer_number = layer_number
 
     def route(self, hidden: Tensor, inputs: LayerInputs) -> Routing:
         """Returns the routing of this rank's tokens [t, h]: the tokens of `inputs.tokens`, or under sequence
         parallelism this rank's part. In training, auxiliary losses are attached to logits and weights."""
-        share = micro_batch_share(inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel)
+        share = micro_batch_share(
+            inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel, inputs.padding_mask
+        )
         return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale)
 
     def _routing(self, logits: Tensor, share: MicroBatchShare, scale: Tensor | None) -> Routing:
@@ -96,24 +104,27 @@ class TopKRouter(Router):
             weights = self._balanced(experts, weights, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)
         if torch.is_grad_enabled():
-            run_once_under_recompute((self, "token counts"), lambda: self._count(routing))
+            run_once_under_recompute((self, "token counts"), lambda: self._count(routing, share.real))
         return routing
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns Megatron-LM's pair for this rank's hidden states [s, b, h]: weights [t, experts], 0 for experts that
-        a token is not sent to, and a bool map [t, experts]. Auxiliary losses have the scale 1."""
-        refuse_padding(padding_mask)
-        s, b = input.shape[:2]
-        share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        a token is not sent to, and a bool map [t, experts]. Auxiliary losses have the scale 1. Tokens where
+        `padding_mask` [s, b] is True are sent to no expert."""
+        share = self._share_of_rows(input, padding_mask)
         logits = self._logits(input.flatten(0, 1), share)
-        return self.routing(logits.view(s, b, -1))
+        return self.routing(logits.view(*input.shape[:2], -1), padding_mask)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the same pair for this rank's logits [s, b, experts]; see `forward`."""
-        refuse_padding(padding_mask)
-        s, b = logits.shape[:2]
-        share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        share = self._share_of_rows(logits, padding_mask)
         return self._routing(logits.flatten(0, 1), share, None).dense(self.num_experts)
+
+    def _share_of_rows(self, rows: Tensor, padding_mask: Tensor | None) -> MicroBatchShare:
+        s, b = rows.shape[:2]
+        share = micro_batch_share_of_rows(s, b, self.groups, self.config.sequence_parallel)
+        real = None if padding_mask is None else ~padding_mask.to(torch.bool).flatten()
+        return dataclasses.replace(share, real=real)
 
     def is_aux_loss_enabled(self) -> bool:
         """Returns whether any balance loss has a coefficient other than 0."""
@@ -146,9 +157,16 @@ class TopKRouter(Router):
         """Returns experts and weights [t, k]."""
         if self.uses_sinkhorn:
             return self._choose_by_sinkhorn(logits, share)
-        return choose_experts(logits, self.rule, self.expert_bias)
+        if self.replay is None:
+            return choose_experts(logits, self.rule, self.expert_bias)
+        given = self.replay.given(logits.shape[0], self.topk)
+        experts, weights = choose_experts(logits, self.rule, self.expert_bias, given)
+        self.replay.note(experts)
+        return experts, weights
 
     def _choose_by_sinkhorn(self, logits: Tensor, share: MicroBatchShare) -> tuple[Tensor, Tensor]:
+        if share.real is not None:
+            raise UserError("padding_mask does not go with sinkhorn routing, which balances all tokens; leave it out")
         wide = widened(logits)
         scores = torch.sigmoid(wide) if self.topk == 1 else torch.softmax(wide, -1)
         compared = self._sinkhorn_scores(logits, share) if self.training else scores
@@ -162,6 +180,8 @@ class TopKRouter(Router):
 
     def _within_capacity(self, experts: Tensor, weights: Tensor, share: MicroBatchShare) -> Routing:
         factor = self.config.moe_expert_capacity_factor
+        if share.real is not None:
+            return self._routing_of_real(experts, weights, share, factor)
         if factor is None or factor < 0:
             return Routing(experts, weights)
         capacity = math.ceil(share.total * self.topk / self.num_experts * factor)
@@ -171,6 +191,21 @@ class TopKRouter(Router):
         order = share.order(experts.device)
         order = None if order is None else share.gather(order)
         kept = share.own(within_capacity(share.gather(experts), capacity, wish, order))
+        return Routing(experts, weights * kept, kept)
+
+    def _routing_of_real(
+        self, experts: Tensor, weights: Tensor, share: MicroBatchShare, factor: float | None
+    ) -> Routing:
+        """Returns the routing of tokens of which some are padding: these are sent to no expert and take no capacity."""
+        assert share.real is not None
+        kept = share.real[:, None].expand_as(experts)
+        if factor is not None and factor >= 0:
+            capacity = torch.as_tensor(share.routed_total * self.topk / self.num_experts * factor).ceil()
+            wish = share.gather(weights.detach()) if self.config.moe_token_drop_policy == "probs" else None
+            order = share.order(experts.device)
+            order = None if order is None else share.gather(order)
+            wanted = share.gather(torch.where(kept, experts, self.num_experts))  # one more expert, for padding
+            kept = kept & share.own(within_capacity(wanted, capacity, wish, order))
         return Routing(experts, weights * kept, kept)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -210,14 +245,17 @@ class TopKRouter(Router):
     ) -> Tensor:
         self.metrics.add(LOSS_NAMES[kind], value, 1.0 / share.ranks)
         # With a loss per token, gradients are divided by tokens in the end: multiply by those of the micro-batch.
-        tokens = share.total if self.config.calculate_per_token_loss else 1
+        tokens = share.routed_total if self.config.calculate_per_token_loss else 1
         return attach_loss(carrier, value * (coefficient * tokens), scale)
 
-    def _count(self, routing: Routing) -> None:
+    def _count(self, routing: Routing, real: Tensor | None) -> None:
         counts = routing.tokens_per_expert(self.num_experts).double()
         self.metrics.add_load(counts)
-        if routing.kept is not None:
+        if routing.kept is not None and real is None:
             self.metrics.add("moe_dropped", (~routing.kept).sum(), routing.kept.numel())
+        elif routing.kept is not None and real is not None and self.config.moe_expert_capacity_factor is not None:
+            sent = real[:, None].expand_as(routing.kept)
+            self.metrics.add("moe_dropped", (sent & ~routing.kept).sum(), sent.sum())
         if self.expert_bias is not None and self.training:
             seen = self.local_tokens_per_expert
             self.local_tokens_per_expert = counts if seen is None else seen + counts

@@ -19,6 +19,8 @@ from megatron.core.backends import LOCAL
 from megatron.core.collectives import HostCopy
 from megatron.core.exceptions import UserError
 from megatron.core.initializers import EachOf, XavierUniform, each_of
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.parameters import info_of, initialize_parameters, name_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
@@ -317,3 +319,15 @@ def test_tensor_parallel_ranks_train_experts_on_tokens_of_their_own_only() -> No
     groups = ProcessGroupCollection.from_grid(RankGrid(3, expert=3), 1)
     with pytest.raises(UserError, match="num_moe_experts 4 does not divide by 3 expert parallel ranks"):
         build(groups)
+
+
+def test_a_model_gives_its_padding_mask_to_routers() -> None:
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "fp64": True}
+    settings = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8, num_moe_experts=4, **plain
+    )
+    model = GPTModel(settings, get_gpt_decoder_block_spec(settings, False), 16, 6, position_embedding_type="none")
+    ids, mask = torch.arange(12).view(2, 6), torch.zeros(2, 6, dtype=torch.bool)
+    mask[1, 4:] = True
+    routed, padded = model(ids), model(ids, padding_mask=mask)
+    assert torch.equal(routed[~mask], padded[~mask]) and not torch.equal(routed[mask], padded[mask])

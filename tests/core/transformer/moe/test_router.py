@@ -277,9 +277,42 @@ def test_the_expert_bias_moves_against_the_load() -> None:
     assert ours.expert_bias is not None and ours.expert_bias.tolist() == [-0.25, 0.25, 0.0, 0.25]
 
 
-def test_a_padding_mask_is_refused() -> None:
-    with pytest.raises(UserError, match="padding_mask"):
-        router()(hidden().view(S, B, H), torch.ones(S, B, dtype=torch.bool))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.3, 0.2]},
+        {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1},
+        {"moe_expert_capacity_factor": 0.5, "calculate_per_token_loss": True, "moe_z_loss_coeff": 0.1},
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    ],
+    ids=["aux and seq", "global and z", "capacity", "capacity by position"],
+)
+def test_rows_with_padding_are_routed_as_without(fields: dict[str, Any]) -> None:
+    results = []
+    rows = hidden().view(S, B, H)
+    for length, mask in ((S - 3, None), (S, (torch.arange(S) >= S - 3).expand(B, -1))):
+        ours = router(**fields)
+        given = LayerInputs(Tokens(length, B), padding_mask=mask)
+        routing = ours.route(rows[:length].flatten(0, 1), given)
+        (routing.weights * torch.linspace(0.5, 1.5, 2)).sum().backward()
+        real = (S - 3) * B
+        if mask is not None:
+            assert not routing.kept[real:].any() and not routing.weights[real:].any()
+        kept = torch.ones_like(routing.experts, dtype=torch.bool) if routing.kept is None else routing.kept
+        load = routing.tokens_per_expert(EXPERTS)
+        results.append([routing.experts[:real], routing.weights[:real], kept[:real], load, ours.weight.grad])
+        results[-1] += [value for _, value in sorted(reports(ours).items())]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_padding_in_megatron_lms_form() -> None:
+    mask = torch.zeros(S, B, dtype=torch.bool)
+    mask[3:, 1] = True
+    weights, chosen = router()(hidden().view(S, B, H), mask)
+    assert chosen.sum(1).view(S, B).eq(torch.where(mask, 0, 2)).all() and not weights[mask.flatten()].any()
+    with pytest.raises(UserError, match="padding_mask does not go with sinkhorn routing"):
+        router(moe_router_load_balancing_type="sinkhorn")(hidden().view(S, B, H), mask)
 
 
 def test_megatron_lms_methods_say_what_counts() -> None:

@@ -35,6 +35,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "losses per token": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2, "calculate_per_token_loss": True},
     "capacity": {"moe_expert_capacity_factor": 0.75, "moe_router_pre_softmax": True},
     "capacity by position": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    "padding": {
+        "padded": True,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [0.3, 0.5],
+        "moe_z_loss_coeff": 0.2,
+        "moe_expert_capacity_factor": 0.75,
+        "calculate_per_token_loss": True,
+    },
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
     "noise": {"moe_input_jitter_eps": 0.2, "moe_router_dtype": "fp64"},
     "forced balance": {"moe_router_force_load_balancing": True},
@@ -71,7 +79,10 @@ def micro_batch(first: int, packed: bool) -> tuple[Tensor, Tokens]:
 
 
 def routed(layout: tuple[int, int, int], fields: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """What this rank's router makes of its part of a global batch of two micro-batches, gradients finalised."""
+    """What this rank's router makes of its part of a global batch of two micro-batches, gradients finalised. Field
+    `padded`: the rows end in padding."""
+    fields = dict(fields)
+    padded = fields.pop("padded", False)
     tensor, context, data_parallel = layout
     ranks = tensor * context * data_parallel
     rank = dist.get_rank() if ranks > 1 else 0
@@ -100,7 +111,9 @@ def routed(layout: tuple[int, int, int], fields: dict[str, Any], packed: bool) -
             index = index[row_index(tokens)]
         own = index.flatten().chunk(tensor)[groups.rank("tp")]
         scale = torch.tensor(1.0 if config.calculate_per_token_loss else context / (2 // data_parallel))
-        routing = router.route(hidden[own], LayerInputs(tokens, auxiliary_scale=scale))
+        lengths = torch.tensor([[S - 3], [S - 1 - number]])
+        mask = row_index(tokens).expand(B, -1) >= lengths if padded else None
+        routing = router.route(hidden[own], LayerInputs(tokens, auxiliary_scale=scale, padding_mask=mask))
         factors = (number * 100 + own[:, None] * 7 + routing.experts * 3).double().sin()
         count = len(hidden) if config.calculate_per_token_loss else 1
         (routing.weights * factors).sum().mul(scale * count).backward()
