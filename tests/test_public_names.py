@@ -20,7 +20,7 @@ DATA = Path(__file__).parent / "data"
 NAMES: list[dict[str, Any]] = json.loads((DATA / "megatron_lm_api.json").read_text())
 SCRIPT_NAMES: list[dict[str, Any]] = json.loads((DATA / "megatron_lm_script_names.json").read_text())
 
-COMPUTED_RANKS = "takes the ranks of a pipeline, whatever they are called"
+COMPUTED_RANKS = "takes the ranks of a pipeline, under any parameter name"
 OTHER_PARAMETERS = {
     ("megatron.core.parallel_state", "default_embedding_ranks"): COMPUTED_RANKS,
     ("megatron.core.parallel_state", "default_position_embedding_ranks"): COMPUTED_RANKS,

@@ -131,8 +131,8 @@ def step(model: GPTModel, tokens: Tokens, b: int, s: int, device: str) -> list[T
 @pytest.mark.parametrize("settings, model", [({}, {}), (LLAMA, ROPE)])
 @pytest.mark.parametrize("fp64", [True, False])
 def test_gpu_equals_cpu_with_dropout(settings: dict, model: dict, packed: bool, fp64: bool) -> None:
-    # Masks are functions of their place, so that the devices drop the same. Rotary angles are float32 whatever the
-    # model's type, and the devices' sines and cosines of them differ in the last place.
+    # Masks are functions of their place, so that the devices drop the same. Rotary angles are float32 for any
+    # type of the model, and the devices' sines and cosines of them differ in the last place.
     tolerance = 1e-4 if not fp64 else 1e-7 if model is ROPE else 1e-11
     results = []
     for device in ("cpu", "cuda"):

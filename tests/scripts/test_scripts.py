@@ -101,7 +101,7 @@ def test_t5(layout: str, tmp_path: Path) -> None:
     found = losses_of("t5", tmp_path / "run", flags, ranks, [ours, *paths])
     assert found.keys() == {ours, *paths} and len(found[ours]) == 5
     for path, release in zip(paths, releases, strict=True):
-        # Two releases report the mean of micro-batches, whatever their numbers of tokens.
+        # Two releases report the mean over micro-batches, with equal weights for any numbers of tokens.
         assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
 
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class InFloat64(TorchFunctionMode):
-    """Where transformers computes norms and softmax in float32 whatever the model's type, float64 stays float64."""
+    """Where transformers computes norms and softmax in float32 for a model of any type, float64 stays float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
@@ -106,7 +106,7 @@ def theirs(**settings: Any) -> nn.Module:
         }
     )
     model = transformers.T5ForConditionalGeneration(config).double().eval()
-    if not settings.get("tie_word_embeddings", True):  # transformers 5 ties them whatever the config says
+    if not settings.get("tie_word_embeddings", True):  # transformers 5 ties them in spite of the config
         model.lm_head.weight = nn.Parameter(torch.randn(model.lm_head.weight.shape, dtype=torch.float64))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

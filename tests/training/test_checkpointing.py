@@ -29,7 +29,7 @@ def current():
         )
         return run
 
-    global_vars.clear_current_run()  # whatever an earlier test in this process has left
+    global_vars.clear_current_run()  # an earlier test in this process may have left one
     yield make
     global_vars.clear_current_run()
 

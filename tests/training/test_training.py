@@ -135,7 +135,7 @@ def test_replicas_stay_equal_run_after_run(corpus):
         assert differences(one.at_end, other.at_end) == []
         assert one.losses == other.losses
     assert differences(first[0].at_end, first[3].at_end) == []  # overlapped or not
-    assert differences(first[0].at_end, first[4].at_end) == []  # whatever ran before
+    assert differences(first[0].at_end, first[4].at_end) == []  # independent of the runs before
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ operations, so a training step takes 6 operations for each.
 
 Two counts are built from the same parts. `layer_cost` follows what this code computes: windows, chunks, the router.
 `flops_per_token` is Megatron-LM's count, whose numbers are compared between papers and logs: attention scores over half
-of the square, whatever the window, and no router.
+of the square, also with a window, and no router.
 """
 
 import itertools
@@ -100,7 +100,7 @@ def _loads(counts: Sequence[int], layers: Sequence[int], first: int, last: int) 
 
 def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bidirectional: bool = False) -> int:
     """Returns the multiplications of a layer (counted from 1) for one token. Tokens of a `bidirectional` layer see all
-    others, whatever its window."""
+    others, also with a window."""
     mixer, channels = layer_parts(config, layer_number)
     keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
     mixing = _TOKEN_MIXERS[mixer](config, keys) if mixer else 0

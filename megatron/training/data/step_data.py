@@ -99,7 +99,7 @@ class StepData(Iterator[Any]):
         return batch
 
     def _timers_of_read(self) -> Timers | None:
-        """Returns the timers of a read; None if nobody asks, or if the forward step measures it under the same name, as
+        """Returns the timers of a read; None without them, or if the forward step measures it under the same name, as
         those of Megatron-LM's scripts do."""
         if self.timers is None or self.timers("batch-generator", log_level=2).running:
             return None

@@ -1,4 +1,4 @@
-"""megatron/core/datasets/index_cache.py: whole entries or none, whoever writes, dies or is not allowed to."""
+"""megatron/core/datasets/index_cache.py: whole entries or none, also if a writer dies or has no permission."""
 
 import logging
 import multiprocessing
@@ -109,7 +109,7 @@ def test_damaged_entries_are_built_again(tmp_path, damage, caplog):
 
 
 class Payload:
-    """Whoever unpickles it creates a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -184,7 +184,7 @@ def test_nobody_waits_for_a_builder_that_does_not_finish(tmp_path, killed):
 
 @pytest.fixture
 def read_only():
-    """A folder that this process may read and not write; superusers become somebody else for that."""
+    """A folder that this process may read and not write; superusers become another user for that."""
     # Not within tmp_path: pytest closes the folders above it to others.
     outer = Path(tempfile.mkdtemp())
     outer.chmod(0o755)

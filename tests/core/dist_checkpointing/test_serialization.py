@@ -195,7 +195,7 @@ def _save_on_ranks(folder: str) -> None:
     loaded = dist_checkpointing.load(wanted, folder, strict="raise_all")
     assert torch.equal(loaded["c"], WHOLE.chunk(2, 1)[1 - rank]) and torch.equal(loaded["copy"], WHOLE)
     assert loaded["count"] == 4 and loaded["mine"] == rank
-    # A key that one rank alone asks for is used; one that nobody asks for is missing.
+    # A key that one rank alone asks for is used; one that no rank asks for is missing.
     alone = {"c": columns} if rank else {"copy": empty("copy")}
     _, missing, unexpected = dist_checkpointing.load(alone, folder, strict="return_all")
     assert missing == unexpected == set()

@@ -134,7 +134,7 @@ def test_tied_gradients_of_two_chunks_of_one_rank(pool: Pool, strategy: str) -> 
     for got in pool.run(finalised, 2, 2, {}, strategy, 2):
         sums = {"matrix": 1.5, "norm": 1.5, "table": 16.5}
         check(got, **sums, **{"1:matrix": 15.0, "1:norm": 15.0, "1:table": 16.5})
-        # A canonical table counts once, in whatever chunks its copies are.
+        # A canonical table counts once, even if several chunks have copies.
         assert got[2] == pytest.approx((2 * 240 + 2 * 100 - 1 + 90) ** 0.5, rel=1e-7)
         assert got[3] == 1
 

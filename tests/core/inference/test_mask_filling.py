@@ -1,4 +1,4 @@
-"""Masked tokens are filled with the most likely ones, whatever rows are beside."""
+"""Masked tokens are filled with the most likely ones, which do not depend on the other rows."""
 
 import torch
 

@@ -22,7 +22,7 @@ LENGTH = 24
 
 
 class NothingNarrower(TorchFunctionMode):
-    """Where a model computes norms, softmax or rotations in float32 whatever its type, float64 stays float64."""
+    """Where a model computes norms, softmax or rotations in float32 for a model of any type, float64 stays float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

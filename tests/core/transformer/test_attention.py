@@ -109,7 +109,7 @@ def test_cross_attention_has_no_order_of_tokens() -> None:
 
 
 def test_dropout_of_cross_attention_knows_query_and_key_by_their_indices() -> None:
-    """Each row alone draws what it draws beside the other, whatever the lengths."""
+    """Each row alone draws what it draws beside the other, at any lengths."""
     made = cross_attention(attention_dropout=0.5).train()
     hidden, states = random(3, 2, 16, seed=7), random(5, 2, 16, seed=8)
 

@@ -172,7 +172,7 @@ def test_dense_by_hand() -> None:
     attention = 6 * (8 * 24 + 8 * 16 + 8 * 8) * 2
     assert per_token() == mlp + attention + 6 * 8 * 128
     assert training_flops(TransformerConfig(**GPT), 128, 16, 5) == 5 * 16 * (mlp + attention + 6 * 8 * 128)
-    assert per_token(window_size=(3, 0)) == per_token()  # half of the square, whatever the window
+    assert per_token(window_size=(3, 0)) == per_token()  # half of the square, also with a window
 
 
 def test_gated_grouped_and_output_gate_by_hand() -> None:

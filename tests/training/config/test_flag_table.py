@@ -178,7 +178,7 @@ def test_every_flag_works_or_is_inert_or_to_come() -> None:
 
 
 def test_every_flag_that_works_is_read_by_somebody() -> None:
-    """A value that nothing reads is not honoured, whatever its help says."""
+    """A value that nothing reads is not honoured, even if its help says so."""
     config_files = {"dry_run.py", "print_config.py", "arguments.py", "transformer_config.py", "optimizer_config.py"}
     sources = [ROOT / "pretrain_gpt.py", ROOT / "pretrain_t5.py", *(ROOT / "megatron").rglob("*.py")]
     text = "\n".join(

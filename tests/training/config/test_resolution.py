@@ -99,7 +99,7 @@ def test_every_gate_has_an_offset_and_a_clamp(gate: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Whatever is written, the result is a config or a list of problems
+# The result of any command line is a config or a list of problems
 
 _LIKELY = (
     "0 1 2 3 4 7 8 64 128 -1 1e-3 0.5 1.0 nan inf abc 1e9 99999999999999999999 , 1,2 [1] ([0]*2) '' fp32 none auto "

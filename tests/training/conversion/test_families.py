@@ -80,7 +80,7 @@ def test_all_problems_are_in_one_error_with_file_and_key() -> None:
 
 
 def test_a_model_type_of_another_family_is_refused() -> None:
-    """transformers builds the model of `model_type`, whatever `architectures` says."""
+    """transformers builds the model of `model_type` and ignores `architectures`."""
     with pytest.raises(UserError) as refusal:
         LLAMA.fields_of({"architectures": ["LlamaForCausalLM"], "model_type": "mistral"}, file="m/config.json")
     assert str(refusal.value) == (

@@ -39,7 +39,7 @@ def save_random(folder: Path, untied: bool) -> Any:
     """Saves a T5, or with `untied` a T5 1.1, in float64 with random weights; returns it."""
     kind = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if untied else {}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES, **BUCKETS, **kind)).double().eval()
-    if untied:  # transformers 5 ties them whatever the config says
+    if untied:  # transformers 5 ties them in spite of the config
         model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

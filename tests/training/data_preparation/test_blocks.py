@@ -1,4 +1,4 @@
-"""megatron/training/data_preparation/blocks.py: every line is in exactly one block, whatever the blocks."""
+"""megatron/training/data_preparation/blocks.py: every line is in exactly one block, for any size of blocks."""
 
 import gzip
 

@@ -1,4 +1,4 @@
-"""megatron/training/data_preparation/records.py: what a line may be, and what is said of one that may not."""
+"""megatron/training/data_preparation/records.py: which lines are accepted, and the message about the others."""
 
 import pytest
 

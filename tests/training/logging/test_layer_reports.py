@@ -1,4 +1,4 @@
-"""What layers report reaches the log line and the files, the same whatever the layout."""
+"""What layers report reaches the log line and the files, the same under every layout."""
 
 import math
 from pathlib import Path

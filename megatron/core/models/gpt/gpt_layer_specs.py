@@ -55,7 +55,7 @@ def get_gpt_layer_local_spec(
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
 ) -> ModuleSpec:
     """Returns the spec of a GPT layer in plain torch. `normalization` and `fp8` have no effect: the config's are used
-    (scripts of two releases pass something else in the place of `fp8`). Our own keywords `norm_placement` and
+    (scripts of two releases pass something else as `fp8`). Our own keywords `norm_placement` and
     `qk_norm_scope` are the config's fields of these names; `attn_mask_type` padding makes the layer of an encoder,
     whose tokens attend to the tokens on both sides."""
     if fp8:

@@ -1,7 +1,7 @@
 """Routing of tokens to experts: scores, group-limited top-k, Sinkhorn balancing and expert capacity.
 
 All are pure functions of the logits [t, experts] of one rank or of a whole micro-batch. Among equal scores the first
-expert wins, whatever the sort's order and the number of tokens. So a token's experts are the same in every layout, even
+expert wins, for any order of the sort and number of tokens. So a token's experts are the same in every layout, even
 in half precision, where logits are often equal.
 """
 

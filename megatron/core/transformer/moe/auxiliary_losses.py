@@ -1,7 +1,7 @@
 """Auxiliary losses that balance the load of experts and keep router logits small.
 
 Each function returns this rank's part of the micro-batch's loss: the sum over the ranks that share the micro-batch's
-tokens is the loss, whatever the number of ranks. Losses are without their coefficients; balance losses are 1 if all
+tokens is the loss, for any number of ranks. Losses are without their coefficients; balance losses are 1 if all
 experts are chosen equally often (Fedus et al. 2021, arXiv:2101.03961). The z-loss is that of Zoph et al. 2022,
 arXiv:2202.08906.
 """

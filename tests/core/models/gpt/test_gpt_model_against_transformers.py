@@ -124,7 +124,7 @@ def norm_in_the_type_given(self, hidden_states: Tensor) -> Tensor:
 @pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("scaling", [None, "llama3", "linear"])
 def test_llama(groups: int, scaling: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As it stands theirs computes norms, and the softmax of eager attention, in float32 whatever the model's type.
+    # Their model computes norms, and the softmax of eager attention, in float32 for any type of the model.
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     monkeypatch.setattr(norm, "forward", norm_in_the_type_given)
     rope = {"rope_type": "default", "rope_theta": 50000.0}

@@ -41,7 +41,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
 
 
 class WideTorch:
-    """torch, for a module of theirs that computes in float32 what it names so, whatever the model's type."""
+    """Replaces torch in a module of theirs that computes some values in float32: they get the type of the model."""
 
     float32 = torch.float64
 
@@ -184,7 +184,7 @@ def mlps_of(weights: dict[str, Tensor], layer: str) -> list[tuple[str, str]]:
 def test_logits_and_gradients(
     kind: str, q_lora_rank: int | None, scaling: str, experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As they stand theirs compute norms and routers, and V2 turns heads, in float32 whatever the model's type.
+    # Their models compute norms and routers in float32 for any type of the model, and V2 rotates heads in it.
     monkeypatch.setattr(KINDS[kind][0], "torch", WideTorch())
     monkeypatch.setattr(v2, "apply_rotary_emb", turned_in_the_type_given)
     monkeypatch.setattr(v2.DeepseekV2RotaryEmbedding, "forward", angles_as_of_other_models)

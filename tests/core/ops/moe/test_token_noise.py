@@ -1,4 +1,4 @@
-"""Noise of tokens is a function of their place in the run, whoever holds them."""
+"""Noise of tokens is a function of their place in the run, on whichever rank they are."""
 
 import dataclasses
 
