@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MIXTRAL, QWEN = ROOT / "examples/mixtral/train_mixtral.sh", ROOT / "examples/qwen3/train_qwen3.sh"
 GPT3, LLAMA = ROOT / "examples/gpt3/train_gpt3.sh", ROOT / "examples/llama/train_llama.sh"
 DEEPSEEK = ROOT / "examples/deepseek_v3/train_deepseek_v3.sh"
+QWEN_NEXT = ROOT / "examples/qwen3_next/train_qwen3_next.sh"
+NEMOTRON = ROOT / "examples/nemotron_h/train_nemotron_h.sh"
 LLAMA_FP8 = ROOT / "examples/llama/train_llama3_8b_fp8.sh"
 
 PARAMETERS = {
@@ -33,9 +35,12 @@ PARAMETERS = {
     (QWEN, "0.6b"): 596_049_920,
     (QWEN, "8b"): 8_190_735_360,
     (QWEN, "30b-a3b"): 30_532_122_624,
+    (QWEN_NEXT, "80b-a3b"): 79_674_391_296,
+    (NEMOTRON, "8b"): 8_100_852_736,
+    (NEMOTRON, "30b-a3b"): 31_577_937_344,
 }
-"""Number of parameters, as on the hub or in the paper. DeepSeek-V3 includes its prediction layer, without the copies of
-embedding and head that the hub adds."""
+"""Number of parameters, as on the hub, in the paper or in transformers. DeepSeek-V3 includes its prediction layer,
+without the copies of embedding and head that the hub adds."""
 
 TINY = {
     (GPT3, "tiny"): None,
@@ -44,6 +49,9 @@ TINY = {
     (MIXTRAL, "tiny"): "MixtralForCausalLM",
     (QWEN, "tiny"): "Qwen3ForCausalLM",
     (QWEN, "tiny-moe"): "Qwen3MoeForCausalLM",
+    (QWEN_NEXT, "tiny"): "Qwen3NextForCausalLM",
+    (NEMOTRON, "tiny"): "NemotronHForCausalLM",
+    (NEMOTRON, "tiny-moe"): "NemotronHForCausalLM",
 }
 
 
@@ -61,26 +69,31 @@ def run(script: Path, size: str, folder: Path, *flags: str, **environment: str) 
     return done.stdout
 
 
-def each(cases: Iterable[tuple[Path, str]], quick: Container[str]) -> list[Any]:
-    """The cases, of which those of these sizes are quick."""
+QUICK_SIZES = {"gpt3-345m", "llama-llama3-8b", "qwen3-30b-a3b", "qwen3_next-80b-a3b", "nemotron_h-30b-a3b"}
+
+
+def each(cases: Iterable[tuple[Path, str]], quick: set[str]) -> list[Any]:
+    """The cases, of which those of these names are quick."""
+    names = {(script, size): f"{script.stem.removeprefix('train_')}-{size}" for script, size in cases}
+    assert set(names.values()) >= set(quick)
     return [
-        pytest.param(script, size, marks=() if size in quick else pytest.mark.slow, id=f"{script.stem}-{size}")
-        for script, size in cases
+        pytest.param(script, size, marks=() if name in quick else pytest.mark.slow, id=name)
+        for (script, size), name in names.items()
     ]
 
 
-@pytest.mark.parametrize(("script", "size"), each(PARAMETERS, {"345m", "llama3-8b", "30b-a3b"}))
+@pytest.mark.parametrize(("script", "size"), each(PARAMETERS, QUICK_SIZES))
 def test_sizes_are_those_of_the_hub(script: Path, size: str, tmp_path: Path) -> None:
     said = run(script, size, tmp_path / "c", "--dry-run", GPUS_PER_NODE="1", NNODES="1", TP="1", PP="1", EP="1")
     assert f"parameters  {PARAMETERS[script, size]:,}; " in said
 
 
-@pytest.mark.parametrize(("script", "size"), each(TINY, {"tiny-moe"}))
+@pytest.mark.parametrize(("script", "size"), each(TINY, {"qwen3-tiny-moe"}))
 def test_it_trains_and_goes_on_and_is_of_its_family(script: Path, size: str, tmp_path: Path) -> None:
     """On two processes; what it saved is exported as the family's architecture."""
     port = str(free_port())
     flags = ("--train-iters", "6", "--log-interval", "1", "--num-workers", "0", "--eval-iters", "1")
-    flags += () if script in (GPT3, MIXTRAL, QWEN) else ("--lr-warmup-iters", "1")
+    flags += () if script in (GPT3, MIXTRAL, QWEN, QWEN_NEXT, NEMOTRON) else ("--lr-warmup-iters", "1")
     first = run(script, size, tmp_path / "c", *flags, "--exit-interval", "3", MASTER_PORT=port)
     assert re.search(r"iteration +3/ +6 .* lm loss: ", first)
     second = run(script, size, tmp_path / "c", *flags, MASTER_PORT=port)
@@ -116,7 +129,8 @@ def test_the_fp8_script_of_megatron_lm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "size", "gibibytes"), [(GPT3, "175b", 25), (LLAMA, "llama3-70b", 26), (DEEPSEEK, "671b", 60)]
+    ("script", "size", "gibibytes"),
+    [(GPT3, "175b", 25), (LLAMA, "llama3-70b", 26), (DEEPSEEK, "671b", 60), (QWEN_NEXT, "80b-a3b", 30)],
 )
 def test_a_rank_of_the_default_layout_has_room(script: Path, size: str, gibibytes: int, tmp_path: Path) -> None:
     said = run(script, size, tmp_path / "c", "--dry-run")

@@ -6,7 +6,7 @@ from torch.nn.functional import gelu
 
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.router import listed
-from megatron.core.transformer.layer_patterns import hybrid_letters
+from megatron.core.transformer.layer_patterns import has_mixer
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.model_families import NAMES
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -93,11 +93,16 @@ def _fits(family: Family, values: Values) -> bool:
 
 _PARTS: tuple[tuple[str, str, Callable[[Values], bool]], ...] = (
     ("latent attention (--multi-latent-attention)", "linear_kv_down_proj", lambda v: v["multi_latent_attention"]),
-    ("Mamba-2 layers (--hybrid-layer-pattern)", ".norm_weight", lambda v: "M" in (hybrid_letters(run_of(v)) or "")),
+    ("Mamba-2 layers (--hybrid-layer-pattern)", ".norm_weight", lambda v: has_mixer(run_of(v), "mamba")),
     (
-        "delta nets (--experimental-attention-variant)",
+        "delta nets (--experimental-attention-variant, --hybrid-layer-pattern)",
         ".out_norm",
-        lambda v: v["experimental_attention_variant"] == "gated_delta_net",
+        lambda v: has_mixer(run_of(v), "gated_delta_net"),
+    ),
+    (
+        "sparse attention (--experimental-attention-variant, --hybrid-layer-pattern)",
+        ".indexer",
+        lambda v: has_mixer(run_of(v), "dsa"),
     ),
     ("multi-token prediction (--mtp-num-layers)", ".eh_proj", lambda v: bool(v["mtp_num_layers"])),
     ("experts (--num-experts)", "router", lambda v: v["num_moe_experts"] is not None),

@@ -105,7 +105,7 @@ def _kinds_of_layers(values: Values) -> set[str | None]:
 
 def _of_attention(values: Values) -> Any:
     """The sizes of attention; None if no layer has it."""
-    if "attention" not in _kinds_of_layers(values):
+    if _kinds_of_layers(values).isdisjoint(("attention", "dsa")):
         return None
     return values["num_attention_heads"], _key_value_heads(values), values["kv_channels"]
 
