@@ -94,7 +94,7 @@ IN_CODE = ("whoever", "whosever", "whatever", "somebody", "as it were", "so to s
 
 def words_to_replace(code: str) -> list[str]:
     lower = code.lower()
-    return [word for word in BEGINNINGS if word in code] + [word for word in IN_CODE if word in lower]
+    return [word for word in BEGINNINGS if word in code] + [word for word in IN_CODE if f" {word}" in lower]
 
 
 def test_docstrings_and_comments_are_plain() -> None:
