@@ -75,6 +75,13 @@ def _report(prepared: PreparedData) -> None:
         )
         if manifest.documents_with_special_literals:
             _report_literals(manifest)
+        if not manifest.tokens:
+            _warn(f"{prefix}: no tokens, so nothing can be trained on it")
+        elif manifest.sentences is not None and manifest.sequences <= manifest.documents:
+            _warn(
+                f"{prefix}: no document has two sentences, of which BERT makes pairs; sentences end with marks such "
+                "as . ? and !"
+            )
     first = prepared.manifests[0]
     if first.blank_lines:
         print(f"blank lines, passed over: {first.blank_lines:,}")

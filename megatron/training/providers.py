@@ -116,28 +116,39 @@ def providers_of_user_script(
     A provider is called with those of Megatron-LM's keywords that its signature takes, so scripts of several releases
     work.
     """
+
+    def build_forward_step(context: Context) -> ForwardStep:
+        groups = context.environment.groups
+        size, leads = groups.size("cp"), not any(groups.rank(axis) for axis in ("tp", "cp", "dp"))
+        return reporting_tensors(forward_step_func, size if leads else 1)
+
     return Providers(
         model_builder(model_provider),
         datasets_builder(datasets_provider),
-        lambda context: reporting_tensors(forward_step_func),
+        build_forward_step,
         None if optimizer_provider is None else optimizer_builder(optimizer_provider),
         use_torch_distributed=True,
     )
 
 
-def reporting_tensors(forward_step: ForwardStep) -> ForwardStep:
+def reporting_tensors(forward_step: ForwardStep, context_parallel_size: int = 1) -> ForwardStep:
     """Returns the forward step of a Megatron-LM script with reports as the app takes them: a tensor of one value, or of
-    a sum and a count. A script may also report numbers, scalars, and pairs of them."""
+    a sum and a count. A script may also report numbers, scalars, and pairs of them.
+
+    With `context_parallel_size` above 1, prints once how a mean loss is scaled, which releases did differently.
+    """
 
     @functools.wraps(forward_step)
     def step(*args: Any, **kwargs: Any) -> Any:
         output, loss_func = forward_step(*args, **kwargs)
-        return output, None if loss_func is None else functools.partial(_report_tensors, loss_func)
+        if loss_func is None:
+            return output, None
+        return output, functools.partial(_report_tensors, loss_func, context_parallel_size)
 
     return step
 
 
-def _report_tensors(loss_func: LossFunction, output: Tensor, **keywords: Any) -> Any:
+def _report_tensors(loss_func: LossFunction, context_parallel_size: int, output: Tensor, **keywords: Any) -> Any:
     found = loss_func(output, **keywords)
     if keywords.get("non_loss_data"):
         return found
@@ -147,8 +158,19 @@ def _report_tensors(loss_func: LossFunction, output: Tensor, **keywords: Any) ->
             "number of tokens, report)"
         )
     *loss, report = found
+    if len(loss) == 1 and context_parallel_size > 1:
+        _tell_scaling(context_parallel_size)
     device = loss[0].device
     return (*loss, {name: _report_tensor(name, value, device) for name, value in report.items()})
+
+
+@functools.cache
+def _tell_scaling(size: int) -> None:
+    print(
+        f"the loss function returns a mean loss, which is multiplied by --context-parallel-size {size} here, as in "
+        "Megatron-LM from release 0.14 on; a script of releases 0.5 and 0.6 does so itself and must leave it out",
+        flush=True,
+    )
 
 
 def _report_tensor(name: str, value: Any, device: torch.device) -> Tensor:

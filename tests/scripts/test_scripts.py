@@ -5,6 +5,7 @@ imports, the attributes that it reads, and how many arguments it gives by positi
 tests/data/megatron_lm_script_names.json). tests/gpu/test_scripts_on_gpu.py runs them on GPUs.
 """
 
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_gpt(layout: str, tmp_path: Path) -> None:
     found = losses_of("gpt", tmp_path / "run", flags, ranks, [ours, *theirs])
     assert found.keys() == {ours, *theirs} and len(found[ours]) == 5
     for path in theirs:
-        early = layout == "context parallel" and path == theirs[0]  # reports the mean over this rank's micro-batches
+        early = layout == "context parallel" and path == theirs[0]  # multiplies its loss itself, which a line tells
         assert found[path] == pytest.approx(found[ours], abs=0.01 if early else 1e-5), path
 
 
@@ -103,6 +104,19 @@ def test_t5(layout: str, tmp_path: Path) -> None:
     for path, release in zip(paths, releases, strict=True):
         # Two releases report the mean over micro-batches, with equal weights for any numbers of tokens.
         assert found[path] == pytest.approx(found[ours], abs=0.05 if release in ("0.5", "0.6") else 1e-5), path
+
+
+def test_a_copy_of_one_file(tmp_path: Path) -> None:
+    """Two releases have pretrain_gpt.py in three files. A copy of one of them finds ours in place of the others."""
+    copies = []
+    for release in ("0.15", "0.16"):
+        copies.append(str(tmp_path / f"mine_{release}.py"))
+        shutil.copy(script(release, "pretrain_gpt.py"), copies[-1])
+    flags = f"{VIRTUAL} --num-experts 2 --mtp-num-layers 1"
+    theirs = entry_scripts("gpt", ["0.16"])
+    found = losses_of("gpt", tmp_path / "run", flags, 2, [*theirs, *copies])
+    for path in copies:
+        assert found[path] == pytest.approx(found[theirs[0]], abs=1e-5) and found[path], path
 
 
 @pytest.mark.slow

@@ -133,6 +133,21 @@ def test_mistakes_are_named_and_exit_with_2(tool, checkout, flags, says):
     assert not list(checkout.glob("x_*"))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no end of a sentence", "no document has two sentences, of which BERT makes pairs"),
+        ("", "no tokens, so nothing can be trained on it"),
+        ("One. Two.", None),
+    ],
+)
+def test_data_without_sentences_or_tokens_is_told(tool, checkout, text, said):
+    (checkout / "data.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    code, _, lines = tool(f"{FILES} --split-sentences {BPE}")
+    found = [line for line in lines if line.startswith("warning: x_text_sentence: ")]
+    assert code == 0 and len(found) == (said is not None) and all(said in line for line in found)
+
+
 def test_dropped_and_blank_lines_are_told(tool, checkout):
     (checkout / "data.jsonl").write_bytes(b'{"text": "a"}\n\nnonsense\n{"text": 3}\n')
     code, lines, _ = tool(f"{FILES} --on-error skip {BPE}")

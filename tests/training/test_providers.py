@@ -107,6 +107,17 @@ def test_reports_of_scripts_become_tensors(value: Any, expected: list[float]) ->
         assert tuple(kept) == loss and report["lm loss"].tolist() == expected
 
 
+def test_the_scale_of_a_mean_loss_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(data: Any, model: Any) -> Any:
+        return OUTPUT, lambda output: (ONE, {"lm loss": ONE})
+
+    for _ in range(2):
+        for size in (1, 3):
+            _, loss_func = reporting_tensors(step, size)(None, None)  # type: ignore[arg-type]
+            loss_func(OUTPUT)
+    assert capsys.readouterr().out.count("multiplied by --context-parallel-size 3 here") == 1
+
+
 def test_wrong_results_of_loss_functions_are_named() -> None:
     with pytest.raises(UserError, match="a loss function returned Tensor"):
         reported(ONE)

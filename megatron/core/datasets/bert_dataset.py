@@ -31,6 +31,7 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
                 f"--seq-length {self.sequence_length}: BERT's samples have three special tokens and at least two "
                 "others; give 5 or more"
             )
+        self.refuse_no_masks()
 
     @property
     def max_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """The base class of BERT and T5 datasets: samples of whole sentences, some of whose words are masked."""
 
+import math
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from megatron.core.utils.warn import warn_on_first_rank
 
 _INDICES = ["sample_index", "counts"]
 _NO_SENTENCES = (
-    "each document is one sequence, so the text was not divided into sentences; prepare it with "
-    "tools/preprocess_data.py --split-sentences"
+    "each document is one sequence: the text was not divided into sentences, which tools/preprocess_data.py "
+    "--split-sentences does, or has no sentence ends"
 )
 _REQUIRED = (
     "masking_probability",
@@ -87,6 +88,17 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         if self.masking_use_longer_ngrams and self.masking_use_geometric_distribution:
             raise UserError(
                 "masking_use_longer_ngrams has no meaning with masking_use_geometric_distribution; give one of them"
+            )
+
+    def refuse_no_masks(self) -> None:
+        """Raises UserError if not even the longest sample would have a masked token."""
+        assert self.masking_probability is not None
+        if self.masking_probability * self.max_tokens < 1:
+            raise UserError(
+                f"--mask-prob {self.masking_probability}: is less than one of the {self.max_tokens} tokens of a sample "
+                f"with --seq-length {self.sequence_length}, so nothing would be masked; "
+                f"{1 / self.max_tokens:.2g} is enough, or --seq-length "
+                f"{self.sequence_length - self.max_tokens + math.ceil(1 / self.masking_probability)}"
             )
 
     def refuse_missing(self, fields: Sequence[str]) -> None:
@@ -294,8 +306,8 @@ class MaskedWordPieceDataset(MegatronDataset):
             return f"{why}. Sentence pairs need two sentences of a document; --bert-no-binary-head trains without them"
         return (
             f"none of its {filled} documents is usable: {found.too_few_sentences} have fewer than {least} sentences, "
-            f"{found.too_long_sentence} a sentence of more than {LONGEST_SENTENCE} tokens; prepare the text with "
-            "tools/preprocess_data.py --split-sentences"
+            f"{found.too_long_sentence} a sentence of more than {LONGEST_SENTENCE} tokens; divide the text with "
+            "tools/preprocess_data.py --split-sentences, and what it leaves too long by full stops of its own"
         )
 
     def _label(self) -> str:

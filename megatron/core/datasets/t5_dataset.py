@@ -15,6 +15,7 @@ from megatron.core.datasets.masked_dataset import (
 )
 from megatron.core.datasets.masking import draw_spans, words_of
 from megatron.core.exceptions import UserError
+from megatron.core.utils.warn import warn_on_first_rank
 
 _TOKENS = {"bos": "[BOS]", "eos": "[EOS]", "pad": "[PAD]"}
 _HUGGING_FACE = (
@@ -43,6 +44,7 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
             raise UserError(
                 f"--encoder-seq-length {self.sequence_length}: a sample of T5 has at least two tokens; give 4 or more"
             )
+        self.refuse_no_masks()
         self._check_decoder_length()
         self._check_sentinels()
 
@@ -57,13 +59,18 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
             )
 
     def _check_sentinels(self) -> None:
-        """Refuses a tokenizer with fewer sentinels than the fewest spans."""
+        """Refuses a tokenizer with fewer sentinels than the fewest spans, and warns of one with fewer than the most."""
         if len(self.sentinels) < self._fewest_spans:
             raise UserError(
                 f"--vocab-extra-ids: --tokenizer-type {tokenizer_name(self.tokenizer)} has {len(self.sentinels)} "
                 f"sentinels <extra_id_i>; T5 needs one for each masked span of a sample, and {self.most_masked} are "
                 f"always enough for --encoder-seq-length {self.sequence_length} with --mask-prob "
                 f"{self.masking_probability}"
+            )
+        if len(self.sentinels) < self.most_masked:
+            warn_on_first_rank(
+                f"--vocab-extra-ids: the tokenizer has {len(self.sentinels)} sentinels <extra_id_i>, and a sample with "
+                f"more masked spans ends the run; {self.most_masked} are always enough"
             )
 
     @property

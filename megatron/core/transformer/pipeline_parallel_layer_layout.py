@@ -26,6 +26,10 @@ class PipelineParallelLayerLayout(list[str]):
     """
 
     def __init__(self, layout: str | Sequence[str | Sequence[str]], pipeline_model_parallel_size: int) -> None:
+        if not isinstance(layout, str | Sequence):
+            raise UserError(
+                f"pipeline_model_parallel_layout {layout!r}: expected a string such as Et*3|tt|ttL, or a list of stages"
+            )
         try:
             super().__init__(pipeline_layout(layout) if isinstance(layout, str) else letters_of_list(layout))
         except ValueError as error:

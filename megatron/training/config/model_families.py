@@ -21,7 +21,9 @@ def masked_words(s: Settings) -> Iterator[str]:
     name = NAMES[s.model_family]
     shortest, contents = _SHORTEST[s.model_family]
     if s.seq_length is not None and s.seq_length < shortest:
-        yield f"{{seq_length}}: a sample of {name} has {contents}; give {shortest} or more"
+        encoders = s.model_family == "t5" and s.provenance["encoder_seq_length"] != "derived"
+        field = "encoder_seq_length" if encoders else "seq_length"
+        yield f"{{{field}}}: a sample of {name} has {contents}; give {shortest} or more"
     if s.model_family == "t5" and s.decoder_seq_length is None:
         yield "{decoder_seq_length:name} is missing: the tokens of the decoder's part of a sample, such as 128"
 

@@ -116,9 +116,17 @@ def test_a_copy_in_another_process_maps_the_index_again(build, write_documents, 
     assert all((copy[7][key] == value).all() for key, value in dataset[7].items())
 
 
+@pytest.mark.parametrize(("kind", "length"), [(BERT, 23), (T5, 22)])
+def test_samples_too_short_for_a_masked_token(kind, length, build, write_documents, tmp_path):
+    prefix = write_documents(tmp_path / "data", [[[5, 6, 7], [8, 9]]] * 3)
+    assert len(build(kind, prefix, 2, masking_probability=0.05, sequence_length=length))
+    with pytest.raises(UserError, match=rf"--mask-prob 0.05: .* of the 19 tokens .* or --seq-length {length}$"):
+        build(kind, prefix, 2, masking_probability=0.05, sequence_length=length - 1)
+
+
 LONG = [[9] * 600, [9, 9], [9, 9]]
 UNUSABLE = [
-    (BERT, [[[5, 6, 7]]] * 3, "each document is one sequence, so the text was not divided into sentences; prepare it"),
+    (BERT, [[[5, 6, 7]]] * 3, "each document is one sequence: the text was not divided into sentences"),
     (BERT, [[[5, 6, 7]]] * 3, "--bert-no-binary-head trains without them"),
     (BERT, [[[5, 6, 7]], []], "each document is one sequence"),
     (BERT, [LONG, LONG], "none of its 2 documents is usable: 0 have fewer than 2 sentences, 2 a sentence of more than"),

@@ -74,6 +74,13 @@ def test_a_row_that_fills_up_a_batch_has_no_loss(build):
     assert item["sample_id"] == -1 and not item["loss_mask"].any() and item["dec_mask"].any()
 
 
+def test_few_sentinels_are_told_at_the_start(build, caplog):
+    build(extra=SENTINELS[:6])
+    assert "the tokenizer has" not in caplog.text  # six masked tokens at most
+    build(extra=SENTINELS[:5])
+    assert "the tokenizer has 5 sentinels <extra_id_i>" in caplog.text and "6 are always enough" in caplog.text
+
+
 def test_samples_that_do_not_fit_name_the_flag(build):
     short = build(sequence_length_decoder=9)  # six masked tokens in two spans fit
     with pytest.raises(

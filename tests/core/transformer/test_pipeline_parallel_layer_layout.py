@@ -36,5 +36,7 @@ def test_a_config_takes_it() -> None:
 def test_wrong_layouts_are_refused() -> None:
     with pytest.raises(UserError, match="3 stages, which 2 pipeline ranks"):
         PipelineParallelLayerLayout("E|t|L", 2)
+    with pytest.raises(UserError, match="pipeline_model_parallel_layout 5: expected a string"):
+        PipelineParallelLayerLayout(5, 1)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="'decode' in the stage"):
         PipelineParallelLayerLayout([["decode"]], 1)

@@ -8,6 +8,7 @@ from megatron.training.config.resolution import ConfigurationError
 from megatron.training.config.settings import LaunchEnvironment
 
 DATA = without("--mock-data") + " --data-path some/prefix"
+NO_LENGTH = DATA.replace("--seq-length 128", "")
 
 
 def configured(family: str | None, flags: str, base: str = DATA):
@@ -21,6 +22,12 @@ def configured(family: str | None, flags: str, base: str = DATA):
     [
         ("bert", "--seq-length 4", DATA, "--seq-length 4: a sample of BERT has three special tokens and at least two"),
         ("t5", "--seq-length 3 --decoder-seq-length 9", DATA, "--seq-length 3: a sample of T5 has at least two tokens"),
+        (
+            "t5",
+            "--encoder-seq-length 3 --decoder-seq-length 9",
+            NO_LENGTH,
+            "--encoder-seq-length 3: a sample of T5 has",
+        ),
         ("t5", "", DATA, "--decoder-seq-length is missing: the tokens of the decoder's part"),
         ("bert", "--mask-prob 0", DATA, "--mask-prob 0.0: expected a fraction between 0 and 1, such as 0.15"),
         ("bert", "--short-seq-prob 2", DATA, "--short-seq-prob 2.0: expected a fraction from 0 to 1, such as 0.1"),
