@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -29,14 +29,15 @@ def config_of_command_line(
     extra_args_provider: ExtraArgsProvider | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
+    take_flags: Callable[[CommandLine], None] | None = None,
 ) -> PretrainConfig:
-    """Returns the settings of this process's command line.
+    """Returns the settings of this process's command line. `take_flags` may change them before they are checked.
 
     After mistakes, prints all of them to stderr, one line each, and exits with code 2. After --help, prints the help
     and exits with code 0.
     """
     try:
-        return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args)
+        return configure(sys.argv[1:], extra_args_provider, args_defaults, ignore_unknown_args, take_flags=take_flags)
     except ConfigurationError as error:
         exit_with_problems(error)
 
@@ -47,9 +48,12 @@ def configure(
     args_defaults: Mapping[str, Any] | None = None,
     ignore_unknown_args: bool = False,
     launch_environment: LaunchEnvironment | None = None,
+    take_flags: Callable[[CommandLine], None] | None = None,
 ) -> PretrainConfig:
     """Returns the settings of a command line given as words. Raises ConfigurationError with all mistakes."""
     line = read_command_line(argv, extra_args_provider, ignore_unknown_args)
+    if take_flags is not None:
+        take_flags(line)
     take_checkpoint_args(line)
     return resolve(line, args_defaults, launch_environment)
 

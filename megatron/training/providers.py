@@ -101,6 +101,8 @@ class Providers:
     """Returns the schedule of learning rate and weight decay. None: the schedule that the flags choose."""
     build_hooks: Callable[[Context], Sequence[Hook]] | None = None
     """Returns hooks, which are called after those that flags add. Every rank must build the same, in the same order."""
+    load_first_weights: Callable[[Context, Sequence[nn.Module], MegatronOptimizer], None] | None = None
+    """Fills the weights of a new run, before its first step. Every rank calls it, unless a checkpoint was loaded."""
     use_torch_distributed: bool = False
     """The functions call torch.distributed themselves, so that one process, too, needs a world of it."""
 

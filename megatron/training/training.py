@@ -31,6 +31,7 @@ from megatron.training import global_vars, loop
 from megatron.training.arguments import config_of_command_line
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.conversion.hub_run import take_hub_args, with_hub_folders
 from megatron.training.data.splits import Splits, build_splits, step_data
 from megatron.training.data.step_data import StepData, step_data_of
 from megatron.training.dry_run.report import print_dry_run
@@ -102,7 +103,7 @@ def pretrain(
     )
     if not isinstance(train_valid_test_dataset_provider, Providers):
         args_defaults = {**(args_defaults or {}), "datasets_of_script": True}
-    config = config_of_command_line(extra_args_provider, args_defaults)
+    config = config_of_command_line(extra_args_provider, args_defaults, take_flags=take_hub_args)
     if isinstance(train_valid_test_dataset_provider, Providers):
         providers = train_valid_test_dataset_provider
     else:
@@ -123,6 +124,7 @@ def pretrain(
 def run_pretraining(config: PretrainConfig, providers: Providers, started: float) -> ExitDecision | None:
     """Sets up, trains and finishes a run. Returns the decision of an early exit, or None. All that it started has ended
     on return."""
+    providers = with_hub_folders(config, providers)
     watched = {*DEFAULT_SIGNALS, config.resilience.exit_signal}
     with (
         SignalWatch(sorted(watched)) as signals,

@@ -52,6 +52,14 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Folder to load weights from when --load contains no checkpoint. Only weights are loaded, as with --finetune."""
 
+    load_hf: str | None = None
+    """Folder of a Hugging Face model (config.json and safetensors) whose weights a new run starts from. The model's
+    flags come from it, and those of the tokenizer if they are not given. A checkpoint under --load comes first."""
+
+    save_hf_interval: int | None = flag(None, only_with="save")
+    """Steps between two Hugging Face folders, which are written from checkpoints into hf/iter_NNNNNNN in the folder of
+    --save: a multiple of --save-interval."""
+
     finetune: bool = False
     """Load weights only and start at iteration 0."""
 
@@ -143,6 +151,11 @@ class CheckpointConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no folder."""
         yield from too_small(self, ("save_interval", "keep_last", "save_retain_interval"), 1)
+        yield from too_small(self, ("save_hf_interval",), 1)
+        if self.save_hf_interval and (not self.save_interval or self.save_hf_interval % self.save_interval):
+            yield "{save_hf_interval}: give a multiple of {save_interval:name}, whose checkpoints are exported"
+        if self.load_hf is not None and self.pretrained_checkpoint is not None:
+            yield "{load_hf:name} and {pretrained_checkpoint:name} both name first weights; give one"
         yield from too_small(self, ("ckpt_step",), 0)
         for field in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
             if getattr(self, field) not in (None, False) and self.load is None and self.pretrained_checkpoint is None:

@@ -33,7 +33,12 @@ def take_checkpoint_args(line: CommandLine) -> None:
         for root, step in folders:
             checkpoint = None if root is None else find_checkpoint(Path(root), step, log=lambda sentence: None)
             if checkpoint is not None:
-                _take(line, list(checkpoint.manifest.config.get("command_line", [])), str(checkpoint.folder))
+                take_model_flags(
+                    line,
+                    list(checkpoint.manifest.config.get("command_line", [])),
+                    str(checkpoint.folder),
+                    "--use-checkpoint-args",
+                )
                 return
     except UserError as error:
         line.problems.append(f"--use-checkpoint-args: {error}")
@@ -45,9 +50,13 @@ def take_checkpoint_args(line: CommandLine) -> None:
         line.warnings.append(f"--use-checkpoint-args: no checkpoint in {named} yet: the given flags are used")
 
 
-def _take(line: CommandLine, words: list[str], folder: str) -> None:
+def take_model_flags(line: CommandLine, words: list[str], folder: str, by: str) -> None:
+    """Replaces the model's flags by those among `words`, and adds those of the tokenizer that are not given.
+
+    Warnings, which begin with the flag `by`, list what is taken from `folder` and replaced.
+    """
     remembered = read_command_line(words, ignore_unknown_args=True)
-    line.problems += [f"--use-checkpoint-args: {folder}: {problem}" for problem in remembered.problems]
+    line.problems += [f"{by}: {folder}: {problem}" for problem in remembered.problems]
     taken, replaced = [], []
     for field, flag in flag_table().items():
         if field not in remembered.given or not _is_of_model(flag):
@@ -61,9 +70,9 @@ def _take(line: CommandLine, words: list[str], folder: str) -> None:
         line.given[field] = remembered.given[field]
         line.broken.discard(field)
         taken.append(spelling_of(field))
-    line.warnings.append(f"--use-checkpoint-args: {len(taken)} flags from {folder}: {' '.join(taken)}")
+    line.warnings.append(f"{by}: {len(taken)} flags from {folder}: {' '.join(taken)}")
     if replaced:
-        line.warnings.append(f"--use-checkpoint-args replaces {', '.join(replaced)}")
+        line.warnings.append(f"{by} replaces {', '.join(replaced)}")
 
 
 def _is_of_model(flag: Flag) -> bool:

@@ -84,6 +84,7 @@ PATHS = (
     "save",
     "load",
     "pretrained_checkpoint",
+    "load_hf",
     "data_path",
     "train_data_path",
     "valid_data_path",

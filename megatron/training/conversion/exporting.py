@@ -53,7 +53,7 @@ class Exported:
 def export_model(
     root: Path,
     target: Path,
-    build_model: BuildModel,
+    build_model: BuildModel | None,
     *,
     step: Step | None = None,
     architecture: str | None = None,
@@ -72,6 +72,9 @@ def export_model(
     tensor. The tokenizer's files are copied from the folder `tokenizer`, or from the run's. With `verify`, the logits
     of the checkpoint are compared with those that transformers computes from the written files.
 
+    Without `build_model` the checkpoint's tensors are taken as those of the model, and `verify` is not possible: a run
+    exports its own checkpoint so, without building the model again.
+
     Raises UserError if `target` is not empty, if no architecture expresses the model (naming the flags), if a weight is
     NaN or infinite, or if the logits differ. `target` is complete or does not exist.
     """
@@ -87,7 +90,10 @@ def export_model(
     family = choose_family(config, architecture, families)
     stored = {name: found[0].chunk for name, found in checkpoint.catalogue.items() if is_weight(name)}
     vocab_size = vocab_size_of(checkpoint)
-    shapes = canonical_shapes(config, build_model, vocab_size)
+    if build_model is None:
+        shapes = {name: tuple(chunk.global_shape) for name, chunk in stored.items()}
+    else:
+        shapes = canonical_shapes(config, build_model, vocab_size)
     _check_names(checkpoint, shapes, stored)
     tensors = hub_tensors(family.tensors_of(config.flat()), shapes)
     dtypes = {name: dtype or chunk.dtype for name, chunk in stored.items()}
@@ -166,7 +172,7 @@ class _Writer:
     """Writes the folder of a model."""
 
     checkpoint: Checkpoint
-    build_model: BuildModel
+    build_model: BuildModel | None
     tensors: Sequence[HubTensor]
     dtypes: Mapping[str, torch.dtype]
     """Types to write, by canonical name."""
@@ -193,6 +199,7 @@ class _Writer:
         return Exported(keys["architectures"][0], files, nbytes, comparison)
 
     def _compare(self, folder: Path, target: Path) -> Comparison:
+        assert self.build_model is not None
         comparison = compare_logits(self.checkpoint, folder, self.build_model, exported_as=self.dtypes)
         comparison.check(f"{target} is not written")
         return comparison

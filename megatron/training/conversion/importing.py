@@ -20,6 +20,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
 from megatron.core.utils.files import write_atomically
 from megatron.training.config.flag_table import flag_table
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.conversion.families import FAMILIES, family_of
 from megatron.training.conversion.family import PREDICTION_LAYERS, Family
 from megatron.training.conversion.model import BuildModel, canonical_shapes
@@ -85,29 +86,10 @@ def import_model(
         raise UserError(f"{root} holds checkpoints of a run ({max(iterations)}); name another folder to import into")
     if verify:
         import_transformers()
-    family = _family_in(source, families)  # first: an unknown architecture is reported before missing weights
-    folder = open_folder(source)
-    tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
-    folder = dataclasses.replace(folder, tensors=tensors)
-    file = str(source / CONFIG)
-    keys = family.complete_config(folder.config, file)
-    if family.lacks_prediction_layers(keys, tensors):
-        log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
-        keys[PREDICTION_LAYERS] = 0
-    fields = family.fields_of(keys, ignored_keys, file)
-    vocab_size: int = keys["vocab_size"]
-    tokenizer = _tokenizer_flags(folder, vocab_size, root / "tokenizer", log)
-    flags = [*(word for name, value in fields.items() for word in words_of(flag_table()[name], value)), *tokenizer]
-    length = str(fields.get("max_position_embeddings", _ANY_LENGTH))
-    words = ["--micro-batch-size", "1", "--seq-length", length, *flags]
-    words += ["--decoder-seq-length", length] if family.model_family == "t5" else []
-    described = {"command_line": words, "model_family": family.model_family}
-    config = config_for_one_process(described, [], has_cuda=False)
-    every = hub_tensors(family.tensors_of(config.flat()), canonical_shapes(config, build_model, vocab_size))
-    wanted = [tensor for tensor in every if not tensor.is_copy]
-    originals = {tensor.canonical_name: tensor.name for tensor in wanted}
-    copies = {tensor.name: originals[tensor.canonical_name] for tensor in every if tensor.is_copy}
-    _check_tensors(folder, family, wanted, copies, log)
+    hub = open_hub_model(source, root / "tokenizer", ignored_keys, families, log)
+    config, words = hub.config_for_one_process()
+    wanted = hub.tensors(config, canonical_shapes(config, build_model, hub.vocab_size), log)
+    family, folder, flags = hub.family, hub.folder, hub.flags
     by_box = {(tensor.canonical_name, box): tensor for tensor in wanted for box in tensor.boxes}
 
     def values_of(chunk: Chunk) -> Tensor:
@@ -126,6 +108,61 @@ def import_model(
     copy_tokenizer(source, root / "tokenizer")
     write_atomically(root / FLAGS, shlex.join(flags) + "\n")
     return Imported(saved, flags, family.model_family, comparison)
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A Hugging Face folder that is understood: its family, its tensors, and the flags of its model."""
+
+    family: Family
+    folder: ModelFolder
+    vocab_size: int
+    flags: list[str]
+    """Words of a command line for the model and its tokenizer."""
+    length: int
+    """Largest sequence length, or another one if the model has none."""
+
+    def config_for_one_process(self) -> tuple[PretrainConfig, list[str]]:
+        """Returns the settings of the model in one process, and the words that give them."""
+        words = ["--micro-batch-size", "1", "--seq-length", str(self.length), *self.flags]
+        words += ["--decoder-seq-length", str(self.length)] if self.family.model_family == "t5" else []
+        described = {"command_line": words, "model_family": self.family.model_family}
+        return config_for_one_process(described, [], has_cuda=False), words
+
+    def tensors(self, config: PretrainConfig, shapes: Mapping[str, tuple[int, ...]], log: Log) -> list[HubTensor]:
+        """Returns the hub tensors that make the canonical tensors of these shapes: all those of the model.
+
+        Raises UserError naming those that are missing, left over, quantized or of another shape.
+        """
+        every = hub_tensors(self.family.tensors_of(config.flat()), shapes)
+        wanted = [tensor for tensor in every if not tensor.is_copy]
+        originals = {tensor.canonical_name: tensor.name for tensor in wanted}
+        copies = {tensor.name: originals[tensor.canonical_name] for tensor in every if tensor.is_copy}
+        _check_tensors(self.folder, self.family, wanted, copies, log)
+        return wanted
+
+
+def open_hub_model(
+    source: Path, tokenizer: Path, ignored_keys: Sequence[str], families: Sequence[Family], log: Log
+) -> HubModel:
+    """Reads config.json and the headers of a folder. The flags name `tokenizer` as the place of its tokenizer.
+
+    Raises UserError if the architecture or a key of config.json is unsupported.
+    """
+    family = _family_in(source, families)  # first: an unknown architecture is reported before missing weights
+    folder = open_folder(source)
+    tensors = {family.current_name(name): place for name, place in folder.tensors.items()}
+    folder = dataclasses.replace(folder, tensors=tensors)
+    file = str(source / CONFIG)
+    keys = family.complete_config(folder.config, file)
+    if family.lacks_prediction_layers(keys, tensors):
+        log(f"{source} has no layers of multi-token prediction ({PREDICTION_LAYERS}): imported without them")
+        keys[PREDICTION_LAYERS] = 0
+    fields = family.fields_of(keys, ignored_keys, file)
+    vocab_size: int = keys["vocab_size"]
+    flags = [word for name, value in fields.items() for word in words_of(flag_table()[name], value)]
+    flags += _tokenizer_flags(folder, vocab_size, tokenizer, log)
+    return HubModel(family, folder, vocab_size, flags, fields.get("max_position_embeddings", _ANY_LENGTH))
 
 
 def _family_in(source: Path, families: Sequence[Family]) -> Family:

@@ -69,7 +69,9 @@ def set_up(
         of_script = providers.build_scheduler
         scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
         checkpoints = Checkpoints(config, environment.groups)
-        checkpoints.load(context.state, model, optimizer, scheduler)
+        loaded = checkpoints.load(context.state, model, optimizer, scheduler)
+        if not loaded and providers.load_first_weights is not None:
+            providers.load_first_weights(context, model, optimizer)
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         environment.progress.enter("building datasets")
         datasets = providers.build_datasets(context, sample_counts(config))

@@ -28,7 +28,9 @@ MEGATRON_LM = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--config",
     "--layout-invariant",
+    "--load-hf",
     "--log-style",
+    "--save-hf-interval",
     "--memory-snapshot-path",
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
