@@ -14,53 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.chunk import MASTER, is_weight, optimizer_state_name
+from megatron.core.dist_checkpointing.chunk import is_weight, optimizer_state_name
 from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.training.conversion.flat_buffers import Bucket, place_flat_state
+from megatron.training.conversion.flat_buffers import place_flat_state
+from megatron.training.conversion.legacy_layout import (
+    EXPERTS,
+    FILE,
+    FLAT_FILE,
+    ModelLayout,
+    RankTensor,
+    TensorsOf,
+    paths_by_place,
+)
+from megatron.training.conversion.legacy_optimizer import KINDS, flat_buckets, plain_states
 from megatron.training.conversion.megatron_args import attributes
 from megatron.training.conversion.megatron_names import VOCABULARY, Found, SourceTensor, merges_into, spellings
 from megatron.training.conversion.torch_archive import StoredTensor, TorchArchive
 
-FILE, FLAT_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-KINDS = ("exp_avg", "exp_avg_sq", MASTER)
-_FOLDER = re.compile(r"mp_rank_(?P<tp>\d\d+)(?:_(?P<second>\d\d\d+))?(?:_(?P<third>\d\d\d+))?")
-_EXPERTS = ".experts.linear_"
 _EMBEDDING = "embedding.word_embeddings.weight"
-
-
-@dataclass(frozen=True)
-class ModelLayout:
-    """Sizes of the model parallel dimensions of a checkpoint, and the chunks of each pipeline rank."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    chunks: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the smallest run of this layout."""
-        return self.tensor * self.pipeline * self.expert
-
-    def rank(self, tensor: int, pipeline: int, expert: int) -> int:
-        """Returns the rank at these places in the smallest run."""
-        return tensor + self.tensor * (expert + self.expert * pipeline)
-
-
-@dataclass(frozen=True)
-class RankTensor:
-    """A tensor of our model on one rank: its name in the rank's module, and the part of the canonical tensor."""
-
-    local_name: str
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
-
-
-TensorsOf = Callable[[ModelLayout, int], list[list[RankTensor]]]
-"""Returns the tensors of each model chunk of a rank of a layout, in the order of the module."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +51,7 @@ class LegacySource:
     def __init__(self, folder: Path, tensors_of: TensorsOf) -> None:
         self.path = folder
         self._tensors_of = tensors_of
-        self._paths = _paths_by_place(folder)
+        self._paths = paths_by_place(folder)
 
     def common(self) -> dict[Any, Any]:
         """Returns what the first file holds beside the model."""
@@ -133,12 +106,12 @@ class LegacySource:
         missing = {name for name in shapes if name not in parts}
         if missing:
             raise UserError(f"{self.path} has no {describe_names(missing)}, which the flags of the model need")
-        for name, pieces in parts.items():
+        for name, stored in parts.items():
             shape = tuple(shapes[name.split(".", 2)[2] if name.startswith("optimizer.") else name])
-            covered = sum(piece.box.numel for piece in pieces)
+            covered = sum(part.box.numel for part in stored)
             if covered != torch.Size(shape).numel():
                 raise UserError(f"{self.path}: its files hold {covered} elements of {name}, which has shape {[*shape]}")
-            found.add(name, pieces[0].dtype, partial(_joined, shape, pieces))
+            found.add(name, stored[0].dtype, partial(_joined, shape, stored))
         return found
 
 
@@ -228,7 +201,7 @@ class _RankFile:
             parameters = {key: shape for key, shape in shapes.items() if _is_trained(weights[key][0].name)}
             states = Found()
             states.tensors = dict(local.tensors)
-            place_flat_state(_flat_buckets(self.path / FLAT_FILE), parameters, states, str(self.path / FLAT_FILE))
+            place_flat_state(flat_buckets(self.path / FLAT_FILE), parameters, states, str(self.path / FLAT_FILE))
             self._found.notes += states.notes
             for key in parameters:
                 for kind in KINDS:
@@ -236,7 +209,7 @@ class _RankFile:
                         yield key, kind, states.tensors[name]
             return
         names = [key for _, _, key in sorted(order) if _is_trained(weights[key][0].name)]
-        yield from _plain_states(self._content.get("optimizer"), names, weights, shapes, self.path / FILE)
+        yield from plain_states(self._content.get("optimizer"), names, weights, shapes, self.path / FILE)
 
 
 def _is_trained(name: str) -> bool:
@@ -250,13 +223,13 @@ def _stored_names(tensor: RankTensor, state: Mapping[str, StoredTensor]) -> list
     for name in spellings(tensor.local_name):
         if name in state:
             return [name]
-        if _EXPERTS not in name:
+        if EXPERTS not in name:
             continue
-        head, tail = name.split(_EXPERTS)
+        head, tail = name.split(EXPERTS)
         numbers = range(tensor.box.shape[0])
         for names in (
             [f"{head}.experts.local_experts.{number}.linear_{tail}" for number in numbers],
-            [f"{head}{_EXPERTS}{tail}{number}" for number in numbers],
+            [f"{head}{EXPERTS}{tail}{number}" for number in numbers],
         ):
             if all(one in state for one in names):
                 return names
@@ -270,22 +243,6 @@ def _part(box: Box, values: SourceTensor) -> _Part:
 
 def _concatenated(stored: Sequence[StoredTensor]) -> Tensor:
     return stored[0].read() if len(stored) == 1 else torch.cat([one.read() for one in stored])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def _paths_by_place(folder: Path) -> dict[tuple[int, ...], Path]:
-    """Folders by the numbers in their names."""
-    found = {}
-    for path in sorted(folder.iterdir()):
-        match = _FOLDER.fullmatch(path.name)
-        if match is not None and (path / FILE).exists():
-            found[tuple(int(number) for number in match.groups() if number is not None)] = path
-    if not found:
-        raise UserError(f"{folder} has no mp_rank_NN/{FILE}")
-    return found
 
 
 def _loaded(path: Path) -> dict[Any, Any]:
@@ -312,117 +269,3 @@ def _model_chunks(content: Mapping[Any, Any]) -> list[dict[str, StoredTensor]]:
             }
         )
     return chunks
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizer state
-
-
-@dataclass(frozen=True)
-class _FlatTensor:
-    """A flat buffer in a file."""
-
-    stored: StoredTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    def read(self, box: Box) -> Tensor:
-        return self.stored.read(box.start[0], box.start[0] + box.shape[0])
-
-
-def _flat_buckets(path: Path) -> list[Bucket]:
-    """The buffers of a sharded optimizer, or of several that are chained."""
-    content = TorchArchive(path).load()
-    optimizers = content if isinstance(content, list) else [content]
-    buckets: list[Bucket] = []
-    for optimizer in optimizers:
-        if not isinstance(optimizer, dict) or not optimizer.get("buckets_coalesced"):
-            raise UserError(
-                f"{path}: optimizer state in the format of releases before 0.6; let Megatron-LM save once more, or "
-                "import with --no-load-optim"
-            )
-        for buffers in (value for key, value in optimizer.items() if isinstance(key, int)):
-            for buffer in buffers.values():
-                kinds = {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-                tensors = {kind: buffer.get(key) for kind, key in kinds.items()}
-                if not all(isinstance(one, StoredTensor) and len(one.shape) == 1 for one in tensors.values()):
-                    raise UserError(f"{path}: a buffer has no flat {', '.join(kinds)}")
-                buckets.append({kind: _FlatTensor(one) for kind, one in tensors.items()})
-    return buckets
-
-
-def _plain_states(
-    saved: Any,
-    names: Sequence[str],
-    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    path: Path,
-) -> Iterator[tuple[str, str, SourceTensor]]:
-    """Yields the state of optimizers that are not sharded: parameters are numbered in the order of their groups."""
-    optimizers = saved if isinstance(saved, list) else [saved]
-    left = list(names)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, dict):
-            continue
-        inner = optimizer.get("optimizer", optimizer)
-        states, groups = inner.get("state"), inner.get("param_groups")
-        masters = optimizer.get("fp32_from_fp16_params") or [[] for _ in groups or ()]
-        if not isinstance(states, dict) or not isinstance(groups, list) or not states:
-            continue
-        for group, group_masters in zip(groups, masters, strict=False):
-            numbers = group.get("params") or []
-            chosen = _names_of_group(group, left, weights, len(numbers), path)
-            left = [name for name in left if name not in chosen]
-            for position, (number, name) in enumerate(zip(numbers, chosen, strict=True)):
-                tensors = dict(states.get(number) or {})
-                if position < len(group_masters):
-                    tensors[MASTER] = group_masters[position]
-                    _check_master(tensors[MASTER], weights[name][2], f"{path}: {weights[name][0].name}")
-                for kind in KINDS:
-                    stored = tensors.get(kind)
-                    if isinstance(stored, StoredTensor):
-                        if not merges_into(shapes[name], stored.shape):
-                            raise UserError(
-                                f"{path}: optimizer state {number} has shape {[*stored.shape]}, but the parameter at "
-                                f"its place, {weights[name][0].name}, has shape {[*shapes[name]]}"
-                            )
-                        yield name, kind, SourceTensor(stored.dtype, stored.read)
-
-
-def _names_of_group(
-    group: Mapping[str, Any],
-    left: Sequence[str],
-    weights: Mapping[str, tuple[RankTensor, Box, SourceTensor]],
-    count: int,
-    path: Path,
-) -> list[str]:
-    """The parameters of a group: matrices have weight decay, biases and vectors do not; experts may be apart."""
-
-    def belongs(name: str) -> bool:
-        tensor = weights[name][0]
-        decays = len(tensor.global_shape) > 1 and not tensor.name.endswith(".bias")
-        return decays == (group.get("wd_mult", 1.0) != 0.0)
-
-    chosen = [name for name in left if belongs(name)]
-    if any(_EXPERTS in weights[name][0].name for name in chosen):
-        raise UserError(
-            f"{path}: optimizer state of experts that is not sharded; let Megatron-LM save once with "
-            "--use-distributed-optimizer, or import with --no-load-optim"
-        )
-    if len(chosen) != count:
-        raise UserError(
-            f"{path}: a parameter group has {count} parameters where the model has {len(chosen)}; which is which is "
-            "not known. Import with --no-load-optim"
-        )
-    return chosen
-
-
-def _check_master(master: Any, weight: SourceTensor, name: str) -> None:
-    if not isinstance(master, StoredTensor) or not torch.equal(master.read().to(weight.dtype), weight.read()):
-        raise UserError(f"{name}: the main weight at its place does not round to it; import with --no-load-optim")

@@ -30,7 +30,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.conversion.importing import FLAGS
 from megatron.training.conversion.inert_pickle import shown
-from megatron.training.conversion.legacy_source import FILE, LegacySource, ModelLayout, RankTensor, TensorsOf
+from megatron.training.conversion.legacy_layout import FILE, ModelLayout, RankTensor, TensorsOf
+from megatron.training.conversion.legacy_source import LegacySource
 from megatron.training.conversion.megatron_args import attributes, check_token_mixers, flags_of_arguments
 from megatron.training.conversion.megatron_names import Found, SourceTensor
 from megatron.training.conversion.megatron_source import DistSource, Source, numbers_called

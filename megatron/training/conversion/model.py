@@ -13,7 +13,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.parameters import canonical_names, info_of
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.conversion.legacy_source import RankTensor
+from megatron.training.conversion.legacy_layout import RankTensor
 from megatron.training.launch.environment import Environment, default_groups, groups_of_rank
 from megatron.training.providers import Context, Stage, stages_of_rank
 from megatron.training.state import TrainState

@@ -11,7 +11,7 @@ from torch import Tensor
 from training.conversion.megatron_runs import FLAGS, GOLDEN, MOE, same_bits, tensors_in
 
 from megatron.core.exceptions import UserError
-from megatron.training.conversion.legacy_source import FILE, FLAT_FILE
+from megatron.training.conversion.legacy_layout import FILE, FLAT_FILE
 from megatron.training.conversion.megatron_import import ImportedRun, import_run
 from pretrain_gpt import build_model
 
