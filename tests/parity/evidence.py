@@ -2,6 +2,7 @@
 and position."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,10 +117,15 @@ class Evidence:
     """Gradient norm when every gradient element is one."""
     context: int = 0
     """Context parallel rank. The losses of one micro-batch are summed over these ranks."""
+    further: list[Step] = field(default_factory=list)
+    """Steps after `weights` were recorded, without gradients."""
 
     @property
     def is_finite(self) -> bool:
-        return all(bool(p.values.isfinite().all()) for s in self.steps for p in [*s.gradients, *self.weights])
+        """Whether all gradients, weights and norms are finite."""
+        tensors = [p.values for p in self.weights] + [p.values for s in self.steps for p in s.gradients]
+        norms = [step.norm for step in [*self.steps, *self.further]]
+        return all(bool(values.isfinite().all()) for values in tensors) and all(map(math.isfinite, norms))
 
 
 def relative(difference: Tensor, reference: Tensor) -> float:

@@ -5,7 +5,6 @@
 prints a JSON object: the results of one process, those of the cell's ranks, and the differences between them.
 """
 
-import dataclasses
 import json
 import multiprocessing
 import sys
@@ -15,12 +14,9 @@ import torch
 from parity.cells import Cell, cell_of
 from parity.compare import TOLERANCE, judge
 from parity.evidence import Evidence
-from parity.program import train
+from parity.program import FLOAT64, train
 from parity.reference import reference
 from support.pool import Pool
-
-from megatron.core import backends
-from megatron.core.ops.dropout.dropout import keep_rows
 
 LONG = 6
 """Number of steps within which the loss must fall."""
@@ -29,8 +25,8 @@ LONG = 6
 def mean_losses(ranks: list[Evidence]) -> list[float]:
     """Returns the loss per token of each step with tokens, over all ranks that have a loss."""
     means = []
-    for number in range(len(ranks[0].steps)):
-        sums = torch.stack([part for rank in ranks for part in rank.steps[number].losses.values()]).sum(0)
+    for steps in zip(*([*rank.steps, *rank.further] for rank in ranks), strict=True):
+        sums = torch.stack([part for step in steps for part in step.losses.values()]).sum(0)
         if sums[1] > 0:
             means.append(float(sums[0] / sums[1]))
     return means
@@ -39,12 +35,9 @@ def mean_losses(ranks: list[Evidence]) -> list[float]:
 def examine(cell: Cell) -> dict[str, Any]:
     """Trains one process and the cell's ranks with the package on the path, and compares both with the reference."""
     torch.set_num_threads(1)
-    # The compiled mask function would be compiled again for every copy; its definition gives the same bits.
-    backends.LOCAL = dataclasses.replace(backends.LOCAL, keep_rows=keep_rows)
     steps = cell.model.steps
     with Pool(cell.layout.ranks, context=multiprocessing.get_context("fork")) as pool:
-        ranks = pool.run(train, cell.layout.ranks, cell, steps)
-        longer = pool.run(train, cell.layout.ranks, cell, LONG)
+        ranks = pool.run(train, cell.layout.ranks, cell, steps, "cpu", FLOAT64, False, LONG - steps)
     expected = reference(cell.model, cell.per_token, steps, cell.rows)
     single = train(cell.alone, steps)
     return {
@@ -52,8 +45,8 @@ def examine(cell: Cell) -> dict[str, Any]:
         "one process": judge(expected, [single]).beyond(TOLERANCE),
         "norms of one process": [step.norm for step in single.steps],
         "losses of one process": mean_losses([single]),
-        "losses": mean_losses(longer),
-        "finite": all(rank.is_finite for rank in longer),
+        "losses": mean_losses(ranks),
+        "finite": all(rank.is_finite for rank in ranks),
         "differences": judge(expected, ranks).beyond(TOLERANCE),
     }
 

@@ -121,9 +121,17 @@ def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
 
 
 def train(
-    cell: Cell, steps: int = 3, device: str = "cpu", precision: Precision = FLOAT64, lean: bool = False
+    cell: Cell,
+    steps: int = 3,
+    device: str = "cpu",
+    precision: Precision = FLOAT64,
+    lean: bool = False,
+    further: int = 0,
 ) -> Evidence:
-    """Trains this rank of a cell and returns what it recorded. With `lean` it records only losses and norms."""
+    """Trains this rank of a cell and returns what it recorded. With `lean` it records only losses and norms.
+
+    `further`: number of steps after those; their losses and norms alone are recorded, in `Evidence.further`.
+    """
     parts = prepare(cell, torch.device(device), precision)
     evidence = parts.evidence
     try:
@@ -133,6 +141,7 @@ def train(
         if not lean:
             evidence.weights = slices(_weight_chunks(parts))
             evidence.norm_of_ones = norm_of_ones(parts)
+        evidence.further = [_step(parts, steps + number, lean=True) for number in range(further)]
     finally:
         parts.groups.close()
     return evidence

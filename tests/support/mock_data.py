@@ -9,5 +9,5 @@ NUM_DOCUMENTS = MockGPTLowLevelDataset.num_documents
 
 
 def make_small() -> None:
-    """Gives mock data of this process 10,000 documents."""
-    MockGPTLowLevelDataset.num_documents = 10_000
+    """Gives mock data of this process 1,000 documents."""
+    MockGPTLowLevelDataset.num_documents = 1_000

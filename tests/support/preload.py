@@ -35,6 +35,7 @@ def _preload() -> None:
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
     mock_data.make_small()
     _load_kernels()
+    _fill_caches()
     # Forked processes then do not copy the pages of these objects at their first collection.
     gc.collect()
     gc.freeze()
@@ -44,14 +45,26 @@ def _preload() -> None:
 
 
 def _load_kernels() -> None:
-    """Loads the machine code of dropout masks, which numba takes from its cache at the first call."""
+    """Loads the machine code of dropout masks and of GPT's data, which numba takes from its cache at the first call."""
+    import numpy as np
     import torch
 
+    from megatron.core.datasets.index_building import SamplePlan, build_indices
     from megatron.core.ops.dropout.dropout import Draw
     from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 
     rows = torch.zeros(1, dtype=torch.int64)
     keep_rows_compiled(Draw((0, 0), torch.zeros((), dtype=torch.int64), 0.5), rows, rows, rows, 4)
+    build_indices(range(2), np.array([4, 4], np.int32), SamplePlan(1, 3, None, 2, 1), seed=0)
+
+
+def _fill_caches() -> None:
+    """Reads a command line: its first reading collects all flags, which takes longer than all later ones."""
+    from megatron.training.arguments import configure
+    from megatron.training.config.settings import LaunchEnvironment
+    from support.runs import TINY
+
+    configure(f"{TINY} --mock-data --train-iters 1".split(), launch_environment=LaunchEnvironment(1, False))
 
 
 _preload()
