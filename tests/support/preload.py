@@ -60,9 +60,10 @@ def _load_kernels() -> None:
 
 def _fill_caches() -> None:
     """Reads a command line: its first reading collects all flags, which takes longer than all later ones."""
+    from support.runs import TINY
+
     from megatron.training.arguments import configure
     from megatron.training.config.settings import LaunchEnvironment
-    from support.runs import TINY
 
     configure(f"{TINY} --mock-data --train-iters 1".split(), launch_environment=LaunchEnvironment(1, False))
 

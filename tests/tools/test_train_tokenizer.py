@@ -32,14 +32,16 @@ def train(monkeypatch, capsys):
     return run_main
 
 
-def test_files_are_the_same_each_time_and_alike(tmp_path):
+def test_files_are_the_same_each_time_and_alike(tmp_path, train):
+    """In this process and in one of its own, which has other hash seeds."""
     packed = tmp_path / "corpus.jsonl.gz"
     packed.write_bytes(gzip.compress(CORPUS.read_bytes()))
-    for number, source in enumerate([CORPUS, packed]):
-        words = ["--input", source, "--vocab-size", 500, "--output-dir", tmp_path / str(number)]
-        command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words]  # a process each: its own hash seeds
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        assert done.returncode == 0 and "500 tokens" in done.stdout, done.stderr
+    code, printed, _ = train("--input", packed, "--vocab-size", 500, "--output-dir", tmp_path / "0")
+    assert code == 0 and "500 tokens" in printed
+    words = ["--input", CORPUS, "--vocab-size", 500, "--output-dir", tmp_path / "1"]
+    command = [sys.executable, ROOT / "tools/train_tokenizer.py", *words]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 0 and "500 tokens" in done.stdout, done.stderr
     assert sorted(path.name for path in (tmp_path / "0").iterdir()) == FILES
     for name in FILES:
         assert len({(tmp_path / str(number) / name).read_bytes() for number in range(2)}) == 1

@@ -108,9 +108,12 @@ def problem(feature: dict[str, Any]) -> tuple[list[Tensor], Tensor, Tensor | Non
 
 
 @functools.cache
-def reference(name: str) -> list[Tensor]:
-    """Output and gradients of whole rows."""
-    feature = FEATURES[name]
+def references() -> dict[str, list[Tensor]]:
+    """Output and gradients of whole rows, for each feature. The ranks get them from the process of the test."""
+    return {name: reference(feature) for name, feature in FEATURES.items()}
+
+
+def reference(feature: dict[str, Any]) -> list[Tensor]:
     tensors, gradient, mask = problem(feature)
     for tensor in tensors:
         tensor.requires_grad_()
@@ -182,7 +185,7 @@ def failures(ranks: list[dict[str, float]]) -> list[tuple[int, str, float]]:
     ]
 
 
-def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
+def errors_on_rank(wholes: dict[str, list[Tensor]], tensor_size: int) -> dict[str, float]:
     """Largest relative error of this rank for each case."""
     world, rank, errors = torch.distributed.get_world_size(), torch.distributed.get_rank(), {}
     layouts = LAYOUTS if tensor_size == 1 else [("p2p", 2), ("a2a", 2)]
@@ -197,7 +200,7 @@ def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
             found = split(feature, groups, part, cp_comm_type=cp_comm_type)
             if len(found) == 5:  # the sink's gradient is partial, as all parameters' are
                 torch.distributed.all_reduce(found[4], group=groups.cp)
-            whole = reference(name)
+            whole = wholes[name]
             tp_rank = groups.rank("tp")
             expected = [cut_rows(tensor, part, 0).chunk(tensor_size, 2)[tp_rank] for tensor in whole[:4]]
             expected += [tensor.chunk(tensor_size)[tp_rank] for tensor in whole[4:]]
@@ -206,7 +209,7 @@ def errors_on_rank(tensor_size: int = 1) -> dict[str, float]:
     return errors
 
 
-def errors_of_fused_kernels() -> dict[str, float]:
+def errors_of_fused_kernels(wholes: dict[str, list[Tensor]]) -> dict[str, float]:
     """Returns the errors of the kernels of a GPU, with stand-ins for what only a GPU has."""
     fused_kernels.put_in_place()
     errors = {}
@@ -221,19 +224,19 @@ def errors_of_fused_kernels() -> dict[str, float]:
             if "mask" in feature or kernel.refusal(variant, situation) is not None:
                 continue
             found = split(feature, groups, part, kernel, cp_comm_type=cp_comm_type)[:4]
-            expected = [cut_rows(tensor, part, 0) for tensor in reference(name)[:4]]
+            expected = [cut_rows(tensor, part, 0) for tensor in wholes[name][:4]]
             errors[f"{cp_comm_type}, {kernel.name}: {name}"] = error(found, expected)
     return errors
 
 
 def test_fused_kernels_against_whole_rows() -> None:
-    ranks = run_on_ranks(errors_of_fused_kernels, 4)
+    ranks = run_on_ranks(errors_of_fused_kernels, 4, references())
     assert len(ranks[0]) >= 60
     assert not failures(ranks)
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2])
 def test_against_whole_rows(tensor_size: int) -> None:
-    ranks = run_on_ranks(errors_on_rank, 4, tensor_size)
+    ranks = run_on_ranks(errors_on_rank, 4, references(), tensor_size)
     assert len(ranks[0]) >= 30
     assert not failures(ranks)

@@ -84,17 +84,20 @@ def gradients(groups: ProcessGroupCollection, packed: bool = False, **settings: 
 
 
 def errors_on_rank() -> dict[str, float]:
+    """Returns the errors of each model on rank 0, which compares the sums over all ranks with a model of its own."""
     errors = {}
-    one = ProcessGroupCollection.from_grid(RankGrid(4), torch.distributed.get_rank())  # a model on each rank
+    one = ProcessGroupCollection.from_grid(RankGrid(4), torch.distributed.get_rank())  # a model on one rank
     groups = ProcessGroupCollection.from_grid(
         RankGrid(4, context=4), torch.distributed.get_rank(), hierarchical_context_sizes=[2, 2]
     )
     for name, model in MODELS.items():
-        expected = gradients(one, **model)
         found = gradients(groups, cp_comm_type=WAYS, **model)  # a way for each layer
-        assert found.keys() == expected.keys()
         for value in found.values():
             torch.distributed.all_reduce(value, group=groups.cp)
+        if torch.distributed.get_rank() > 0:
+            continue
+        expected = gradients(one, **model)
+        assert found.keys() == expected.keys()
         parts = [(found[key] - value).abs().max() / value.abs().max() for key, value in expected.items()]
         errors[name] = torch.stack(parts).max().item()
     return errors
