@@ -6,7 +6,7 @@ from megatron.core.enums import ModelType
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt import GPTModel
-from megatron.core import parallel_state
+from megatron.core import mpu, parallel_state
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 import megatron.legacy.model

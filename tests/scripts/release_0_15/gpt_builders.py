@@ -2,7 +2,7 @@
 
 import megatron.legacy.model
 from megatron.core.models.gpt import GPTModel
-from megatron.training import print_rank_0
+from megatron.training import get_args, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 from megatron.core.transformer.spec_utils import import_module

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import megatron.legacy.model
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.mamba import MambaModel
-from megatron.training import get_args
+from megatron.training import get_args, print_rank_0
 
 try:
     from megatron.post_training.model_builder import modelopt_gpt_mamba_builder
