@@ -1,6 +1,6 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,9 +18,12 @@ from megatron.core.dist_checkpointing.writing import SaveResult, save
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.sharding_strategy import replica_ranks
 from megatron.core.exceptions import UserError
+from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import routing_rule
+from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.inspection.run_description import (
@@ -148,6 +151,8 @@ class Checkpoints:
         --exit-on-missing-checkpoint is given.
         """
         flags = self.flags
+        if self.config.transformer.moe_use_upcycling:
+            return self._load_upcycled(state, model, optimizer, scheduler)
         if flags.load is not None:
             loaded = self._read(Path(flags.load), model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
             if loaded is not None:
@@ -163,6 +168,35 @@ class Checkpoints:
             self._say(f"no checkpoint in {flags.load}: starting a new run")
         return False
 
+    def _load_upcycled(
+        self,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> bool:
+        """Goes on from --save if the run was upcycled before. Otherwise makes experts of the dense checkpoint under
+        --load or --pretrained-checkpoint, and saves the new model under --save."""
+        flags, transformer = self.flags, self.config.transformer
+        if flags.save is not None:
+            loaded = self._read(Path(flags.save), model, optimizer, weights_only=False)
+            if loaded is not None:
+                self._say(f"--moe-use-upcycling: {flags.save} holds the upcycled run, which goes on")
+                self._restore(loaded, state, optimizer, scheduler)
+                return True
+        source = Path(flags.load or flags.pretrained_checkpoint or "")
+        if self._read(source, model, optimizer, weights_only=True, step=flags.ckpt_step, dense=True) is None:
+            raise UserError(f"--moe-use-upcycling: {source} holds no checkpoint")
+        self._say(f"made {transformer.num_moe_experts} experts a layer of each MLP (--moe-use-upcycling)")
+        if not weights_sum_to_one(routing_rule(transformer)):
+            self._say(
+                "NOTE: the weights of a token's experts do not sum to 1, so the model does not compute what the dense "
+                "one does; without --moe-router-pre-softmax and --moe-router-topk-scaling-factor it does"
+            )
+        if flags.save is not None:
+            self.save(state, model, optimizer, scheduler)
+        return True
+
     def _read(
         self,
         root: Path,
@@ -171,19 +205,27 @@ class Checkpoints:
         *,
         weights_only: bool,
         step: int | None = None,
+        dense: bool = False,
     ) -> LoadResult | None:
-        """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights."""
+        """Loads weights and, if wanted, optimizer state. Main weights are always loaded, together with the weights.
+        `dense`: the checkpoint is that of a dense model, of whose MLPs experts are made."""
         with_optimizer = not (weights_only or self.flags.no_load_optim or self.config.evaluation.skip_train)
-        wanted = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
+        wanted: Iterable[Chunk] = chain(self.weights(model), _state_to_read(optimizer, with_optimizer))
+        own, granularity = list[Chunk](), self.config.transformer.moe_upcycling_granularity
+        if dense:
+            own = list(wanted)
+            wanted = dense_chunks(own, granularity)
         loaded = load(
             root,
             wanted,
             step=step,
             policy=self._mismatch_policy(with_optimizer),
-            accept=lambda manifest: self._accept(manifest, weights_only, with_optimizer),
+            accept=None if dense else lambda manifest: self._accept(manifest, weights_only, with_optimizer),
             log=self._say,
         )
         if loaded is not None:
+            if dense:
+                enlarge_second_products(own, granularity)
             optimizer.after_load()
             iteration = loaded.manifest.iteration
             what = "" if with_optimizer else " (weights only)" if weights_only else " (without optimizer state)"

@@ -229,6 +229,19 @@ def _numbers_are_finite(s: Settings) -> Iterator[str]:
             yield f"{{{field}}} must be a finite number"
 
 
+def _upcycling(s: Settings) -> Iterator[str]:
+    """Upcycling reads a dense checkpoint, and writes the new model into another folder."""
+    if not s.moe_use_upcycling:
+        return
+    if s.load is None and s.pretrained_checkpoint is None:
+        yield "{moe_use_upcycling:name} makes experts of a dense checkpoint: {load:name} names its folder"
+    elif s.save is not None and s.save == (s.load or s.pretrained_checkpoint):
+        yield (
+            "{moe_use_upcycling:name} reads a dense checkpoint and writes another model: {save} must not be the folder "
+            "that is read"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     _model_is_described,
     _each_config,
@@ -259,6 +272,7 @@ RULES: tuple[Rule, ...] = (
     schedule_checks.warmup,
     schedule_checks.end_decay,
     schedule_checks.weight_decay,
+    _upcycling,
     file_checks.paths_are_not_empty,
     file_checks.files_exist,
     file_checks.checkpoint_folders_are_folders,

@@ -178,7 +178,6 @@ _NOT_YET = {
         mhc-sinkhorn-iterations""",
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
-    "experts are not made from a dense checkpoint": "moe-upcycling-granularity moe-use-upcycling",
     "the router's bias is updated by a fixed step": "moe-router-quantile-balancing-ema",
     "weights are sharded over data parallel ranks only (--data-parallel-sharding-strategy)": """
         enable-full-sharding-in-hsdp expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub

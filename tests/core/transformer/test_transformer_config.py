@@ -71,6 +71,8 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "dsa_indexer_k_norm_epsilon",
     "dsa_indexer_rope_interleaved",
     "dsa_indexer_scoring_relu",
+    "moe_use_upcycling",
+    "moe_upcycling_granularity",
 }
 """Ours too: what models need beyond Megatron-LM's fields (docs/models.md)."""
 OTHER_DEFAULTS = {"transformer_impl": "auto", "is_hybrid_model": "None"}

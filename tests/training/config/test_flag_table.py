@@ -69,6 +69,8 @@ OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path"
     "--dsa-indexer-rope-interleaved",
     "--disable-dsa-indexer-scoring-relu",
     "--no-dsa-indexer-scoring-relu",
+    "--moe-use-upcycling",
+    "--moe-upcycling-granularity",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",

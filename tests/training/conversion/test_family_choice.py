@@ -165,6 +165,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap --moe-token-dispatcher-type alltoall",
     ),
     "moe_token_drop_policy": ("--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position",),
+    "moe_upcycling_granularity": ("--moe-use-upcycling --load somewhere --moe-upcycling-granularity 1",),
+    "moe_use_upcycling": ("--moe-use-upcycling --load somewhere",),
     "moe_z_loss_coeff": ("--moe-z-loss-coeff 0.1",),
     "moe_apply_probs_on_input": (
         "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax --qk-layernorm",

@@ -97,6 +97,12 @@ class RoutingRule:
     """A group's score is the sum of this many of its best scores."""
 
 
+def weights_sum_to_one(rule: RoutingRule) -> bool:
+    """Whether the weights of each token's experts sum to 1."""
+    late_softmax = rule.score_function == "softmax" and not rule.scores_first
+    return (late_softmax or rule.renormalises) and rule.factor in (None, 0.0, 1.0)
+
+
 def choose_experts(
     logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,17 @@ class MoEConfig:
     moe_shared_expert_overlap: bool = flag(False, only_with=_SHARED)
     """Compute the shared experts while tokens are sent to the other experts and back, in forward and backward."""
 
+    # Upcycling -------------------------------------------------------------------------------------------------------
+
+    moe_use_upcycling: bool = False
+    """Begin from a checkpoint of a dense model: --load, or --pretrained-checkpoint, holds it, and each expert is a copy
+    of its MLP. The new model is saved under --save, from which the run goes on when it is started again."""
+
+    moe_upcycling_granularity: int = flag(1, only_with="moe_use_upcycling")
+    """With --moe-use-upcycling: number of experts that the dense MLP is cut into, by its inner channels.
+    --moe-ffn-hidden-size is then the dense --ffn-hidden-size divided by it; it divides --num-experts and
+    --moe-router-topk."""
+
     # Dispatch and compute --------------------------------------------------------------------------------------------
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = flag("allgather", only_with=_MOE)
@@ -91,15 +102,38 @@ def validate(config: Any) -> Iterator[str]:
     if config.num_moe_experts is None:
         if config.expert_model_parallel_size > 1:
             yield "{expert_model_parallel_size} spreads experts over ranks: it needs {num_moe_experts:name}"
+        if config.moe_use_upcycling:
+            yield "{moe_use_upcycling:name} makes experts of an MLP: it needs {num_moe_experts:name}"
         return
     yield from too_small(config, _EXPERT_SIZES, 1)
     yield from _layer_problems(config)
     yield from _shares(config)
+    if config.moe_use_upcycling:
+        yield from _upcycling_problems(config)
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         yield (
             "{moe_apply_probs_on_input:name} multiplies what an expert reads, which is its weight on the output only "
             "where a token goes to one expert: it needs {moe_router_topk:name} 1"
         )
+
+
+def _upcycling_problems(config: Any) -> Iterator[str]:
+    parts = config.moe_upcycling_granularity
+    if parts < 1:
+        yield "{moe_upcycling_granularity} must be at least 1"
+        return
+    for name in ("num_moe_experts", "moe_router_topk"):
+        if getattr(config, name) % parts:
+            yield f"{{moe_upcycling_granularity}} does not divide {{{name}}}"
+    dense = config.ffn_hidden_size or 4 * (config.hidden_size or 0)
+    if (config.moe_ffn_hidden_size or dense) * parts != dense:
+        yield (
+            f"{{moe_upcycling_granularity:name}} {parts} cuts the {dense} channels of the dense MLP "
+            f"({{ffn_hidden_size:name}}) into parts of {dense // parts}: {{moe_ffn_hidden_size}} must be that"
+        )
+    for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
+        if getattr(config, name) is not None:
+            yield f"{{{name}}} does not go with {{moe_use_upcycling:name}}: a dense model has no such part"
 
 
 def _layer_problems(config: Any) -> Iterator[str]:

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank, group_size
+from megatron.core.initializers import Initializer
 from megatron.core.ops.moe.routing import best, router_logits
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.storage import new_parameter
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.upcycling import EqualRows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _WIDTHS = {"fp32": torch.float32, "fp64": torch.float64}
@@ -39,10 +41,13 @@ class Router(MegatronModule):
         self.num_experts, self.topk = config.num_moe_experts, config.moe_router_topk
         # Under sequence parallelism every rank routes its own tokens only.
         facts: dict[str, Any] = {"partial_gradient_axes": frozenset({"tp"} if config.sequence_parallel else ())}
-        self.weight = new_parameter(config, (self.num_experts, config.hidden_size), config.init_method, **facts)
+        init: Initializer = config.init_method
+        if config.moe_use_upcycling and config.moe_upcycling_granularity > 1:
+            init = EqualRows(init, config.moe_upcycling_granularity)
+        self.weight = new_parameter(config, (self.num_experts, config.hidden_size), init, **facts)
         self.register_parameter("bias", None)
         if config.add_bias_linear if config.moe_router_bias is None else config.moe_router_bias:
-            self.bias = new_parameter(config, (self.num_experts,), config.init_method, **facts)
+            self.bias = new_parameter(config, (self.num_experts,), init, **facts)
         self.layer_number = layer_number or 0
 
     def set_layer_number(self, layer_number: int) -> None:

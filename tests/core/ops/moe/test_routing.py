@@ -17,6 +17,7 @@ from megatron.core.ops.moe.routing import (
     choose_experts,
     router_logits,
     sinkhorn,
+    weights_sum_to_one,
     within_best_groups,
     within_capacity,
 )
@@ -236,3 +237,13 @@ def test_logits_keep_their_inputs_as_they_are() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         router_logits(inputs, weight, None, torch.float32)
     assert [t.data_ptr() for t in saved] == [inputs.data_ptr()]
+
+
+@pytest.mark.parametrize("factor", [None, 1.5])
+@pytest.mark.parametrize("renormalises", [False, True])
+@pytest.mark.parametrize("scores_first", [False, True])
+@pytest.mark.parametrize("function", ["softmax", "sigmoid"])
+def test_whether_weights_sum_to_one(function: Any, scores_first: bool, renormalises: bool, factor: Any) -> None:
+    rule = RoutingRule(2, function, scores_first, renormalises, factor)
+    _, weights = choose_experts(numbers(5, EXPERTS), rule)
+    assert weights_sum_to_one(rule) == torch.allclose(weights.sum(-1), torch.ones(5, dtype=torch.float64))

@@ -1,0 +1,38 @@
+"""Runs that begin from a dense checkpoint: the first loss is the dense model's, in every layout, and they go on."""
+
+import pytest
+from support.command_lines import problems_of
+from support.runs import TINY, logger_of, train, train_on_ranks
+
+DENSE = f"{TINY} --swiglu --ffn-hidden-size 48 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
+HALVES = (
+    "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall "
+    "--moe-use-upcycling --moe-upcycling-granularity 2"
+)
+
+
+def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
+    data = f"--fp64 --data-path {corpus}"
+    dense, new = tmp_path / "dense", tmp_path / "new"
+    train(f"{data} --train-iters 2 --save {dense}", base=DENSE)
+    expected = train(f"{data} --train-iters 1 --load {dense} --finetune", base=DENSE).losses
+    upcycle = f"{data} {HALVES} --load {dense} --save {new}"
+    ranks = "--expert-model-parallel-size 2 --moe-grouped-gemm --use-distributed-optimizer"
+    found = logger_of(train_on_ranks(f"{upcycle} {ranks} --train-iters 2 --exit-interval 1", 2, base=DENSE))
+    assert found.losses == pytest.approx(expected, rel=1e-11)
+    capsys.readouterr()
+    again = train(f"{upcycle} --train-iters 2", base=DENSE)  # one process, from where the two ranks have stopped
+    printed = capsys.readouterr().out
+    assert f"--moe-use-upcycling: {new} holds the upcycled run, which goes on" in printed
+    assert len(again.losses) == 1 and again.losses != pytest.approx(expected)
+    straight = train(f"{data} {HALVES} --load {dense} --train-iters 2", base=DENSE)
+    assert straight.losses == pytest.approx([*expected, *again.losses], rel=1e-11)
+    printed = capsys.readouterr().out
+    assert "made 8 experts a layer of each MLP (--moe-use-upcycling)" in printed and "NOTE" not in printed
+
+
+def test_folders_that_do_not_fit_are_named():
+    (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48")
+    assert "--moe-use-upcycling makes experts of a dense checkpoint: --load names its folder" in problem
+    (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save here")
+    assert "--save here must not be the folder that is read" in problem
