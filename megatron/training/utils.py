@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.collectives import Group, all_reduce, broadcast, group_rank
 from megatron.core.context_parallel.batches import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+from megatron.core.datasets.blend_stages import last_blend, read_stages_file
 from megatron.core.datasets.utils import (
     Blend,
     get_blend_from_list,
@@ -194,12 +195,15 @@ def _mask_of_documents(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
 
 
 def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Returns the blend of --data-path or --data-args-path, and the blends of the splits' own flags. At least one of
-    the two is None; both are without data. Raises UserError for a file that cannot be read."""
+    """Returns the blend of --data-path or --data-args-path or the last one of --data-stages, and the blends of the
+    splits' own flags. At least one of the two is None; both are without data. Raises UserError for a file that cannot
+    be read."""
     if args.per_split_data_args_path is not None:
         return None, read_blend_per_split_file(args.per_split_data_args_path)
     if args.data_args_path is not None:
         return read_blend_file(args.data_args_path), None
+    if getattr(args, "data_stages", None) is not None:
+        return last_blend(read_stages_file(args.data_stages)), None
     if args.data_path is not None:
         return get_blend_from_list(args.data_path), None
     each = [get_blend_from_list(words) for words in (args.train_data_path, args.valid_data_path, args.test_data_path)]

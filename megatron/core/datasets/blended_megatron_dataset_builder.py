@@ -1,5 +1,6 @@
 """Builds the train, valid and test datasets of a run from its data configuration."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -7,14 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.blend_stages import BlendStage, StageOrder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.staged_blend import StagedBlend
 from megatron.core.datasets.utils import Blend, Split, normalize, split_bounds
 from megatron.core.exceptions import UserError
 from megatron.core.utils.warn import warn_on_first_rank
 
-TopLevelDataset = MegatronDataset | BlendedDataset
+TopLevelDataset = MegatronDataset | BlendedDataset | StagedBlend
 
 _WHOLE = (0.0, 1.0)
 
@@ -65,6 +68,8 @@ class BlendedMegatronDatasetBuilder:
         config, size = self.config, self.sizes[split.value]
         if config.mock:
             return self._build_one(None, self._share(split), size, split)
+        if split is Split.train and config.blend_stages is not None:
+            return self._build_stages(config.blend_stages, self._share(split), size, split)
         blend = config.blend_per_split[split.value] if config.blend_per_split is not None else config.blend
         share = self._share(split)
         if blend is None or share is None:
@@ -116,6 +121,30 @@ class BlendedMegatronDatasetBuilder:
             return None
         return BlendedDataset([dataset for dataset, _ in kept], [part for _, part in kept], sum(wanted), self.config)
 
+    def _build_stages(
+        self, stages: Sequence[BlendStage], share: tuple[float, float] | None, size: int | None, split: Split
+    ) -> StagedBlend | None:
+        if share is None or not size:
+            return None
+        order = StageOrder(stages, size)
+        for stage in stages[len(order.stages) :]:
+            warn_on_first_rank(f"--data-stages: the run ends before the stage from sample {stage.first_sample}")
+        used = order.before[-1].tolist()
+        passes: list[list[MegatronDataset]] = []
+        for prefix, count in zip(order.prefixes, used, strict=True):
+            passes.append([])
+            while count and (not passes[-1] or len(passes[-1]) * len(passes[-1][0]) < count):
+                config = copy.copy(self.config)
+                config.random_seed = (self.config.random_seed + len(passes[-1])) % 2**32
+                dataset = self._build_one(prefix, share, None, split, config)
+                if dataset is None:
+                    raise UserError(f"--data-stages: {prefix} has no sample in the {split.name} split")
+                passes[-1].append(dataset)
+            if count:
+                rounds = count / len(passes[-1][0])
+                warn_on_first_rank(f"--data-stages: {count} samples of {prefix}, {rounds:.2f} passes over its data")
+        return StagedBlend(order, passes, size)
+
     def _build_each(
         self, prefixes: list[str], share: tuple[float, float], sizes: Sequence[int | None], split: Split
     ) -> list[MegatronDataset | None]:
@@ -126,14 +155,20 @@ class BlendedMegatronDatasetBuilder:
             return list(pool.map(build, prefixes, sizes))
 
     def _build_one(
-        self, prefix: str | None, share: tuple[float, float] | None, size: int | None, split: Split
+        self,
+        prefix: str | None,
+        share: tuple[float, float] | None,
+        size: int | None,
+        split: Split,
+        config: BlendedMegatronDatasetConfig | None = None,
     ) -> MegatronDataset | None:
+        config = config or self.config
         if share is None:
             return None
         low_level = self._open(prefix)
         indices = range(*split_bounds(share, self.cls.numel_low_level_dataset(low_level)))
-        if not self.cls.is_empty(low_level, indices, self.config, split):
-            dataset = self.cls(low_level, prefix, indices, size, split, self.config)
+        if not self.cls.is_empty(low_level, indices, config, split):
+            dataset = self.cls(low_level, prefix, indices, size, split, config)
             if len(dataset):
                 return dataset
         self._refuse_or_leave_out(prefix or "mock data", size, split)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.datasets.blend_stages import BlendStage
 from megatron.core.datasets.utils import (
     DEFAULT_SPLIT,
     Blend,
@@ -57,6 +58,9 @@ class BlendedMegatronDatasetConfig:
 
     mmap_bin_files: bool = True
     """Map .bin files into memory instead of reading from them."""
+
+    blend_stages: list[BlendStage] | None = None
+    """Stages of the training data, which replace its blend. Validation and test data are those of `blend`."""
 
     mock: bool = False
     """Use made-up data. True if no blend is given."""

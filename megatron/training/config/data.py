@@ -10,7 +10,7 @@ from megatron.core.exceptions import UserError
 
 _SHARDING = "the cyclic order is one permutation of the whole data set, so that it is the same for every layout"
 _PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
-_WHOLE = ("data_path", "data_args_path", "per_split_data_args_path")
+_WHOLE = ("data_path", "data_args_path", "per_split_data_args_path", "data_stages")
 DATA_SOURCES = frozenset((*_WHOLE, *_PER_SPLIT))
 """Fields that name data sets."""
 
@@ -38,6 +38,10 @@ class DataConfig:
 
     data_args_path: str | None = None
     """File that contains the words of --data-path."""
+
+    data_stages: str | None = flag(None, families=["gpt"])
+    """JSON file with stages of the training data, whose blend changes at given samples: a list of objects with
+    from_sample and data_path (as in --data-path, with weights)."""
 
     per_split_data_args_path: str | None = None
     """JSON file with the keys train, valid and test; each value is written like --data-path."""
@@ -163,6 +167,8 @@ class DataConfig:
         for field in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
             if not 0 <= (getattr(self, field) or 0) <= 1:
                 yield f"{{{field}}}: expected a fraction from 0 to 1, such as 0.5"
+        if self.data_stages is not None and self.dataloader_type == "cyclic":
+            yield "{data_stages:name} gives the order of samples, which {dataloader_type} would shuffle; leave it out"
         sources = self.sources()
         if len(sources) > 1:
             names = " and ".join(f"{{{field}:name}}" for field in sources)

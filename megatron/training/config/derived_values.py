@@ -254,7 +254,7 @@ def iterations_of_samples(samples: int, global_batch_size: int, rampup: list[int
 def _data(s: Settings) -> str | None:
     if s.dataloader_type is None:
         s.set_derived("dataloader_type", "single")
-    if s.split is None and (s.data_path is not None or s.data_args_path is not None):
+    if s.split is None and (s.data_path or s.data_args_path or s.data_stages) is not None:
         s.set_derived("split", DEFAULT_SPLIT)
         return f"no --split given: data is divided into training, validation and test data as {DEFAULT_SPLIT}"
     return None

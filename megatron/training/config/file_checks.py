@@ -20,9 +20,13 @@ def files_exist(s: Settings) -> Iterator[str]:
     if not s.launch_environment.looks_at_files:
         return
     read = s.build(TokenizerConfig).files
-    for field in ("data_args_path", "per_split_data_args_path", "vocab_file", "merge_file"):
+    for field in ("data_args_path", "per_split_data_args_path", "data_stages", "vocab_file", "merge_file"):
         path = getattr(s, field)
-        if path is not None and not Path(path).is_file() and (field in read or field.endswith("_path")):
+        if (
+            path is not None
+            and not Path(path).is_file()
+            and (field in read or field.startswith(("data_", "per_split_")))
+        ):
             yield f"{{{field}}}: no such file"
     if "tokenizer_model" in read and s.tokenizer_model is not None and not Path(s.tokenizer_model).exists():
         yield "{tokenizer_model}: no such file or folder"
@@ -45,7 +49,7 @@ def validation_sets(s: Settings) -> Iterator[str]:
         return
     if s.mock_data:
         yield "{multiple_validation_sets} needs data sets (--valid-data-path); {mock_data} makes up a single one"
-    if s.per_split_data_args_path is not None or s.data_args_path is not None:
+    if (s.per_split_data_args_path or s.data_args_path or s.data_stages) is not None:
         return  # the builder of the data sets reads the file
     field = "data_path" if s.data_path is not None else "valid_data_path"
     try:
@@ -90,6 +94,7 @@ PATHS = (
     "valid_data_path",
     "test_data_path",
     "data_args_path",
+    "data_stages",
     "per_split_data_args_path",
     "data_cache_path",
     "vocab_file",

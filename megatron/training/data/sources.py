@@ -3,7 +3,9 @@
 import sys
 from typing import Any
 
+from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
 from megatron.core.datasets.utils import Blend
+from megatron.core.exceptions import UserError
 from megatron.core.utils.warn import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data_preparation.checks import check_data
@@ -18,7 +20,11 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
     """
     data = config.data
     blend, per_split = blends(config)
+    stages = None if data.data_stages is None or data.mock_data else read_stages_file(data.data_stages)
     prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
+    prefixes |= set(prefixes_of(stages or ()))
+    if stages is not None and config.training.sft:
+        raise UserError("--data-stages does not go with --sft; give the conversations by --data-path")
     if is_first_rank() and not config.training.sft:  # conversations are encoded when they are read
         for prefix in sorted(prefixes):
             check_data(prefix, tokenizer, config.tokenizer.model_vocab_size(tokenizer.vocab_size), warn=_warn)
@@ -26,6 +32,7 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
         "random_seed": config.seed,
         "sequence_length": data.seq_length,
         "blend": blend,
+        "blend_stages": stages,
         "blend_per_split": per_split,
         "multiple_validation_sets": config.evaluation.multiple_validation_sets,
         "split": None if per_split is not None else data.split,

@@ -12,6 +12,7 @@ from megatron.core.collectives import all_reduce
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.staged_blend import StagedBlend
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.exceptions import UserError
 from megatron.core.timers import Timers
@@ -172,7 +173,7 @@ def _on_any_rank(flags: Sequence[bool], environment: Environment) -> list[bool]:
 def collate_of(dataset: Any) -> Callable[[Sequence[Any]], Any]:
     """Returns the function that makes a batch from items: a record for this package's data sets (a `Batch` unless they
     are BERT's or T5's), torch's default for others."""
-    if isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, BlendedDataset | StagedBlend):
         return collate_of(dataset.datasets[0])
     if isinstance(dataset, BERTMaskedWordPieceDataset):
         return collate_bert

@@ -249,6 +249,7 @@ COMPARED = (
     "train_data_path",
     "valid_data_path",
     "data_args_path",
+    "data_stages",
     "per_split_data_args_path",
     "split",
     "tokenizer_type",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.datasets.staged_blend import StagedBlend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.num_microbatches_calculator import BatchSchedule, use_schedule
@@ -36,6 +37,7 @@ from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.profiler import make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.reports import RerunReport, StragglerReport
+from megatron.training.hooks.stage_report import StageReport
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
@@ -75,8 +77,10 @@ def set_up(
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         environment.progress.enter("building datasets")
         datasets = providers.build_datasets(context, sample_counts(config))
-    forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
+    if isinstance(datasets[0], StagedBlend) and environment.is_first:
+        hooks_of_script = (StageReport(datasets[0], context.state, config.logging.log_interval), *hooks_of_script)
+    forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
     trainer = build_trainer(
         context,
         padded,

@@ -28,6 +28,7 @@ MEGATRON_LM = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_
 OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
     "--config",
     "--layout-invariant",
+    "--data-stages",
     "--load-hf",
     "--log-style",
     "--save-hf-interval",
