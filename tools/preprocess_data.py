@@ -38,7 +38,7 @@ RENAMED = {"--vocab": "--vocab-file"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool; returns its exit code."""
+    """Runs the tool; returns its exit code."""
     console = Console()
     try:
         flags = read_tool_flags(sys.argv[1:] if argv is None else argv, SECTIONS, USAGE, ABOUT, RENAMED)

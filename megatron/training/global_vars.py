@@ -205,5 +205,5 @@ def get_tensorboard_writer() -> Any:
 
 
 def get_wandb_writer() -> None:
-    """Returns None: Weights & Biases is not supported yet."""
+    """Returns None: the app's log writes to Weights & Biases (--wandb-project)."""
     return

@@ -57,7 +57,7 @@ def initialize_megatron(
     parsed_args: Arguments | None = None,
     store: Any = None,
 ) -> None:
-    """Read the command line, join the other ranks, make the process groups and the tokenizer.
+    """Reads the command line, joins the other ranks, makes the process groups and the tokenizer.
 
     After it `get_args()`, `get_tokenizer()` and the functions of megatron.training.training work. The process group
     ends with the program. A machine without CUDA is always allowed. A second call starts another run. Exits with code
@@ -76,12 +76,12 @@ def initialize_megatron(
 
 
 def close_with_run(close: Callable[[], object]) -> None:
-    """Call `close` when the run that `initialize_megatron` started ends."""
+    """Has `close` called when the run that `initialize_megatron` started ends."""
     _resources.callback(close)
 
 
 def refuse(function: str, asked: Mapping[str, bool]) -> None:
-    """Raise UserError for the first argument that is given and not supported yet."""
+    """Raises UserError for the first argument that is given and not supported yet."""
     for name, value in asked.items():
         if value:
             raise UserError(f"{function}({name}=...): not yet")

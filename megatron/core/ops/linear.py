@@ -38,7 +38,7 @@ class SequenceShard:
     group: Group
 
     def start_gather(self) -> Pending:
-        """Start to gather all rows, [t, in]. All ranks of the group run their deferred products in the same order."""
+        """Starts to gather all rows, [t, in]. All ranks of the group run their deferred products in the same order."""
         return start_gather_rows(self.rows, self.group)
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def warn_on_first_rank(message: str, logger: str = "megatron.core") -> None:
-    """Log a warning once in this process, on the first rank only."""
+    """Logs a warning once in this process, on the first rank only."""
     if is_first_rank():
         _warn_once(message, logger)
 

@@ -57,7 +57,7 @@ def _two_stacks(s: Settings) -> None:
         if getattr(s, field) != layers:
             s.set_derived(field, layers)
             if field != "num_encoder_layers" and field != "num_layers":
-                s.provenance[field] = "flag"  # --num-layers said it, whose value may change here
+                s.provenance[field] = "flag"  # the value of --num-layers, which may change here
     stages = s.encoder_pipeline_model_parallel_size
     if stages > 0:  # from here on as today's flags say it
         split = s.pipeline_model_parallel_split_rank

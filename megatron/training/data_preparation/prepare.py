@@ -115,7 +115,7 @@ def prepare(
 
 
 class _Unfinished(UserError):
-    """An error whose reason is not in the input. The next run can go on with the finished blocks."""
+    """An error whose reason is not in the input. The next run can continue after the finished blocks."""
 
 
 def _settings(config: PreparationConfig, tokenizer: Tokenizer, splitter: str | None) -> dict[str, Any]:

@@ -92,7 +92,7 @@ ARCHITECTURE = (
     "moe_router_group_topk",
     "mtp_num_layers",
 )
-"""Fields that decide what function the weights are of: with another value, the same weights are another model."""
+"""Fields that determine the computed function: with another value, the same weights are another model."""
 
 MODEL_OPTIONS = (
     "attn_logit_softcapping",
@@ -140,8 +140,8 @@ MODEL_OPTIONS = (
     "relative_attention_num_buckets",
     "relative_attention_max_distance",
 )
-"""More of these, which few models turn: described where they are not at their defaults, so that a checkpoint from
-before there was such a model option is one that leaves it alone."""
+"""More of these, which few models use. Only values other than the defaults are described, so a checkpoint from before
+there was such a model option counts as one with the default."""
 
 
 def describe_run(config: PretrainConfig) -> dict[str, Any]:

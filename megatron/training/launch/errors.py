@@ -24,7 +24,7 @@ _HEAD_START_OF_FIRST_RANK = 5.0
 
 
 def exit_with_problems(error: UserError) -> NoReturn:
-    """Print each problem of a command line, once for all ranks, and exit with code 2."""
+    """Prints each problem of a command line, once for all ranks, and exits with code 2."""
     if os.environ.get("RANK", "0") == "0":
         problems = error.problems if isinstance(error, ConfigurationError) else [str(error)]
         text = "\n".join(f"error: {problem}" for problem in problems)
@@ -35,7 +35,7 @@ def exit_with_problems(error: UserError) -> NoReturn:
 
 
 def exit_with_error_of_rank(error: UserError) -> NoReturn:
-    """Print an error that this rank met during the run, with its rank if there are several, and exit with code 2."""
+    """Prints an error that this rank met during the run, with its rank if there are several, and exits with code 2."""
     rank = os.environ.get("RANK")
     message = error.text(spelling_of) if isinstance(error, FieldError) else str(error)
     text = f"error: {message}" if rank is None else f"error on rank {rank}: {message}"
@@ -45,7 +45,7 @@ def exit_with_error_of_rank(error: UserError) -> NoReturn:
 
 
 def delay_errors_on_other_ranks() -> None:
-    """Wait on every rank but the first, so that the first rank prints a mistake that all ranks find.
+    """Waits on every rank but the first, so that the first rank prints a mistake that all ranks find.
 
     The first rank prints the error and exits; the launcher then ends the other ranks while they wait here, so that the
     log has the message once. A rank that is alone with its error prints it after the wait.
@@ -57,7 +57,7 @@ def delay_errors_on_other_ranks() -> None:
 
 
 def write_launcher_error_file(text: str) -> None:
-    """Give torchrun the text that its summary shows as the cause of this rank's failure. Without torchrun does nothing.
+    """Gives torchrun the text that its summary shows as the cause of this rank's failure. No effect without torchrun.
 
     The format is that of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, whose own method would write a
     traceback in place of the text. A file that exists is kept: the first failure of a rank is the cause.

@@ -11,7 +11,7 @@ from megatron.training.layout_check.layout_trace import FORWARD, GRADIENT, INITI
 _ORDER = (INITIAL, FORWARD, GRADIENT, NORM, WEIGHT)
 
 _NOTHING = 1e-7
-"""What is smaller everywhere is a zero with its rounding, of which no relative error can be told."""
+"""A tensor whose values are all smaller counts as zero with rounding errors; it has no relative error."""
 
 
 @dataclass(frozen=True)
