@@ -31,10 +31,9 @@ class ResilienceConfig:
     """Seconds without progress of any rank, while some wait, after which a run of several processes ends and names the
     rank that the others wait for. Default: nine tenths of --distributed-timeout-minutes."""
 
-    check_weight_hash_across_dp_replicas_interval: int | None = flag(
-        None, no_effect="not yet: replicas are not compared during training"
-    )
-    """Steps between two comparisons of the weights of data parallel replicas."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Steps between two comparisons of the weights of data parallel replicas by checksums. The run ends if they differ,
+    which only broken hardware or a script's own code can do. Each comparison waits for the device."""
 
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
     """What to do about a result that a script's loss function hands to the rerun state machine and rejects: end or warn
@@ -60,6 +59,6 @@ class ResilienceConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("error_injection_rate",), 0)
-        yield from too_small(self, ("hang_timeout_seconds",), 1)
+        yield from too_small(self, ("hang_timeout_seconds", "check_weight_hash_across_dp_replicas_interval"), 1)
         if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
             yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

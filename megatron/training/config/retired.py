@@ -54,6 +54,8 @@ def translate(occurrence: Occurrence) -> Translation | None:
         return _NO_POSITIONS
     if spelling == _GPT_OSS:
         return _becomes(occurrence, (), implied=_GPT_OSS_POSITIONS)
+    if spelling == _QK_DECAY:
+        return _becomes(occurrence, (Occurrence("--apply-wd-to-qk-layernorm", words if words != _QK_WORDS else ()),))
     if spelling in _RENAMED:
         return _becomes(occurrence, (Occurrence(_RENAMED[spelling], words),))
     if spelling in _NOW:
@@ -119,6 +121,7 @@ _NOW = {
     "--use-rotary-position-embeddings": Occurrence("--position-embedding-type", ("rope",)),
 }
 
+_QK_DECAY, _QK_WORDS = "--no-weight-decay-cond-type", ("apply_wd_to_qk_layernorm",)
 _GPT_OSS = "--enable-gpt-oss"
 _GPT_OSS_POSITIONS = tuple(
     Occurrence(*words)
@@ -146,5 +149,5 @@ REFUSED = {
 }
 """Flags of older releases whose meaning depends on the layout, and what to give instead."""
 
-RETIRED = frozenset({"--no-position-embedding", _GPT_OSS, *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
+RETIRED = frozenset({"--no-position-embedding", _GPT_OSS, _QK_DECAY, *_FULL_RECOMPUTATION, *_RENAMED, *_NOW, *_GONE})
 """All flags that `translate` replaces."""

@@ -206,7 +206,7 @@ _NOT_YET = {
         fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds
         fault-injector-ranks fault-injector-seed""",
     "the parameter groups are those of weight decay and learning rate flags": """
-        dump-param-to-param-group-map freeze-all-layers no-weight-decay-cond-type""",
+        dump-param-to-param-group-map freeze-all-layers""",
     "a run has one phase": "phase-transition-iterations",
 }
 """What is so today, and the flags that would change it."""

@@ -36,6 +36,7 @@ from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.profiler import make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
+from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.hooks.stage_report import StageReport
 from megatron.training.inspection.print_config import config_lines
@@ -163,7 +164,7 @@ def build_trainer(
         forward_step=forward_step,
         splits=open_data(),
         log=log,
-        hooks=Hooks([*build_hooks(config, environment, state), *hooks_of_script]),
+        hooks=Hooks([*build_hooks(config, environment, state, model), *hooks_of_script]),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=probe,
@@ -246,11 +247,15 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
     return step
 
 
-def build_hooks(config: PretrainConfig, environment: Environment, state: TrainState) -> list[Hook]:
+def build_hooks(
+    config: PretrainConfig, environment: Environment, state: TrainState, model: Sequence[DistributedDataParallel] = ()
+) -> list[Hook]:
     """Returns the hooks that the flags ask for."""
     hooks: list[Hook] = []
     if config.training.manual_gc:
         hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
+    replicas = config.resilience.check_weight_hash_across_dp_replicas_interval
+    hooks += [ReplicaCheck(model, replicas)] if replicas is not None else []
     flags = config.logging
     hooks += [RerunReport()] if config.resilience.rerun_mode == "report_stats" else []
     hooks += [StragglerReport(flags.log_interval)] if flags.log_straggler else []

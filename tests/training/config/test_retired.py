@@ -70,3 +70,8 @@ def test_what_a_hint_says_to_give_is_a_command_line_that_works(word: str) -> Non
     way = hint.partition("give ")[2].partition(" (")[0]
     more = {"longrope": "--rope-scaling-short-factor 1 --rope-scaling-long-factor 1"}.get(word, "")
     assert configured(f"{way} {more}").model.position_embedding_type in ("rope", "none")
+
+
+def test_the_older_spelling_of_weight_decay_of_query_and_key_norms() -> None:
+    assert read("--no-weight-decay-cond-type apply_wd_to_qk_layernorm")["apply_wd_to_qk_layernorm"] is True
+    assert read_command_line(["--no-weight-decay-cond-type", "other"]).problems

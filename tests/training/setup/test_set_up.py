@@ -16,6 +16,7 @@ from megatron.training.config.settings import LaunchEnvironment
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.profiler import TorchProfiler
 from megatron.training.hooks.progress_file import ProgressFile
+from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.providers import SampleCounts
 from megatron.training.setup.set_up import build_hooks, build_probe, resolve_auto_layout, sample_counts, set_torch
 from megatron.training.state import TrainState
@@ -51,6 +52,16 @@ def test_hooks_that_the_flags_ask_for(tmp_path: Any) -> None:
     assert isinstance(collection, ManualGarbageCollection) and collection.interval == 5 and gc.isenabled()
     assert isinstance(profiler, TorchProfiler) and (profiler.start, profiler.end) == (2, 4)
     assert len(build_hooks(config, SimpleNamespace(rank=1), TrainState())) == 1  # --profile-ranks is 0  # type: ignore[arg-type]
+
+
+def test_replicas_are_compared_if_a_flag_says_it() -> None:
+    config, here = (
+        config_of("--train-iters 9 --check-weight-hash-across-dp-replicas-interval 3"),
+        SimpleNamespace(rank=0),
+    )
+    model: list[Any] = []
+    (check,) = build_hooks(config, here, TrainState(), model)
+    assert isinstance(check, ReplicaCheck) and check.interval == 3 and check.model is model
 
 
 def test_hooks_that_write_files(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
