@@ -1,8 +1,6 @@
 """megatron/core/datasets/staged_blend.py: samples of stages, with no repetition inside a pass over a dataset."""
 
-import io
 import json
-from contextlib import redirect_stderr
 
 import numpy as np
 import pytest
@@ -40,10 +38,8 @@ def build(tmp_path, size):
     return BlendedMegatronDatasetBuilder(GPTDataset, [size, 4, 0], lambda: True, config).build()
 
 
-def test_no_sample_is_repeated_before_all_others_have_come(tmp_path):
-    said = io.StringIO()
-    with redirect_stderr(said):
-        train, valid, _ = build(tmp_path, 200)
+def test_no_sample_is_repeated_before_all_others_have_come(tmp_path, caplog):
+    train, valid, _ = build(tmp_path, 200)
     assert isinstance(train, StagedBlend) and len(train) == 200 and len(valid) >= 4
     seen = {0: [], 1: []}
     for idx in range(200):
@@ -58,7 +54,7 @@ def test_no_sample_is_repeated_before_all_others_have_come(tmp_path):
             one_pass = samples[start : start + each]
             assert len(set(one_pass)) == len(one_pass)
         assert samples[:each] != samples[each : 2 * each]  # in another order
-    assert "passes over its data" in said.getvalue()
+    assert f"--data-stages: 60 samples of {tmp_path}/a, 2.50 passes over its data" in caplog.text
     with pytest.raises(IndexError, match="sample 200 requested"):
         train[200]
 
