@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from parity.families import FAMILIES, Family
 from parity.layouts import DIMENSIONS, PIPELINE_BEFORE_DATA, Choice, Layout, dimension_of, layout
 from parity.model_list import MODELS
-from parity.models import Model
+from parity.models import FEW_LAYERS, LAYERS, Model
 from parity.mutations import MUTATIONS
 from parity.text import GLOBAL_BATCH
 
@@ -43,16 +43,23 @@ class Cell:
     micro-batches in a step: these samples are so short that a micro-batch takes the same time with any number. Packed
     rows stay short, because in longer ones no document would cross the ranges of context parallel ranks."""
 
+    layers: int = 0
+    """Layers of each stack. 0 means `FEW_LAYERS` for a model whose layers are all alike without pipeline and data
+    parallelism, where a third layer would repeat what the second one shows; else `LAYERS`."""
+
     def __post_init__(self) -> None:
         rows, ranks = self.rows or self.model.rows, self.layout.data.ranks
         fixed = self.rows or self.model.packed or self.layout.pipeline.ranks > 1
         while not fixed and GLOBAL_BATCH // (rows * ranks) > 2:
             rows *= 2
         object.__setattr__(self, "rows", rows)
+        by_layer = isinstance(self.layout.settings.get("cp_comm_type"), list)
+        few = self.layout.pipeline.ranks == ranks == 1 and not by_layer and not self.model.layers_differ
+        object.__setattr__(self, "layers", self.layers or (FEW_LAYERS if few else LAYERS))
 
     @property
     def alone(self) -> "Cell":
-        """The cell of one process with this cell's model, loss and micro-batches."""
+        """The cell of one process with this cell's model, loss, micro-batches and layers."""
         return replace(self, layout=Layout())
 
     @property

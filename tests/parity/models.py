@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 LENGTH = 16
 SEED = 11
 LAYERS = 4
+FEW_LAYERS = 2
+"""Layers of a cell in which more of them would show nothing new."""
 
 OPTIMIZER: dict[str, float] = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95, "adam_eps": 1e-6, "clip_grad": 0.5}
 """Fields of OptimizerConfig. Epsilon is large because some gradients are zero up to rounding, such as that of the key
@@ -68,6 +70,12 @@ class Model:
         return self.settings.get("mtp_num_layers") or 0
 
     @property
+    def layers_differ(self) -> bool:
+        """Tells whether a setting names layers, so that they differ in more than their weights."""
+        by_layer = {"window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq", "moe_layer_freq"}
+        return bool((by_layer | {"linear_attention_freq", "hybrid_layer_pattern"}) & self.settings.keys())
+
+    @property
     def couples_tokens(self) -> bool:
         """Tells whether an operation acts on a whole micro-batch, so that results depend on the micro-batch size."""
         return bool(self.experts or self.predicting)
@@ -94,14 +102,19 @@ class Model:
         return hash(self.name)
 
 
-def transformer_config(model: Model, **settings: Any) -> TransformerConfig:
-    """Returns the model's config with the settings of a layout, in float64 unless they choose another type."""
+def transformer_config(model: Model, layers: int = LAYERS, **settings: Any) -> TransformerConfig:
+    """Returns the model's config with the settings of a layout, in float64 unless they choose another type.
+
+    Each stack has this number of `layers`.
+    """
     if not {"bf16", "params_dtype"} & set(settings):
         settings["fp64"] = True
+    if "num_encoder_layers" in model.settings:
+        settings["num_encoder_layers"] = layers
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "ffn_hidden_size": 48}
     kind = MLATransformerConfig if model.is_latent else TransformerConfig
     return kind(
-        num_layers=LAYERS,
+        num_layers=layers,
         hidden_size=32,
         num_attention_heads=8,
         init_method_std=0.15,

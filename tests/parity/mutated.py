@@ -38,7 +38,7 @@ def examine(cell: Cell) -> dict[str, Any]:
     steps = cell.model.steps
     with Pool(cell.layout.ranks, context=multiprocessing.get_context("fork")) as pool:
         ranks = pool.run(train, cell.layout.ranks, cell, steps, "cpu", FLOAT64, False, LONG - steps)
-    expected = reference(cell.model, cell.per_token, steps, cell.rows)
+    expected = reference(cell.model, cell.per_token, steps, cell.rows, layers=cell.layers)
     single = train(cell.alone, steps)
     return {
         "product": [m.__file__ for name, m in sys.modules.items() if name.startswith("megatron.") and m.__file__],

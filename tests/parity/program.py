@@ -92,7 +92,7 @@ def groups_of(cell: Cell, rank: int, config: TransformerConfig) -> ProcessGroupC
 def prepare(cell: Cell, device: torch.device, precision: Precision) -> Parts:
     """Builds the wrapped model chunks of this rank and their optimizer."""
     config = transformer_config(
-        cell.model, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
+        cell.model, cell.layers, **cell.layout.settings, **precision.settings, calculate_per_token_loss=cell.per_token
     )
     lengths = kind_of(cell.model).shapes(cell.model, cell.rows)
     stages_of_auto = stages_of_auto_layout(config, LENGTH, cell.model.vocabulary, lengths.get("decoder_seq_length"))

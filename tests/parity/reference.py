@@ -12,7 +12,7 @@ import torch
 from parity.evidence import Evidence, Masks, Step, TensorSlice, reports_of, watched_masks
 from parity.kinds import build_model, kind_of
 from parity.model_list import MODELS
-from parity.models import OPTIMIZER, Model, transformer_config
+from parity.models import LAYERS, OPTIMIZER, Model, transformer_config
 from parity.text import GLOBAL_BATCH
 from torch import Tensor, nn
 
@@ -23,16 +23,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def reference(
-    model: Model, per_token: bool, steps: int = 3, rows: int | None = None, lr: float | None = None
+    model: Model,
+    per_token: bool,
+    steps: int = 3,
+    rows: int | None = None,
+    lr: float | None = None,
+    layers: int = LAYERS,
 ) -> Evidence:
     """Returns the records of one process. With the per-token loss, `rows` of a micro-batch do not matter."""
-    return _reference(model.name, per_token, steps, rows or model.rows, lr or OPTIMIZER["lr"])
+    return _reference(model.name, per_token, steps, rows or model.rows, lr or OPTIMIZER["lr"], layers)
 
 
 @cache
-def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float) -> Evidence:
+def _reference(name: str, per_token: bool, steps: int, rows: int, lr: float, layers: int) -> Evidence:
     model = next(m for m in MODELS if m.name == name)
-    config = _config(model, per_token)
+    config = _config(model, per_token, layers)
     built = build_model(model, config)
     evidence = Evidence(initial=_slices(built), masks=Masks())
     optimizer, loads = plain_optimizer(built, lr), watched_loads(built)
@@ -85,9 +90,9 @@ def even_out(loads: list[Load], rate: float) -> None:
         load.counts.zero_()
 
 
-def _config(model: Model, per_token: bool) -> TransformerConfig:
+def _config(model: Model, per_token: bool, layers: int) -> TransformerConfig:
     # The reference runs on the CPU even if there are GPUs.
-    return transformer_config(model, calculate_per_token_loss=per_token, use_cpu_initialization=True)
+    return transformer_config(model, layers, calculate_per_token_loss=per_token, use_cpu_initialization=True)
 
 
 def plain_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ def disagreements(pool: Pool, cell: Cell, steps: int) -> list[str]:
     ranks = pool.run(train, cell.layout.ranks, cell, steps)
     # With the per-token loss the micro-batch size does not matter: the reference uses one sample.
     rows = 1 if cell.per_token and not cell.model.couples_tokens else cell.rows
-    return judge(reference(cell.model, cell.per_token, steps, rows), ranks).beyond(TOLERANCE)
+    return judge(reference(cell.model, cell.per_token, steps, rows, layers=cell.layers), ranks).beyond(TOLERANCE)
 
 
 @pytest.mark.parametrize("cell", quick_cells(), ids=lambda cell: cell.name)
@@ -41,7 +41,8 @@ def test_layout_in_float32(pool: Pool, name: str) -> None:
     cell, precision = cell_of(name), Precision({"params_dtype": torch.float32}, {"lr": LR})
     ranks = pool.run(train, cell.layout.ranks, cell, 3, "cpu", precision)
     # Initial values are float32 here and float64 in the reference, so they are not compared to the bit.
-    assert not judge(reference(cell.model, cell.per_token, rows=cell.rows, lr=LR), ranks, to_the_bit=False).beyond(1e-5)
+    expected = reference(cell.model, cell.per_token, rows=cell.rows, lr=LR, layers=cell.layers)
+    assert not judge(expected, ranks, to_the_bit=False).beyond(1e-5)
 
 
 @pytest.mark.slow

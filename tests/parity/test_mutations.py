@@ -54,7 +54,7 @@ def test_a_planted_bug_is_caught(mutation: Mutation, tmp_path: Path) -> None:
     seen = examine(mutation, tmp_path)
     cell = cell_of(mutation.caught_by)
     # One process computes the same with the bug as without.
-    expected = reference(cell.model, cell.per_token, cell.model.steps, cell.rows)
+    expected = reference(cell.model, cell.per_token, cell.model.steps, cell.rows, layers=cell.layers)
     assert not seen["one process"]
     assert seen["norms of one process"] == pytest.approx([step.norm for step in expected.steps], rel=1e-11)
     assert seen["losses of one process"] == pytest.approx(mean_losses([expected]), rel=1e-11)
