@@ -28,7 +28,6 @@ MIXERS = [
         "summed = all_reduce(scores.softmax(-1).sum(1), tp_group)",
         "summed = scores.softmax(-1).sum(1)",
         "dsa/tp2/per-token",
-        quick=True,
     ),
     Mutation(
         "indexer-loss-per-rank-of-tokens",
