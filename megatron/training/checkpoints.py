@@ -1,6 +1,6 @@
 """Saves and loads checkpoints of a run: their content, when they are loaded, and the messages about them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.digests import data_differences
 from megatron.training.inspection.run_description import (
     architecture_differences,
     check_architecture,
@@ -51,6 +52,10 @@ class Checkpoints:
         self.groups = groups
         self.last_saved: int | None = None
         """Iteration of the newest checkpoint under --save that this run wrote, began to write or resumed from."""
+        self.data: Mapping[str, str] = {}
+        """Digests of the run's data, which every checkpoint stores."""
+        self._saved_data: Mapping[str, str] = {}
+        """Those in the checkpoint that was loaded."""
         self.memory = StagingMemory()
         self.pending: tuple[int, PendingSave] | None = None
         """Iteration and save that `begin_save` started and `finish_save` has not ended."""
@@ -124,7 +129,8 @@ class Checkpoints:
             "optimizer": optimizer.common_state() if keep_optimizer else None,
         }
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
-        facts = {"config": describe_run(self.config), "layout": layout, "keep_last": self.flags.keep_last}
+        description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
+        facts = {"config": description, "layout": layout, "keep_last": self.flags.keep_last}
         facts["keep_every"] = self.flags.save_retain_interval
         return chunks, {"step": state.iteration, "common": common, **facts}
 
@@ -266,6 +272,7 @@ class Checkpoints:
         if self.flags.finetune or "train_state" not in common:
             return
         self._say(*setting_differences(self.config, loaded.manifest.config))
+        self._saved_data = loaded.manifest.config.get("data", {})
         state.restore(TrainState.from_json(common["train_state"]))
         if not self.config.evaluation.skip_train:
             spelling = partial(schedule_flag, self.config)
@@ -274,6 +281,13 @@ class Checkpoints:
                 optimizer.load_common_state(common["optimizer"])
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
             self.last_saved = state.iteration
+
+    def take_data(self, digests: Mapping[str, str]) -> None:
+        """Stores the digests of the run's data in later checkpoints, and prints what differs from the checkpoint that
+        was loaded."""
+        self.data = digests
+        if self._saved_data:
+            self._say(*data_differences(digests, self._saved_data))
 
     # Both ------------------------------------------------------------------------------------------------------------
 

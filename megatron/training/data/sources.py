@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
+from megatron.core.datasets.blend_stages import BlendStage, prefixes_of, read_stages_file
 from megatron.core.datasets.utils import Blend
 from megatron.core.exceptions import UserError
 from megatron.core.utils.warn import is_first_rank
@@ -20,9 +20,8 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
     """
     data = config.data
     blend, per_split = blends(config)
-    stages = None if data.data_stages is None or data.mock_data else read_stages_file(data.data_stages)
-    prefixes = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
-    prefixes |= set(prefixes_of(stages or ()))
+    stages = _stages(config)
+    prefixes = prefixes_of_run(config)
     if stages is not None and config.training.sft:
         raise UserError("--data-stages does not go with --sft; give the conversations by --data-path")
     if is_first_rank() and not config.training.sft:  # conversations are encoded when they are read
@@ -44,6 +43,18 @@ def shared_fields(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "allow_ambiguous_pad_tokens": data.allow_ambiguous_pad_tokens,
     }
+
+
+def prefixes_of_run(config: PretrainConfig) -> set[str]:
+    """Returns the prefixes of all data sets that the flags name; none for made-up data."""
+    blend, per_split = blends(config)
+    found = {prefix for each in (blend, *(per_split or ())) if each is not None for prefix in each[0]}
+    return found | set(prefixes_of(_stages(config) or ()))
+
+
+def _stages(config: PretrainConfig) -> list[BlendStage] | None:
+    data = config.data
+    return None if data.data_stages is None or data.mock_data else read_stages_file(data.data_stages)
 
 
 def blends(config: PretrainConfig) -> tuple[Blend | None, list[Blend | None] | None]:

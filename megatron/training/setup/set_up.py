@@ -29,6 +29,7 @@ from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.digests import data_digests
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
@@ -78,6 +79,8 @@ def set_up(
     with timed(timers, "train/valid/test-data-iterators-setup", 0):
         environment.progress.enter("building datasets")
         datasets = providers.build_datasets(context, sample_counts(config))
+        if environment.is_first:
+            checkpoints.take_data(data_digests(config))
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
     if isinstance(datasets[0], StagedBlend) and environment.is_first:
         hooks_of_script = (StageReport(datasets[0], context.state, config.logging.log_interval), *hooks_of_script)
