@@ -10,7 +10,7 @@ from megatron.core.transformer.layer_patterns import has_experts
 from megatron.training.conversion import config_rules as rules
 from megatron.training.conversion import decoder
 from megatron.training.conversion.decoder import HUB, OURS, experts, gated, one_to_one
-from megatron.training.conversion.family import EMBEDDING, HEAD, PREDICTION_LAYERS, Family
+from megatron.training.conversion.family import PREDICTION_LAYERS, Family
 from megatron.training.conversion.hub_defaults import Json
 from megatron.training.conversion.rope import whole_base
 from megatron.training.conversion.tensor_mapping import HubTensorPattern, TensorMapping
@@ -43,15 +43,13 @@ _V3_TENSORS = _TENSORS | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.m
 def _v3_tensors(values: rules.Values) -> TensorMapping:
     """Returns the table. Layers of multi-token prediction are numbered after the decoder's, and their files repeat the
     embedding and the output layer."""
-    table, copies = dict(_V3_TENSORS), {EMBEDDING: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
-    tied = {EMBEDDING: "embedding.word_embeddings.weight", HEAD: "output_layer.weight"}
-    if not values["untie_embeddings_and_output_weights"]:
-        tied[HEAD] = tied[EMBEDDING]
+    table, embedding = dict(_V3_TENSORS), "embedding.word_embeddings.weight"
+    head = "output_layer.weight" if values["untie_embeddings_and_output_weights"] else embedding
     for depth in range(values["mtp_num_layers"] or 0):
         hub = f"model.layers.{values['num_layers'] + depth}"
         table |= _prediction_layer(f"mtp.layers.{depth}", hub)
-        for original, copy in copies.items():
-            table[tied[original]] = (*table[tied[original]], HubTensorPattern(f"{hub}.{copy}", is_copy=True))
+        for name, copy in ((embedding, "embed_tokens"), (head, "shared_head.head")):
+            table[name] = (*table[name], HubTensorPattern(f"{hub}.{copy}.weight", is_copy=True))
     return table
 
 
