@@ -204,7 +204,8 @@ def _note_attention(
     seen.attention[found.key] = first, count + 1
 
 
-def _note_norm(seen: Recorder, output: Tensor, inputs: Tensor, *_: Any, **__: Any) -> None:
+def _note_norm(seen: Recorder, output: Any, inputs: Tensor, *_: Any, **__: Any) -> None:
+    output = output[0] if isinstance(output, tuple) else output
     # Backward reads the input and the output's gradient.
     seen.moved["norms"] += 3 * _size(inputs) + 2 * _size(output)
 
@@ -249,6 +250,8 @@ _NOTES: dict[str, Callable[..., None]] = {
     "head_loss": _note_head,
     "rms_norm": _note_norm,
     "layer_norm": _note_norm,
+    "rms_norm_with_residual": _note_norm,
+    "layer_norm_with_residual": _note_norm,
     "bias_dropout_add": _note_residual,
     "weighted_activation": _note_activation,
     "apply_rope": _note_rope,

@@ -46,7 +46,7 @@ from megatron.core.ops.linear import linear, sum_rows
 from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
-from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.rope import apply_rope
 from megatron.core.ops.split_heads import split_heads
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -63,6 +63,8 @@ class Backend:
     embedding: Callable[..., Tensor] = embedding
     layer_norm: Callable[..., Tensor] = layer_norm
     rms_norm: Callable[..., Tensor] = rms_norm
+    layer_norm_with_residual: Callable[..., tuple[Tensor, Tensor]] = layer_norm_with_residual
+    rms_norm_with_residual: Callable[..., tuple[Tensor, Tensor]] = rms_norm_with_residual
     apply_rope: Callable[..., Tensor] = apply_rope
     split_heads: Callable[..., tuple[Tensor, ...]] = split_heads
     keep_rows: Callable[..., Tensor] = keep_rows
@@ -152,7 +154,12 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.moe.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
-        from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
+        from megatron.core.ops.norm_triton import (
+            layer_norm_triton,
+            layer_norm_with_residual_triton,
+            rms_norm_triton,
+            rms_norm_with_residual_triton,
+        )
         from megatron.core.ops.rope_triton import apply_rope_triton
         from megatron.core.ops.split_heads_triton import split_heads_triton
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
@@ -169,6 +176,8 @@ def triton_backend() -> Backend | None:
         linear=ByDevice(cpu=linear, cuda=functools.partial(linear, sum_rows=sum_rows_triton)),
         layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),
         rms_norm=ByDevice(cpu=rms_norm, cuda=rms_norm_triton),
+        layer_norm_with_residual=ByDevice(cpu=layer_norm_with_residual, cuda=layer_norm_with_residual_triton),
+        rms_norm_with_residual=ByDevice(cpu=rms_norm_with_residual, cuda=rms_norm_with_residual_triton),
         apply_rope=ByDevice(cpu=apply_rope, cuda=apply_rope_triton),
         split_heads=ByDevice(cpu=split_heads, cuda=split_heads_triton),
         keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows_triton),

@@ -13,8 +13,13 @@ from megatron.core.ops.dropout.dropout import bias_dropout_add
 from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
-from megatron.core.ops.norm import layer_norm, rms_norm
-from megatron.core.ops.norm_triton import layer_norm_triton, rms_norm_triton
+from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
+from megatron.core.ops.norm_triton import (
+    layer_norm_triton,
+    layer_norm_with_residual_triton,
+    rms_norm_triton,
+    rms_norm_with_residual_triton,
+)
 from megatron.core.ops.rope import Rotation, apply_rope
 from megatron.core.ops.rope_triton import apply_rope_triton
 from megatron.core.ops.split_heads import split_heads
@@ -106,6 +111,39 @@ def norms_of_views() -> None:
     empty, w = values(0, 16).requires_grad_(), w.requires_grad_()
     rms_norm_triton(empty, w, 1e-3).sum().backward()
     assert empty.grad is not None and empty.grad.shape == (0, 16) and w.grad is not None and not w.grad.any()
+
+
+def norms_with_residual() -> None:
+    """Checks norms whose backward adds the gradient of the residual, which may be strided or missing."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    for shape, stream, weights, zero_centered in (
+        ((7, 65), f32, f32, True),
+        ((2, 2, 300), bf16, bf16, False),
+        ((3, 40), f32, bf16, True),
+    ):
+        x, (w, b) = values(*shape, dtype=stream) + 0.5, (values(shape[-1], dtype=weights, seed=n) for n in (1, 2))
+        for leaves in ([x, w], [x, w, b]):
+            definition, kernel = rms_norm_with_residual, rms_norm_with_residual_triton
+            if len(leaves) == 3:
+                definition, kernel = layer_norm_with_residual, layer_norm_with_residual_triton
+            given = partial(_joined, definition, zero_centered), partial(_joined, kernel, zero_centered)
+            compare(*given, leaves, (definition.__name__, shape), weights)
+    w = values(16, seed=1)
+    for part in (0, 1, slice(2)):  # only one of the two results is used, or both
+        ours, exact = values(4, 16).requires_grad_(), values(4, 16).double().requires_grad_()
+        for x, weight, norm in ((ours, w, rms_norm_with_residual_triton), (exact, w.double(), rms_norm_with_residual)):
+            used = norm(x, weight, 1e-3)[part]
+            sum(tensor.sum() for tensor in (used if isinstance(used, tuple) else (used,))).backward()
+        agree(ours.grad, exact.grad, 4.0, ("part", part))
+    empty = values(0, 16).requires_grad_()
+    sum(result.sum() for result in rms_norm_with_residual_triton(empty, w, 1e-3)).backward()
+    assert empty.grad is not None and empty.grad.shape == (0, 16)
+
+
+def _joined(norm: Callable[..., tuple[Tensor, Tensor]], zero_centered: bool, *leaves: Tensor | None) -> Tensor:
+    """Returns normed tensor and residual side by side, in one type: the gradients of both are strided views."""
+    normed, residual = norm(*leaves, 1e-3, zero_centered)
+    return torch.cat((normed, residual.to(normed.dtype)), -1)
 
 
 def positions() -> None:

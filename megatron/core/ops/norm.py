@@ -36,6 +36,21 @@ def rms_norm(inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centere
     return _RMSNorm.apply(inputs, weight, epsilon, zero_centered)
 
 
+def layer_norm_with_residual(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns (`layer_norm` of x, x). The caller adds the second result to the output of the branch that reads the
+    first, so that one backward gets both gradients: a kernel can add the residual's gradient to the norm's."""
+    return layer_norm(inputs, weight, bias, epsilon, zero_centered), inputs
+
+
+def rms_norm_with_residual(
+    inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns (`rms_norm` of x, x); see `layer_norm_with_residual`."""
+    return rms_norm(inputs, weight, epsilon, zero_centered), inputs
+
+
 class _RMSNorm(torch.autograd.Function):
     """Backward keeps the input and one number per row. With r = 1/sqrt(mean(x^2) + eps), n = x r and g = dy w:
     dx = r (g - n mean(g n)), dw = sum over rows of dy n."""

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm on a GPU: one kernel in forward and one in backward.
+"""LayerNorm and RMSNorm on a GPU: one kernel in forward and one in backward, which also adds a residual's gradient.
 
 Forward keeps the input and one or two float32 numbers for each row. In backward each program sums its rows' part of
 the gradients of weight and bias in registers and writes it once; a second kernel sums these parts.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.ops.norm import layer_norm, rms_norm
+from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 
 _WIDEST = 16384
@@ -51,10 +51,11 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
 
 @triton.jit
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    inputs_gradient, weight_parts, bias_parts, gradient, inputs, weight, means, inverses,
-    rows, width, gradient_stride, stride,
+    inputs_gradient, weight_parts, bias_parts, gradient, residual_gradient, inputs, weight, means, inverses,
+    rows, width, gradient_stride, residual_stride, stride,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    ADDS_RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -84,6 +85,9 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
         if CENTERED:
             dx -= (tl.sum(dy, 1) / width)[:, None]
         dx *= inverse[:, None]
+        if ADDS_RESIDUAL:
+            at = residual_gradient + row[:, None] * residual_stride + column[None, :]
+            dx += tl.load(at, mask=there, other=0.0).to(tl.float32)
         at = inputs_gradient + row[:, None] * width + column[None, :]
         tl.store(at, dx.to(inputs_gradient.dtype.element_ty), mask=there)
     at = tl.program_id(0) * width + column
@@ -109,6 +113,24 @@ def layer_norm_triton(
     return _Norm.apply(inputs, weight, bias, epsilon, zero_centered, True)
 
 
+def rms_norm_with_residual_triton(
+    inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Computes `norm.rms_norm_with_residual`. The norm's backward adds the residual's gradient."""
+    if not _takes(inputs, weight):
+        return rms_norm_with_residual(inputs, weight, epsilon, zero_centered)
+    return _NormWithResidual.apply(inputs, weight, None, epsilon, zero_centered, False)
+
+
+def layer_norm_with_residual_triton(
+    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Computes `norm.layer_norm_with_residual`. The norm's backward adds the residual's gradient."""
+    if not _takes(inputs, weight):
+        return layer_norm_with_residual(inputs, weight, bias, epsilon, zero_centered)
+    return _NormWithResidual.apply(inputs, weight, bias, epsilon, zero_centered, True)
+
+
 def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
     types = {inputs.dtype} if weight is None else {inputs.dtype, weight.dtype}
     return torch.float64 not in types and inputs.shape[-1] <= _WIDEST
@@ -118,54 +140,82 @@ class _Norm(torch.autograd.Function):
     """Has the formulas of `norm._RMSNorm`. For LayerNorm, dx also loses its mean over the channels."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        epsilon: float,
-        zero_centered: bool,
-        centered: bool,
-    ) -> Tensor:
-        width = inputs.shape[-1]
-        x = _as_rows(inputs, width)
-        output = torch.empty(inputs.shape, dtype=inputs.dtype if weight is None else weight.dtype, device=x.device)
-        inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        means = torch.empty_like(inverses) if centered else None
-        ctx.save_for_backward(inputs, means, inverses)
-        # The parameter, not a saved tensor: see ops/linear.py.
-        ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
-        if output.numel():
-            tile = _tile(width)
-            _norm_forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
-                output, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
-                CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-                ZERO_CENTERED=zero_centered, **tile,
-            )  # fmt: skip
-        return output
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        return _forward(ctx, *inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs, means, inverses), weight = ctx.saved_tensors, ctx.weight
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        width = inputs.shape[-1]
-        x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
-        inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
-        tile = _backward_tile(width, x.element_size() + dy.element_size())
-        programs = max(1, min(triton.cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
-        sums = [
-            torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
-            for needed in (needs_weight, needs_bias)
-        ]
-        _norm_backward_kernel[(programs,)](
-            inputs_gradient, *sums, dy, x, None if weight is None else weight.detach(), means, inverses,
-            x.shape[0], width, dy.stride(0), x.stride(0),
-            CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
-            ZERO_CENTERED=ctx.zero_centered, **tile,
+        return _backward(ctx, output_gradient, None)
+
+
+class _NormWithResidual(torch.autograd.Function):
+    """Also returns its input. Either result may be unused."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return _forward(ctx, *inputs), inputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, output_gradient: Tensor | None, residual_gradient: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if output_gradient is None:
+            return residual_gradient, None, None, None, None, None
+        return _backward(ctx, output_gradient, residual_gradient)
+
+
+def _forward(
+    ctx: Any,
+    inputs: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    zero_centered: bool,
+    centered: bool,
+) -> Tensor:
+    width = inputs.shape[-1]
+    x = _as_rows(inputs, width)
+    output = torch.empty(inputs.shape, dtype=inputs.dtype if weight is None else weight.dtype, device=x.device)
+    inverses = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    means = torch.empty_like(inverses) if centered else None
+    ctx.save_for_backward(inputs, means, inverses)
+    # The parameter, not a saved tensor: see ops/linear.py.
+    ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
+    if output.numel():
+        tile = _tile(width)
+        _norm_forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
+            output, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
+            CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            ZERO_CENTERED=zero_centered, **tile,
         )  # fmt: skip
-        weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
-        return inputs_gradient, weight_gradient, bias_gradient, None, None, None
+    return output
+
+
+def _backward(ctx: Any, output_gradient: Tensor, residual_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    (inputs, means, inverses), weight = ctx.saved_tensors, ctx.weight
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    width = inputs.shape[-1]
+    x, dy = _as_rows(inputs, width), _as_rows(output_gradient, width)
+    residual = None if residual_gradient is None else _as_rows(residual_gradient, width)
+    inputs_gradient = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    read = [tensor for tensor in (x, dy, residual) if tensor is not None]
+    tile = _backward_tile(width, sum(tensor.element_size() for tensor in read))
+    programs = max(1, min(triton.cdiv(x.shape[0], tile["ROWS"]), _PROGRAMS * num_multiprocessors(x.device)))
+    sums = [
+        torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
+        for needed in (needs_weight, needs_bias)
+    ]
+    _norm_backward_kernel[(programs,)](
+        inputs_gradient, *sums, dy, residual, x, None if weight is None else weight.detach(), means, inverses,
+        x.shape[0], width, dy.stride(0), 0 if residual is None else residual.stride(0), x.stride(0),
+        CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
+        ADDS_RESIDUAL=residual is not None, ZERO_CENTERED=ctx.zero_centered, **tile,
+    )  # fmt: skip
+    weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
+    return inputs_gradient, weight_gradient, bias_gradient, None, None, None
 
 
 def _as_rows(tensor: Tensor, width: int) -> Tensor:
@@ -183,7 +233,7 @@ def _tile(width: int) -> dict[str, int]:
 
 def _backward_tile(width: int, element_bytes: int) -> dict[str, int]:
     """Returns the rows and channels of a program of the backward, and how many stages its loop is pipelined in: three
-    where the rows of both tensors, `element_bytes` together, leave shared memory for several programs."""
+    where the rows of all tensors that it reads, `element_bytes` together, leave shared memory for several programs."""
     channels = triton.next_power_of_2(width)
     if channels <= 256:
         return {"ROWS": 4096 // channels, "WIDTH": channels, "STAGES": 1, "num_warps": 8}

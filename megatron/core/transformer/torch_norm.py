@@ -15,6 +15,9 @@ class WrappedTorchNorm(nn.Module):
     `layernorm_zero_centered_gamma` the weight is stored minus one. Parameters: `weight` if `norm_affine`, and for
     LayerNorm `bias` if `norm_bias`."""
 
+    returns_residual = True
+    """Whether forward takes `with_residual`. A layer calls other norms without it."""
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -43,10 +46,16 @@ class WrappedTorchNorm(nn.Module):
         if config.normalization == "LayerNorm" and config.norm_affine and config.norm_bias:
             self.bias = new_parameter(config, (hidden_size,), Constant(0.0), **facts)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the normed tensor [..., hidden_size], in the type of the model's weights."""
+    def forward(self, x: Tensor, with_residual: bool = False) -> Any:
+        """Returns the normed tensor [..., hidden_size], in the type of the model's weights. `with_residual`: returns
+        (normed tensor, x), so that the norm's backward adds the gradients of both."""
+        backend, parameters = self.backend, [self.weight]
         if self.normalization == "RMSNorm":
-            normed = self.backend.rms_norm(x, self.weight, self.eps, self.zero_centered)
+            norm = backend.rms_norm_with_residual if with_residual else backend.rms_norm
         else:
-            normed = self.backend.layer_norm(x, self.weight, self.bias, self.eps, self.zero_centered)
-        return normed if self.weight is not None else normed.to(self.output_type)
+            norm = backend.layer_norm_with_residual if with_residual else backend.layer_norm
+            parameters.append(self.bias)
+        result: Any = norm(x, *parameters, self.eps, self.zero_centered)
+        if self.weight is not None:
+            return result
+        return (result[0].to(self.output_type), result[1]) if with_residual else result.to(self.output_type)

@@ -127,36 +127,42 @@ class TransformerLayer(MegatronModule):
 
     def add_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(attention(norm(x)))."""
-        normed = self.input_layernorm(hidden_states)
+        normed, residual = self._norm(self.input_layernorm, hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
-        residual = self._residual(hidden_states, normed)
         added = self._add(self.self_attn_bda, attended, residual, inputs, "self_attention")
         return self.post_attention_layernorm(added) if self.norms_sum else added
 
     def add_cross_attention(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(cross_attention(norm(x), encoder's output))."""
-        normed = self.pre_cross_attn_layernorm(hidden_states)
+        normed, residual = self._norm(self.pre_cross_attn_layernorm, hidden_states)
         attended = self._branch(self.cross_attention(normed, inputs), None)
-        residual = self._residual(hidden_states, normed)
         return self._add(self.cross_attn_bda, attended, residual, inputs, "cross_attention")
 
     def add_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(mlp(norm(x)))."""
-        normed = self.pre_mlp_layernorm(hidden_states)
+        normed, residual = self._norm(self.pre_mlp_layernorm, hidden_states)
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
-        added = self._add(self.mlp_bda, transformed, self._residual(hidden_states, normed), inputs, "mlp")
+        added = self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
         return self.post_mlp_layernorm(added) if self.norms_sum else added
 
     def add_attention_and_mlp(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
         """Returns x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))."""
-        normed = self.input_layernorm(hidden_states)
+        normed, residual = self._norm(self.input_layernorm, hidden_states)
         attended = self._branch(self.self_attention(normed, inputs), self.post_attention_layernorm)
-        residual = self._residual(hidden_states, normed)
         residual = self._add(self.self_attn_bda, attended, residual, inputs, "self_attention")
         if self.config.norm_placement == "parallel_two_norms":
             normed = self.pre_mlp_layernorm(hidden_states)
         transformed = self._branch(self._mlp(normed, inputs), self.post_mlp_layernorm)
         return self._add(self.mlp_bda, transformed, residual, inputs, "mlp")
+
+    def _norm(self, norm: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the input of a branch and the residual to which the branch's output is added."""
+        if self.config.apply_residual_connection_post_layernorm:
+            normed = norm(hidden_states)
+            return normed, normed
+        if getattr(norm, "returns_residual", False):
+            return norm(hidden_states, with_residual=True)
+        return norm(hidden_states), hidden_states
 
     def _mlp(self, normed: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         reads_inputs = getattr(self.mlp, "reads_layer_inputs", False)  # True for a layer of experts
@@ -172,9 +178,6 @@ class TransformerLayer(MegatronModule):
         output = output if bias is None else output + bias
         output = output if norm is None else norm(output)
         return output if multiplier == 1.0 else output * multiplier, None
-
-    def _residual(self, hidden_states: Tensor, normed: Tensor) -> Tensor:
-        return normed if self.config.apply_residual_connection_post_layernorm else hidden_states
 
     def _add(
         self,

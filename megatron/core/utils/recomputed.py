@@ -78,15 +78,16 @@ class DiscardedOutput:
         self._made: list[tuple[Callable[[Tensor], Tensor], Tensor, Tensor]] = []
         """(function, argument, result) of each `compute` in the current call of `within`."""
 
-    def discard(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def discard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a replacement for a cheap function, which calls it through `compute`."""
         return functools.partial(self.compute, function)
 
-    def compute(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """Calls a cheap function and remembers its argument and result."""
-        output = function(inputs)
-        self._made.append((function, inputs, output))
-        return output
+    def compute(self, function: Callable[..., Any], inputs: Tensor, **options: Any) -> Any:
+        """Calls a cheap function and remembers its argument and result. With options it may return a tuple; the first
+        tensor, equal to the result without options, is the one to discard."""
+        result = function(inputs, **options)
+        self._made.append((function, inputs, result[0] if isinstance(result, tuple) else result))
+        return result
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
         """Calls `within`. It saves arguments of cheap functions in place of their results."""

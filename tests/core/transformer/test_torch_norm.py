@@ -32,6 +32,8 @@ def test_both_kinds(kind: str, zero_centered: bool) -> None:
         assert made.bias is None
         expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
     torch.testing.assert_close(made(x), expected)
+    normed, residual = made(x, with_residual=True)
+    assert torch.equal(normed, made(x)) and torch.equal(residual, x)
 
 
 def test_parameters_that_a_config_leaves_out() -> None:
@@ -42,5 +44,7 @@ def test_parameters_that_a_config_leaves_out() -> None:
 def test_the_result_has_the_type_of_the_models_weights() -> None:
     x = torch.randn(3, 8)
     assert norm()(x).dtype is norm(norm_affine=False)(x).dtype is torch.float64
+    normed, residual = norm(norm_affine=False)(x, with_residual=True)
+    assert normed.dtype is torch.float64 and residual.dtype is torch.float32
     parallel = norm(tensor_model_parallel_size=2, sequence_parallel=True)
     assert info_of(parallel.weight).partial_gradient_axes == {"tp"}

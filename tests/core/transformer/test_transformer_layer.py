@@ -1,13 +1,17 @@
 """Layers and blocks by themselves: formulas, places left empty, users' own parts, half precision."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.backends import LOCAL, Backend
 from megatron.core.exceptions import UserError
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.ops.norm_triton import layer_norm_with_residual_triton, rms_norm_with_residual_triton
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.identity_op import IdentityOp
@@ -38,6 +42,41 @@ def test_a_layer_is_its_formula() -> None:
     by_hand = hidden + layer.self_attention(layer.input_layernorm(hidden), inputs)[0]
     by_hand = by_hand + layer.mlp(layer.pre_mlp_layernorm(by_hand))[0]
     assert torch.allclose(layer(hidden, inputs), by_hand, rtol=1e-13)
+
+
+KERNELS = dataclasses.replace(
+    LOCAL,
+    layer_norm_with_residual=layer_norm_with_residual_triton,
+    rms_norm_with_residual=rms_norm_with_residual_triton,
+)
+
+
+def gradients(backend: Backend, recomputed: list[str], **settings) -> tuple[list[Tensor], int]:
+    """Returns output and gradients of a layer, and how many operations of its backward add two gradients."""
+    settings = {"fp64": False, "hidden_dropout": 0.1} | settings
+    spec = get_gpt_layer_local_spec(norm_placement=settings["norm_placement"])
+    torch.manual_seed(0)
+    layer = TransformerLayer(config(**settings), spec.submodules, 1, backend=backend)
+    recompute_parts(layer, recomputed)
+    hidden, inputs = states().float().flatten(0, 1).requires_grad_(), LayerInputs(Tokens(5, 2))
+    output = layer(hidden, inputs)
+    with torch.autograd.profiler.profile() as profile:
+        (output * output.detach().cos()).sum().backward()
+    adds = sum(event.count for event in profile.key_averages() if event.key in ("aten::add", "aten::add_"))
+    assert hidden.grad is not None
+    return [output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())], adds
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("placement", ["pre", "sandwich", "parallel"])
+@pytest.mark.parametrize("recomputed", [[], ["layernorm", "mlp"]], ids=["kept", "recomputed"])
+def test_a_norms_backward_adds_the_gradient_of_the_residual(kind: str, placement: str, recomputed: list[str]) -> None:
+    settings = {"normalization": kind, "norm_placement": placement}
+    expected, adds = gradients(LOCAL, recomputed, **settings)
+    found, fewer = gradients(KERNELS, recomputed, **settings)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-5 * float(theirs.abs().max()))
+    assert adds - fewer == (1 if placement == "parallel" else 2)
 
 
 @pytest.mark.parametrize("left_out", ["self_attention", "mlp"])
