@@ -54,6 +54,7 @@ def held(config: PretrainConfig, providers: Providers = PROVIDERS) -> list[RankM
 
 
 def bytes_alive() -> int:
+    """Returns the bytes of all tensors on the CPU that were made since `gc.freeze` and are alive."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -65,15 +66,16 @@ def bytes_alive() -> int:
 
 
 def bytes_of_a_real_run(config: PretrainConfig, rank: int = 0) -> int:
-    """What model, gradients and optimizer of a set-up run take, counted over all tensors that are alive."""
-    before = bytes_alive()
+    """What model, gradients and optimizer of a set-up run take, counted over all tensors that it leaves alive."""
+    gc.collect()
+    gc.freeze()
     groups = groups_of_rank(config, rank)
     environment = Environment(rank, config.world_size, torch.device("cpu"), groups)
     context = Context(config, environment, build_tokenizer(config.tokenizer), TrainState())
     stages = stages_of_rank(config, groups.rank("pp"))
     model = [parallelize(build_model(context, stage), config, environment) for stage in stages]
     optimizer = get_megatron_optimizer(config.optimizer, model, pg_collection=groups)
-    taken = bytes_alive() - before
+    taken = bytes_alive()
     del model, optimizer
     groups.close()
     return taken
