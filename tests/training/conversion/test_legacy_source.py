@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from training.conversion.megatron_runs import FLAGS, GOLDEN, MOE, same_bits, tensors_in
 
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.legacy_layout import FILE, FLAT_FILE
 from megatron.training.conversion.megatron_import import ImportedRun, import_run
+from megatron.training.trained_model import load_trained_model
 from pretrain_gpt import build_model
 
 LEGACY = GOLDEN / "moe_legacy"
@@ -23,6 +25,7 @@ PLAIN = (
     "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
 )
 WIDTH = 8
+NORMS_OF_MTP = ("enorm", "hnorm", "final_layernorm")
 
 
 def imported(source: Path, root: Path, flags: str = MOE, **keywords: Any) -> ImportedRun:
@@ -222,3 +225,41 @@ def test_main_weights_at_another_place_are_found(tmp_path: Path) -> None:
     torch.save(content, path)
     with pytest.raises(UserError, match=r"linear_proj.weight: the main weight at its place does not round to it"):
         imported(source, tmp_path / "ours", PLAIN)
+
+
+MLA = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --micro-batch-size 1 --global-batch-size 4 --ffn-hidden-size 128 "
+    "--multi-latent-attention --kv-lora-rank 24 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16 "
+    "--rope-type rope --qk-layernorm --swiglu --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --normalization RMSNorm --attention-dropout 0 --hidden-dropout 0"
+)
+
+
+def test_latent_attention_computes_their_logits(tmp_path: Path) -> None:
+    """Weights of a model of Megatron-LM with latent attention, and the logits that it computed."""
+    golden = GOLDEN.parent / "moe_mla"
+    weights, io = (load_file(golden / f"mla_rope.{kind}.safetensors") for kind in ("weights", "io"))
+    source = write(tmp_path / "theirs", {"mp_rank_00": weights}, optimizer=False)
+    imported(source, tmp_path / "ours", MLA)
+    trained = load_trained_model(build_model, tmp_path / "ours", log=lambda text: None)
+    with torch.no_grad():
+        logits = trained.model(io["tokens"], io["position_ids"], None)
+    torch.testing.assert_close(logits.float(), io["logits"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
+def test_layers_of_multi_token_prediction(tmp_path: Path, inner: str) -> None:
+    """Both names that releases of Megatron-LM give to the transformer layer in a prediction layer."""
+    whole = model()
+    generator = torch.Generator().manual_seed(7)
+    prefix = "mtp.layers.0"
+    mtp = {f"{prefix}.{name}.weight": torch.randn(WIDTH, generator=generator).bfloat16() for name in NORMS_OF_MTP}
+    mtp[f"{prefix}.eh_proj.weight"] = torch.randn(WIDTH, 2 * WIDTH, generator=generator).bfloat16()
+    mtp |= {f"{prefix}.{inner}.{name}": value for name, value in layer(generator).items()}
+    source = write(tmp_path / "theirs", {"mp_rank_00": {**whole, **mtp}})
+    ours = tensors_in(imported(source, tmp_path / "ours", f"{PLAIN} --mtp-num-layers 1").saved.folder)
+    for name, value in {**whole, **mtp}.items():
+        canonical = name.replace("mtp_model_layer", "transformer_layer")
+        assert same_bits(ours[canonical], value), name
+        assert same_bits(ours[f"optimizer.exp_avg.{canonical}"], value.float() * 2), name
