@@ -1,6 +1,7 @@
 """Megatron-LM's small functions for user scripts. Those that communicate use the default process groups, which are
 those of the current run."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import weight_norm
 from megatron.core.parameters import info_of
 from megatron.core.process_groups_config import default_collection
+from megatron.core.transformer.layer_inputs import plain_causal_mask
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils.rendezvous import local_device
 
@@ -137,11 +139,15 @@ def get_batch_on_this_tp_rank(
     found = dict.fromkeys(_FIELDS) if batch is None else _fields(batch)
     if batch is None and groups.rank("tp") == 0:
         raise UserError("get_batch_on_this_tp_rank: the first tensor parallel rank has no data_iterator to read from")
-    device = local_device()
+    device, plain = local_device(), _shape_if_plain_causal(found["attention_mask"])
+    if plain is not None:
+        found["attention_mask"] = None  # every rank makes it
     if groups.size("tp") > 1:
-        found = _from_first_rank(found, device, groups.tp)
+        found, plain = _from_first_rank(found, plain, device, groups.tp)
     else:
         found = {name: None if value is None else value.to(device, non_blocking=True) for name, value in found.items()}
+    if plain is not None:
+        found["attention_mask"] = plain_causal_mask(plain, device)
     return found if mtp_on_this_rank is None else {**found, **dict.fromkeys(_PACKING)}
 
 
@@ -158,17 +164,37 @@ _TYPES = (torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16
 _MOST_DIMS = 4
 
 
-def _from_first_rank(found: dict[str, Tensor | None], device: torch.device, group: Group) -> dict[str, Tensor | None]:
-    """Returns the tensors of the first rank of a group on all its ranks. Types and shapes are sent first, between
-    hosts, so that no rank waits for the device."""
-    header = torch.zeros(len(found), 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
+def _shape_if_plain_causal(mask: Tensor | None) -> Sequence[int] | None:
+    """Returns the shape of a mask on the host, [b, 1, s, s], that hides later tokens and nothing else; otherwise
+    None."""
+    if mask is None or mask.device.type != "cpu" or mask.dtype != torch.bool or mask.dim() != _MOST_DIMS:
+        return None
+    if mask.size(1) != 1 or mask.size(2) != mask.size(3):
+        return None
+    return mask.shape if torch.equal(mask, _later(mask.size(3)).expand_as(mask)) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _later(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)
+
+
+def _from_first_rank(
+    found: dict[str, Tensor | None], plain: Sequence[int] | None, device: torch.device, group: Group
+) -> tuple[dict[str, Tensor | None], Sequence[int] | None]:
+    """Returns the tensors of the first rank of a group, and the shape of its plain causal mask, on all its ranks. Types
+    and shapes are sent first, between hosts, so that no rank waits for the device."""
+    header = torch.zeros(len(found) + 1, 2 + _MOST_DIMS, dtype=torch.int64)  # type, number of dims, sizes
     if group_rank(group) == 0:
-        for row, value in zip(header, found.values(), strict=True):
+        if plain is not None:
+            header[-1] = torch.tensor([1, len(plain), *plain])
+        for row, value in zip(header[:-1], found.values(), strict=True):
             if value is not None:
                 row[0], row[1] = 1 + _TYPES.index(value.dtype), value.dim()
                 row[2 : 2 + value.dim()] = torch.tensor(value.shape)
     result: dict[str, Tensor | None] = {}
-    for (name, value), (kind, dims, *sizes) in zip(found.items(), broadcast(header, group).tolist(), strict=True):
+    *rows, (has_plain, _, *shape) = broadcast(header, group).tolist()
+    for (name, value), (kind, dims, *sizes) in zip(found.items(), rows, strict=True):
         if kind == 0:
             result[name] = None
         elif group_rank(group) == 0:
@@ -176,7 +202,7 @@ def _from_first_rank(found: dict[str, Tensor | None], device: torch.device, grou
             result[name] = broadcast(value.to(device, non_blocking=True).contiguous(), group)
         else:
             result[name] = broadcast(torch.empty(sizes[:dims], dtype=_TYPES[kind - 1], device=device), group)
-    return result
+    return result, shape if has_plain else None
 
 
 def _field(batch: Mapping[str, Any], name: str) -> Tensor | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.layer_inputs import is_plain_causal
 from megatron.training import utils
 from megatron.training.data.batch import collate_gpt
 
@@ -53,6 +54,23 @@ def test_a_batch_of_dictionaries_or_of_ours():
     assert utils.get_batch_on_this_cp_rank(found) is found
 
 
+LATER = torch.ones(4, 4, dtype=torch.bool).triu(diagonal=1).expand(2, 1, 4, 4)
+
+
+@pytest.mark.parametrize("other", [(1, 0, 3, 0), (0, 0, 0, 1)])
+def test_a_mask_of_later_tokens_alone_says_so(other):
+    """A causal layer need not read it, unless the script writes into it."""
+    item = {name: torch.zeros(2, 4) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+    mask = utils.get_batch_on_this_tp_rank(iter([{**item, "attention_mask": LATER.clone()}]))["attention_mask"]
+    assert torch.equal(mask, LATER) and is_plain_causal(mask) and not is_plain_causal(mask | mask)
+    mask[0, 0, 2, 0:1] = True
+    assert not is_plain_causal(mask)
+    special = LATER.clone()
+    special[other] ^= True
+    mask = utils.get_batch_on_this_tp_rank(iter([{**item, "attention_mask": special}]))["attention_mask"]
+    assert torch.equal(mask, special) and not is_plain_causal(mask)
+
+
 def test_boundaries_of_documents_become_a_mask():
     rows = [(0, 2, 5, 6, 6, 6, 6), (0, 1, 2, 6, 6, 6, 6), (0, 6, 6, 6, 6, 6, 6)]
     items = [
@@ -89,8 +107,11 @@ def parts_on_rank() -> dict[str, Tensor | None]:
         "position_ids": torch.arange(4).expand(3, 4),
         "attention_mask": torch.eye(4)[None, None] > rank % 2,
     }
-    data = None if rank == 3 else iter([batch])
+    plain = {**batch, "attention_mask": LATER if rank % 2 == 0 else batch["attention_mask"]}
+    data = None if rank == 3 else iter([batch, plain])
     found = utils.get_batch_on_this_cp_rank({**utils.get_batch_on_this_tp_rank(data), "cu_seqlens": torch.arange(5)})
+    mask = utils.get_batch_on_this_tp_rank(data)["attention_mask"]
+    assert mask is not None and is_plain_causal(mask) and torch.equal(mask, LATER)
     parallel_state.destroy_model_parallel()
     return found
 

@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_inputs import LayerInputs, is_plain_causal
 from megatron.core.transformer.layer_patterns import is_chunked, is_windowed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -135,6 +135,8 @@ class DotProductAttention(MegatronModule):
                 f"attention_bias is {'missing' if attention_bias is None else 'given'}, while the layer was built with "
                 f"config.relative_bias {self.variant.adds_bias}"
             )
+        if self.variant.causal and is_plain_causal(attention_mask):
+            attention_mask = None
         tokens = inputs.tokens if inputs is not None else None
         cu_seqlens = tokens.cu_seqlens if tokens is not None else None
         max_seqlen = tokens.max_seqlen if tokens is not None else None

@@ -1,6 +1,7 @@
 """Inputs of the layers besides the hidden states; built once per micro-batch on each stage."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -147,9 +148,24 @@ def encoder_states_of(
     return EncoderStates(hidden_states.flatten(0, 1), tokens, attention_mask, dropout)
 
 
+def plain_causal_mask(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Returns a mask, bool [b, 1, s, s], that hides later tokens and nothing else (True: hidden). It says so, and
+    causal layers then need not read it (`is_plain_causal`)."""
+    mask = torch.ones(shape[-1], shape[-1], dtype=torch.bool, device=device).triu(diagonal=1).expand(*shape)
+    if not mask.is_inference():
+        mask.plain_at_version = mask._version  # type: ignore[attr-defined]
+    return mask
+
+
+def is_plain_causal(mask: Tensor | None) -> bool:
+    """Whether a mask is one of `plain_causal_mask`, and was not written to since."""
+    version = getattr(mask, "plain_at_version", None)
+    return mask is not None and version is not None and bool(mask._version == version)
+
+
 def check_scanned_inputs(inputs: LayerInputs, layers: str) -> None:
     """Raises UserError for what a state that passes from token to token cannot respect. `layers` names the layers."""
-    if inputs.attention_mask is not None:
+    if inputs.attention_mask is not None and not is_plain_causal(inputs.attention_mask):
         raise UserError(
             f"{layers} layers cannot follow an attention_mask, because their state passes through all tokens of a row; "
             "give documents as packed sequences (cu_seqlens) instead"
