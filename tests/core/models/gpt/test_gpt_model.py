@@ -276,15 +276,11 @@ def test_refusals_name_the_value() -> None:
         gpt(torch.zeros(1, 17, dtype=torch.int64))
 
 
-def test_a_padding_mask_concerns_experts_only() -> None:
+def test_a_padding_mask_changes_nothing_without_experts() -> None:
     ids = torch.arange(6).view(1, 6)
     mask = torch.tensor([[False] * 4 + [True] * 2])
     dense, _ = build({}, {})
     assert torch.equal(dense(ids, padding_mask=mask), dense(ids))
-    experts = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=2)
-    model = GPTModel(experts, get_gpt_layer_local_spec(num_experts=2), 17, 16)
-    with pytest.raises(UserError, match="not yet: padding_mask in a router"):
-        model(ids, padding_mask=mask)
 
 
 def test_the_factor_of_an_embedding_is_rounded_as_its_weights_are() -> None:
