@@ -32,7 +32,7 @@ class IndexCache:
     write the same entry. Each file is written under a temporary name and renamed, the description last. So if the
     description exists, all files exist and are complete. Large arrays are synced to disk; small ones, of which a run
     may have thousands, are not. The description ends with the checksums of all arrays, which every load compares: a
-    damaged order of samples would train on other samples without a word. If the folder cannot be written, a warning
+    damaged order of samples would silently train on other samples. If the folder cannot be written, a warning
     says so once, and the arrays stay in memory.
 
     Args:

@@ -16,7 +16,7 @@ MASTER = "param"
 
 SCALING_STATE = "*.scaling.amax_history"
 """Pattern of names: the largest values that delayed scaling of fp8 has recorded. A run may turn fp8 on or off at any
-checkpoint: a record that is missing is made anew, and one that nobody reads is left."""
+checkpoint: a missing record starts empty, and one that no rank reads is ignored."""
 
 _OPTIMIZER_PREFIX = "optimizer."
 
@@ -44,7 +44,7 @@ class EncodedPart:
         return self.whole.decode()[self.begin : self.end]
 
     def encode(self, values: Tensor) -> None:
-        """Is not possible: only whole tensors are loaded."""
+        """Raises AssertionError: only whole tensors are loaded."""
         raise AssertionError("a part of an encoded tensor is loaded")
 
 
