@@ -150,7 +150,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _NormWithResidual(torch.autograd.Function):
-    """Also returns its input. Either result may be unused."""
+    """Returns the norm and its input. Either result may be unused."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
