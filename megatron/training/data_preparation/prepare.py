@@ -101,6 +101,7 @@ def prepare(
             merger.take(message)
         if not merger.done:
             workers = max(1, min(config.workers, len(plan.work_items)))
+            journal.start_workers(workers)
             _run(job, workers, merger, journal, config.log_interval, console)
         if merger.fault is not None:
             raise UserError(f"{merger.fault} (--on-error skip leaves such lines out and counts them)")

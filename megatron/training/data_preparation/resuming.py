@@ -76,10 +76,11 @@ class Journal:
         """Size of the blocks in the journal; None if it is new."""
         self.messages: list[BlockReport | FileEnd] = []
         """Messages of earlier runs, in their order."""
-        valid = self._read()
         names = (_SHARD.match(path.name) for path in folder.glob("worker*"))
         self.first_worker = 1 + max((int(match[1]) for match in names if match), default=-1)
-        """Number of the first worker of this run. Shards of earlier runs keep their numbers."""
+        """Number of the first worker of this run. Numbers of earlier runs are not used again: their workers may still
+        be ending."""
+        valid = self._read()
         self._file: BinaryIO = open(self._path, "ab", buffering=0)  # noqa: SIM115
         self._file.truncate(valid)
         self.recorded = bool(self.messages)
@@ -96,6 +97,10 @@ class Journal:
         if self.block_bytes is None:
             self._write({"block_bytes": block_bytes})
             self.block_bytes = block_bytes
+
+    def start_workers(self, count: int) -> None:
+        """Records that workers start, before they do."""
+        self._write({"last_worker": self.first_worker + count - 1})
 
     def record(self, message: BlockReport | FileEnd) -> None:
         """Records a message of a worker. A block at which the work stops is not recorded."""
@@ -114,25 +119,28 @@ class Journal:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return 0
-        valid = 0
+        valid, intact = 0, True
         positions: dict[tuple[int, StreamName], StreamCounts] = {}
         for line in content.splitlines(keepends=True):
             try:
                 record = parse_json(line)
-                if self.block_bytes is None:
+                if "last_worker" in record:
+                    self.first_worker = max(self.first_worker, int(record["last_worker"]) + 1)
+                elif not intact:
+                    continue
+                elif self.block_bytes is None:
                     self.block_bytes = int(record["block_bytes"])
                 elif "blocks" in record:
                     self.messages.append(FileEnd(record["file"], record["blocks"]))
                 else:
                     report = _report_of(record)
-                    if not self._is_intact(report, positions):
-                        break
-                    self.messages.append(report)
+                    intact = self._is_intact(report, positions)
+                    if intact:
+                        self.messages.append(report)
             except (ValueError, KeyError, TypeError):
-                break  # the last line of a killed run, cut off
-            if not line.endswith(b"\n"):
-                break
-            valid += len(line)
+                intact = False  # the last line of a killed run, cut off
+            intact = intact and line.endswith(b"\n")
+            valid += len(line) if intact else 0
         return valid
 
     def _is_intact(self, report: BlockReport, positions: dict[tuple[int, StreamName], StreamCounts]) -> bool:

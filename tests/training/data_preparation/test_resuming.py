@@ -92,3 +92,17 @@ def test_a_second_process_is_refused(tmp_path):
     assert answers == [f"{tmp_path}/work: another process is preparing the same data right now; wait until it ends"]
     with lock_folder(tmp_path / "work", print):
         pass
+
+
+def test_numbers_of_workers_are_not_used_again(tmp_path):
+    """A worker of a killed run may create its shard late, even if the journal is damaged before its line."""
+    write_blocks(tmp_path)
+    with Journal(tmp_path, np.uint16) as journal:
+        assert journal.first_worker == 1
+        journal.start_workers(3)
+    ShardPaths.of(tmp_path, 0, STREAM).tokens.write_bytes(b"")
+    with Journal(tmp_path, np.uint16) as journal:
+        assert journal.first_worker == 4 and not journal.messages
+        journal.start_workers(2)
+    with Journal(tmp_path, np.uint16) as journal:
+        assert journal.first_worker == 6 and journal.block_bytes == 100
