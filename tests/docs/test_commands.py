@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ def checkout(tmp_path: Path) -> Path:
 
 def environment() -> dict[str, str]:
     """Variables under which a page runs: `python` and `torchrun` are those of `support.programs`, which start processes
-    that have imported the product before. `tests/tools/test_programs.py` runs every program with its own imports.
+    that have imported the product before. `tests/tools/test_programs.py` runs every program with its own imports, and a
+    test below starts new interpreters.
 
     PYTHONPATH is left out, because a reader does not set it and it would hide a file that the checkout lacks.
     """
@@ -83,6 +85,24 @@ def test_commands_of_page_run(page: Path, checkout: Path) -> None:
             ["bash", "-euo", "pipefail", "-c", block], cwd=checkout, env=variables, capture_output=True, text=True
         )
         assert done.returncode == 0, f"{page.name}:\n{block}\n\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_torchrun_starts_new_interpreters(checkout: Path) -> None:
+    """The other tests of this file run programs in processes that have imported the product before."""
+    flags = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8"
+    flags += " --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --log-interval 1 --lr 1e-3 --eval-iters 0"
+    flags += " --mock-data --tokenizer-type NullTokenizer --vocab-size 20 --tensor-model-parallel-size 2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*torchrun, "pretrain_gpt.py", *flags.split()],
+        cwd=checkout,
+        env={**variables, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert re.search(r"iteration +2/ +2 ", done.stdout), done.stdout
 
 
 def test_quickstart_leaves_what_it_promises(checkout: Path) -> None:
