@@ -76,6 +76,19 @@ class Checkpoints:
         self._report_saved(state.iteration, save(root, chunks, **facts))
         self.last_saved = state.iteration
 
+    def save_copy(
+        self,
+        root: Path,
+        state: TrainState,
+        model: Sequence[nn.Module],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Writes a checkpoint under another folder than --save, which no later save deletes. Raises UserError like
+        `save`."""
+        chunks, facts = self._contents(state, model, optimizer, scheduler)
+        save(root, chunks, **{**facts, "keep_last": None, "keep_every": None})
+
     def begin_save(
         self,
         state: TrainState,

@@ -93,6 +93,8 @@ class Trainer:
         self.environment.progress.iteration = self.state.iteration
         self.batches.update(self.state.consumed_train_samples)
         self.splits.train.begin(self.state.iteration)
+        if self.splits.train.recent is not None:
+            self.splits.train.recent.begin(self.state)
         return self.batches.num_microbatches
 
     def record_step(self, result: Any) -> None:

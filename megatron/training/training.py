@@ -43,6 +43,7 @@ from megatron.training.launch.errors import delay_errors_on_other_ranks, exit_wi
 from megatron.training.launch.signals import DEFAULT_SIGNALS, SignalWatch
 from megatron.training.launch.start_times import startup_line
 from megatron.training.lr_schedule import build_scheduler
+from megatron.training.non_finite import dump_and_search
 from megatron.training.providers import (
     Context,
     Providers,
@@ -154,7 +155,9 @@ def set_up_and_train(
         with signals.training():
             if not config.evaluation.skip_train:
                 decision = loop.train(trainer)
-            if decision is None:
+            if decision is not None:
+                dump_and_search(trainer, decision)
+            else:
                 trainer.finish()
             trainer.close()
     except BaseException as error:
@@ -257,6 +260,8 @@ def train(
         )
         try:
             decision = loop.train(trainer)
+            if decision is not None:
+                dump_and_search(trainer, decision)
             trainer.close_training()
         except BaseException as error:
             trainer.close_after_failure(error)

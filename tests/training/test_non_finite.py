@@ -1,5 +1,7 @@
 """A loss or gradient that is not finite: named, then stopped at or skipped, as flagged."""
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
@@ -10,9 +12,13 @@ from support.processes import run_on_ranks
 from support.runs import GPT, Outcome, differences, train
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
 from megatron.training import pretrain
 from megatron.training.hooks.exit import ExitReason
+from megatron.training.logging.non_finite_search import FORWARD, in_order
+from megatron.training.non_finite import read_batches
 from megatron.training.providers import Context, ForwardStep, Providers
+from megatron.training.replay import read_dump, replay
 
 RUN = "--eval-iters 0"
 
@@ -203,3 +209,90 @@ def test_the_exit_code_is_1(corpus, tmp_path):
     assert program.exit_codes() == [1]
     assert "non-finite: rank 0, iteration 2: lm loss is inf in micro-batch 1, samples [5]" in program.output(0)
     assert "exiting program after a non-finite loss or gradient (iteration 2)" in program.output(0)
+
+
+# The step that ended a run: written, and computed again --------------------------------------------------------------
+
+
+def overflow_in_layer_1(run: Any) -> None:
+    """Makes weights of layer 1 so large that its MLP overflows: finite weights, infinite outputs."""
+    for chunk in run.model:
+        for weights in chunk.weight_chunks():
+            if weights.name == "decoder.layers.1.mlp.linear_fc2.weight":
+                weights.flat.fill_(3e38)
+    run.optimizer.reload_model_params()
+
+
+def reports(capsys: Any) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if "computed again" in line]
+
+
+def test_the_layer_is_named_and_the_step_is_written(corpus, tmp_path, capsys):
+    """The state is that before the step, and the second computation changes neither weights nor counts."""
+    flags = f"{RUN} --data-path {corpus} --train-iters 5"
+    dump = tmp_path / "dump"
+    stopped = train(f"{flags} --nonfinite-dump-dir {dump}", before=overflow_in_layer_1)
+    (line,) = reports(capsys)
+    assert line.startswith(
+        "iteration 1 was computed again; first non-finite: rank 0: output of decoder.layers.1.mlp.linear_fc2 in "
+        "micro-batch 0, samples [0]: "
+    )
+    assert stopped.at_end["state"]["iteration"] == 1
+    manifest = find_checkpoint(dump / "iteration_0000001", None).manifest
+    assert manifest.iteration == 0 and manifest.common["train_state"]["consumed_train_samples"] == 0
+    batches = read_batches(dump / "iteration_0000001" / "batch_dp_00000.safetensors")
+    assert [batch.sample_ids.tolist() for batch in batches] == stopped.sample_ids[0]
+    assert next(event.facts["first"] for event in stopped.events if event.name == "non-finite-search") in line
+
+
+def test_without_a_folder_it_is_named_only_and_a_passing_fault_is_told(corpus, tmp_path, capsys):
+    """A fault of the first computation alone: nothing is found in the second."""
+    flags = f"{RUN} --data-path {corpus} --train-iters 5 --log-interval 1"
+    faults = []
+
+    def once(context: Context) -> ForwardStep:
+        forward_step = GPT.build_forward_step(context)
+
+        def step(data: Any, model: Any) -> Any:
+            losses, function = forward_step(data, model)
+            if data.iteration == 2 and not faults:
+                faults.append(losses)
+                losses = losses * torch.inf
+            return losses, function
+
+        return step
+
+    stopped = train(flags, Providers(GPT.build_model, GPT.build_datasets, once))
+    assert stopped.decision.reason is ExitReason.NON_FINITE
+    out = capsys.readouterr().out
+    assert "the step is not written: neither --save nor --nonfinite-dump-dir is given" in out
+    assert "iteration 3 was computed again, and everything was finite" in out
+    train(f"{flags} --save {tmp_path} --save-interval 9 --exit-interval 2")
+    assert not (tmp_path / "nonfinite").exists()
+
+
+def find_in_layout(corpus: str, layout: str, folder: str) -> tuple[Outcome, str]:
+    flags = f"{RUN} --data-path {corpus} --train-iters 5 --save {folder} {layout}"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        outcome = train(flags, before=overflow_in_layer_1)
+    return outcome, printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"),
+    [
+        (PIPELINES["1f1b"][0], "rank 1: output of decoder.layers.1.mlp.linear_fc2 in micro-batch 0, samples [0]"),
+        ("--use-distributed-optimizer", "rank 0: output of decoder.layers.1.mlp.linear_fc2 in micro-batch 0, samples"),
+    ],
+)
+def test_a_layout_names_rank_and_layer_and_one_process_repeats_it(corpus, tmp_path, layout, where):
+    ranks = run_on_ranks(find_in_layout, 2, corpus, layout, str(tmp_path))
+    printed = "".join(text for _, text in ranks)
+    assert f"first non-finite: {where}" in printed
+    assert {rank.decision.reason for rank, _ in ranks} == {ExitReason.NON_FINITE}
+    dump = read_dump(tmp_path / "nonfinite" / "iteration_0000001")
+    assert [batch.sample_ids.tolist() for batch in dump.batches] == [[0], [1], [2], [3]]
+    result = replay(dump, GPT)
+    first = in_order(result.findings)[0]
+    assert (first.phase, first.name, first.microbatch) == (FORWARD, "decoder.layers.1.mlp.linear_fc2", 0)
+    assert len(result.losses) == 4

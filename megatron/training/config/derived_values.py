@@ -261,6 +261,8 @@ def _data(s: Settings) -> str | None:
 
 
 def _files(s: Settings) -> str | None:
+    if s.nonfinite_dump_dir is None and s.save is not None and s.check_for_nan_in_loss_and_grad:
+        s.set_derived("nonfinite_dump_dir", f"{s.save.rstrip('/')}/nonfinite")
     if s.metrics_path is None and s.save is not None:
         s.set_derived("metrics_path", f"{s.save.rstrip('/')}/metrics.jsonl")
     elif s.metrics_path is None:

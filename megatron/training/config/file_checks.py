@@ -101,6 +101,7 @@ PATHS = (
     "merge_file",
     "tokenizer_model",
     "metrics_path",
+    "nonfinite_dump_dir",
     "tensorboard_dir",
 )
 """Fields that name files and folders."""

@@ -25,7 +25,9 @@ def is_read(flag: Flag, settings: Settings) -> bool:
         return True
     other, required = parent
     value = getattr(settings, other.field)
-    return value_text(value) in required.split("|") if required else value != other.default and value is not False
+    if required:
+        return value_text(value) in required.split("|")
+    return value is not False and (value != other.default or other.default is True)
 
 
 def _declared(settings: Settings) -> Iterator[str]:

@@ -21,6 +21,11 @@ class ResilienceConfig:
     """What to do after a non-finite loss or gradient: stop the run, or skip the update and continue. (An overflow under
     the dynamic loss scale of --fp16 always skips.)"""
 
+    nonfinite_dump_dir: str | None = flag(None, only_with="check_for_nan_in_loss_and_grad")
+    """Folder for the step that ends a run because of a non-finite loss or gradient: batch, state before the step, and
+    the first non-finite value of each rank. `tools/replay.py` computes the step again. Default: `nonfinite` in the
+    folder of --save."""
+
     exit_signal_handler: bool = flag(False, no_effect=_ALWAYS)
     """Save and exit after --exit-signal."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.core.timers import Timers, timed
 from megatron.core.tokens import RngPosition
+from megatron.training.data.recent_steps import RecentSteps
 
 
 class StepData(Iterator[Any]):
@@ -45,6 +46,8 @@ class StepData(Iterator[Any]):
         """Sample ids of each micro-batch drawn since `begin`; an empty list for a batch without ids."""
         self.keeps_step = False
         """Keep the micro-batches of a step until the next one begins, so that `rewind` works."""
+        self.recent: RecentSteps | None = None
+        """Keeps the micro-batches of the last steps; None: they are not kept."""
         self._step: list[Any] = []
         self._chunks: tuple[ChunkData, ...] = ()
         self._kept: dict[int, Any] = {}
@@ -91,8 +94,11 @@ class StepData(Iterator[Any]):
         else:
             with timed(self._timers_of_read(), "batch-generator", 2):
                 batch = next(self.micro_batches)
+            if self.keeps_step or self.recent is not None:
+                batch = _out_of_shared_memory(batch)
+            if self.recent is not None:
+                self.recent.add(batch)
         if self.keeps_step and number == len(self._step):
-            batch = _out_of_shared_memory(batch)
             self._step.append(batch)
         # Numbers, not the tensor: one that a worker sent keeps a file open, and these ids are kept until the log line.
         self.sample_ids.append(_numbers(getattr(batch, "sample_ids", None)))

@@ -95,6 +95,8 @@ class TrainingLog:
         self._now = now
         self._since_line = StepClock()
         self._since_flush = StepClock()
+        self.first_non_finite: int | None = None
+        """First iteration in which this rank saw a non-finite value, as far as it was read."""
         self._first: int | None = None
         self._iteration = 0
         self._line_samples = self._iterations_since_line = 0
@@ -174,6 +176,7 @@ class TrainingLog:
         for found in interval.non_finite:
             print(f"non-finite: {found}", file=sys.stderr, flush=True)
             self.event("non-finite", found.iteration, what=str(found))
+            self.first_non_finite = min(found.iteration, self.first_non_finite or found.iteration)
         return interval
 
     def _with_layers(self, interval: MetricsInterval, reset: bool) -> MetricsInterval:

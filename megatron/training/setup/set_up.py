@@ -30,6 +30,7 @@ from megatron.training import global_vars
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.digests import data_digests
+from megatron.training.data.recent_steps import RecentSteps
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
@@ -155,6 +156,8 @@ def build_trainer(
     )
     probe, results = build_probe(config, model), build_rerun_state_machine(config)
     forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
+    splits = open_data()
+    splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
     return Trainer(
         config=config,
         environment=environment,
@@ -165,7 +168,7 @@ def build_trainer(
         batches=batches,
         forward_backward=capture_micro_batches(forward_backward, config, environment, model, probe, results),
         forward_step=forward_step,
-        splits=open_data(),
+        splits=splits,
         log=log,
         hooks=Hooks([*build_hooks(config, environment, state, model), *hooks_of_script]),
         exit=exit_agreement,

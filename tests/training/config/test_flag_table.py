@@ -25,7 +25,15 @@ ROOT = Path(__file__).parents[3]
 DATA = ROOT / "tests/data/flags"
 MEGATRON_LM = {row["flag"]: row for row in map(json.loads, (DATA / "megatron_lm_flags.jsonl").read_text().splitlines())}
 
-OURS = {"--dry-run", "--print-config", "--fp64", "--keep-last", "--metrics-path", "--nonfinite-action"} | {
+OURS = {
+    "--dry-run",
+    "--print-config",
+    "--fp64",
+    "--keep-last",
+    "--metrics-path",
+    "--nonfinite-action",
+    "--nonfinite-dump-dir",
+} | {
     "--config",
     "--layout-invariant",
     "--data-stages",

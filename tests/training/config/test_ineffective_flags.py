@@ -66,6 +66,10 @@ def test_a_flag_without_effect_is_accepted_with_a_reason(flags: str, note: str) 
     assert any(line.startswith(note) for line in configured(flags).notes), configured(flags).notes
 
 
+def test_a_flag_that_needs_one_that_is_on_by_default_has_an_effect() -> None:
+    assert not any("--nonfinite-action" in line for line in configured("--nonfinite-action skip").notes)
+
+
 def notes_about(flag: str, flags: str, base: str = SMALL, ranks: int = 1) -> list[str]:
     return [note for note in configured(flags, base=base, ranks=ranks).notes if note.startswith(f"{flag} ")]
 

@@ -1,0 +1,64 @@
+"""The micro-batches of the last steps, kept on the host until it is known that the steps were finite."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron.training.state import TrainState
+
+LEAST_STEPS = 4
+"""Steps that are kept in any case: a non-finite value is known to all ranks about two steps later."""
+MOST_BYTES = 256 << 20
+"""Host memory of a rank for further steps."""
+
+
+@dataclass
+class RecentStep:
+    """One step: the counts before it, and the micro-batches that this rank drew, in order."""
+
+    before: TrainState
+    batches: list[Any] = field(default_factory=list)
+
+    @property
+    def iteration(self) -> int:
+        """Number of the step, from 1."""
+        return self.before.iteration + 1
+
+    def nbytes(self) -> int:
+        """Returns the bytes of the micro-batches' tensors."""
+        return sum(tensor.nbytes for batch in self.batches for tensor in fields_of(batch).values())
+
+
+class RecentSteps:
+    """The last steps, the newest last: at least `LEAST_STEPS`, and more as far as `MOST_BYTES` allow."""
+
+    def __init__(self) -> None:
+        self.steps: deque[RecentStep] = deque()
+
+    def begin(self, state: TrainState) -> None:
+        """Begins a step, before which the counts are `state`."""
+        while len(self.steps) >= LEAST_STEPS and sum(step.nbytes() for step in self.steps) > MOST_BYTES:
+            self.steps.popleft()
+        self.steps.append(RecentStep(dataclasses.replace(state)))
+
+    def add(self, batch: Any) -> None:
+        """Adds a micro-batch to the step that began last. Micro-batches before the first step are not kept."""
+        if self.steps:
+            self.steps[-1].batches.append(batch)
+
+    def find(self, iteration: int) -> RecentStep | None:
+        """Returns the step of this number (from 1); None if it is no longer kept."""
+        return next((step for step in self.steps if step.iteration == iteration), None)
+
+
+def fields_of(batch: Any) -> dict[str, Tensor]:
+    """Returns the tensors of a micro-batch by name: those of a mapping, or of a dataclass's fields. Other batches have
+    none."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = {entry.name: getattr(batch, entry.name) for entry in dataclasses.fields(batch)}
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    return {str(name): value for name, value in items if isinstance(value, Tensor)}

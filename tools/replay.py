@@ -1,0 +1,52 @@
+"""Computes a step that ended a run again, in one process:   python tools/replay.py SAVE/nonfinite/iteration_0000123
+
+A run that ends because of a non-finite loss or gradient writes that step: the state before it and its micro-batches, of
+all ranks (--nonfinite-dump-dir). This tool loads both into one process without the run's layout, computes forward and
+backward, and prints the loss of each micro-batch and the first module or weight whose values are not finite.
+
+    python tools/replay.py DUMP --script my_pretrain.py -- --fp64        # a script of your own; further flags
+
+Exit code 0: everything is finite; 1: something is not; 2: the dump or the flags are wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.exceptions import UserError
+from megatron.training.launch.errors import exit_with_problems
+from megatron.training.replay import DumpedStep, read_dump, replay, report
+from tools.verify_layout import load_script
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool and returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="replay.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("dump", type=Path, help="folder nonfinite/iteration_NNNNNNN that the run wrote")
+    parser.add_argument("--script", type=Path, help="the run's script (default: pretrain_gpt.py or that of its family)")
+    parser.add_argument("flags", nargs="*", help="after --: further flags, which replace those of the run")
+    options = parser.parse_args(argv)
+    try:
+        dump = read_dump(options.dump)
+        script = load_script(options.script or script_of(dump))
+        result = replay(dump, script.providers, script.add_flags, options.flags)
+    except UserError as error:
+        exit_with_problems(error)
+    print(*report(dump, result), sep="\n", flush=True)
+    return 1 if result.findings else 0
+
+
+def script_of(dump: DumpedStep) -> Path:
+    """Returns the entry script of the model family that the dump names."""
+    return ROOT / f"pretrain_{dump.manifest.config.get('model_family') or 'gpt'}.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
