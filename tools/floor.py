@@ -113,7 +113,8 @@ class Recorder:
             for asked, kernels in backend.attention.items()
         }
         multiply = self._noting(_note_fp8_product, backend.fp8_kernels.product)
-        changed["fp8_kernels"] = dataclasses.replace(backend.fp8_kernels, product=multiply)
+        noting = {name: self._noting(_NOTES[name], kernel) for name, kernel in backend.fp8_kernels.noting.items()}
+        changed["fp8_kernels"] = dataclasses.replace(backend.fp8_kernels, product=multiply, noting=noting)
         return dataclasses.replace(backend, **changed)
 
     def _noting(self, note: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -199,6 +199,14 @@ def triton_backend() -> Backend | None:
             ByDevice(cpu=quantize_blocks, cuda=quantize_blocks_triton),
             _scaled_product,
             ByDevice(cpu=accumulate_product, cuda=accumulate_product_cuda),
+            {
+                name: ByDevice(cpu=reference, cuda=functools.partial(kernel, notes_largest=True))
+                for name, reference, kernel in (
+                    ("weighted_activation", weighted_activation, weighted_activation_triton),
+                    ("layer_norm_with_residual", layer_norm_with_residual, layer_norm_with_residual_triton),
+                    ("rms_norm_with_residual", rms_norm_with_residual, rms_norm_with_residual_triton),
+                )
+            },
         ),
     )
 
@@ -224,7 +232,8 @@ def backend_of_layer(
     if settings is None:
         return backend
     tokens_group = groups.cp if groups.size("cp") > 1 else None
-    return dataclasses.replace(backend, fp8=settings, tokens_group=tokens_group)
+    noting: Mapping[str, Any] = settings.kernels.noting if settings.recipe == "tensorwise" else {}
+    return dataclasses.replace(backend, fp8=settings, tokens_group=tokens_group, **noting)
 
 
 def fp8_settings(config: Any, layer_number: int, kernels: Fp8Kernels) -> Fp8Settings | None:

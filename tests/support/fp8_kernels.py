@@ -4,8 +4,10 @@ interpreter or on a GPU."""
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.ops.activation import Activation, gelu_tanh
 from megatron.core.ops.fp8 import quantize
 from megatron.core.ops.fp8.formats import scale_for
 from megatron.core.ops.fp8.quantize_triton import (
@@ -14,6 +16,8 @@ from megatron.core.ops.fp8.quantize_triton import (
     largest_value_triton,
     quantize_blocks_triton,
 )
+from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
+from megatron.core.ops.norm_triton import layer_norm_with_residual_triton, rms_norm_with_residual_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -47,6 +51,26 @@ def largest_values() -> None:
         assert torch.equal(largest_value_triton(x), quantize.largest_value(x))
         for ours, exact in zip(largest_of_lines_triton(x), quantize.largest_of_lines(x), strict=True):
             assert torch.equal(ours, exact)
+
+
+def noted_values() -> None:
+    """Checks the largest values that norms and activations note of their results and of the gradients they compute."""
+    weight = matrix(1, 48)[0]
+    for what, width, function in (
+        ("rms", 48, lambda x: rms_norm_with_residual_triton(x, weight, 1e-5, False, True)),
+        ("layer", 48, lambda x: layer_norm_with_residual_triton(x, weight, weight, 1e-5, False, True)),
+        ("gated", 2080, lambda x: (weighted_activation_triton(x, None, None, Activation(F.silu, True), True),)),
+        ("plain", 1100, lambda x: (weighted_activation_triton(x, None, None, Activation(gelu_tanh), True),)),
+    ):
+        found: list[Tensor] = []
+        inputs = matrix(5, width).requires_grad_() * 1
+        inputs.register_hook(found.append)
+        results = function(inputs)
+        torch.autograd.backward(results, [matrix(*result.shape) for result in results])
+        for tensor in (results[0].detach_(), found[0]):
+            largest = quantize.noted_largest(tensor)
+            assert largest is not None and torch.equal(largest, quantize.largest_value(tensor)), what
+            assert quantize.noted_largest(tensor * 1) is None and quantize.noted_largest(tensor.mul_(2)) is None
 
 
 def casts() -> None:

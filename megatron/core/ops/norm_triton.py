@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.ops.fp8.quantize import note_largest
+from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 
@@ -23,10 +25,12 @@ _PROGRAMS = 4
 
 @triton.jit
 def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    output, means, inverses, inputs, weight, bias, rows, width, stride, epsilon,
+    output, largest, means, inverses, inputs, weight, bias, rows, width, stride, epsilon,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    NOTES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    if NOTES:
+        before = tl.load(largest)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = column < width
@@ -46,21 +50,27 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]  # Triton would evalua
         y *= factor[None, :]
     if HAS_BIAS:
         y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(output + row[:, None] * width + column[None, :], y.to(output.dtype.element_ty), mask=there)
+    rounded = y.to(output.dtype.element_ty)
+    tl.store(output + row[:, None] * width + column[None, :], rounded, mask=there)
+    if NOTES:
+        raise_largest(largest, before, tl.max(tl.where(there, bits_of_size(rounded.to(tl.float32)), 0), 1))
 
 
 @triton.jit
 def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    inputs_gradient, weight_parts, bias_parts, gradient, residual_gradient, inputs, weight, means, inverses,
+    inputs_gradient, largest, weight_parts, bias_parts, gradient, residual_gradient, inputs, weight, means, inverses,
     rows, width, gradient_stride, residual_stride, stride,
     CENTERED: tl.constexpr, HAS_WEIGHT: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr,
-    ADDS_RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ADDS_RESIDUAL: tl.constexpr, ZERO_CENTERED: tl.constexpr, NOTES: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     inside = column < width
     weight_part = tl.zeros((ROWS, WIDTH), tl.float32)
     bias_part = tl.zeros((ROWS, WIDTH), tl.float32)
+    size = tl.zeros((ROWS,), tl.int32)
+    if NOTES:
+        before = tl.load(largest)
     factor = tl.full((WIDTH,), 1.0, tl.float32)
     if HAS_WEIGHT:
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -89,7 +99,12 @@ def _norm_backward_kernel(  # type: ignore[no-untyped-def]
             at = residual_gradient + row[:, None] * residual_stride + column[None, :]
             dx += tl.load(at, mask=there, other=0.0).to(tl.float32)
         at = inputs_gradient + row[:, None] * width + column[None, :]
-        tl.store(at, dx.to(inputs_gradient.dtype.element_ty), mask=there)
+        rounded = dx.to(inputs_gradient.dtype.element_ty)
+        tl.store(at, rounded, mask=there)
+        if NOTES:
+            size = tl.maximum(size, tl.max(tl.where(there, bits_of_size(rounded.to(tl.float32)), 0), 1))
+    if NOTES:
+        raise_largest(largest, before, size)
     at = tl.program_id(0) * width + column
     if SUMS_WEIGHT:
         tl.store(weight_parts + at, tl.sum(weight_part, 0), mask=inside)
@@ -114,21 +129,27 @@ def layer_norm_triton(
 
 
 def rms_norm_with_residual_triton(
-    inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False
+    inputs: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool = False, notes_largest: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm.rms_norm_with_residual`. The norm's backward adds the residual's gradient."""
+    """Computes `norm.rms_norm_with_residual`. The norm's backward adds the residual's gradient. `notes_largest`: the
+    largest values of the normed tensor and of the gradient of the input are noted for fp8."""
     if not _takes(inputs, weight):
         return rms_norm_with_residual(inputs, weight, epsilon, zero_centered)
-    return _NormWithResidual.apply(inputs, weight, None, epsilon, zero_centered, False)
+    return _NormWithResidual.apply(inputs, weight, None, epsilon, zero_centered, False, notes_largest)
 
 
 def layer_norm_with_residual_triton(
-    inputs: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float, zero_centered: bool = False
+    inputs: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    epsilon: float,
+    zero_centered: bool = False,
+    notes_largest: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm.layer_norm_with_residual`. The norm's backward adds the residual's gradient."""
+    """Computes `norm.layer_norm_with_residual`; see `rms_norm_with_residual_triton`."""
     if not _takes(inputs, weight):
         return layer_norm_with_residual(inputs, weight, bias, epsilon, zero_centered)
-    return _NormWithResidual.apply(inputs, weight, bias, epsilon, zero_centered, True)
+    return _NormWithResidual.apply(inputs, weight, bias, epsilon, zero_centered, True, notes_largest)
 
 
 def _takes(inputs: Tensor, weight: Tensor | None) -> bool:
@@ -146,7 +167,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _backward(ctx, output_gradient, None)
+        return _backward(ctx, output_gradient, None)[:6]
 
 
 class _NormWithResidual(torch.autograd.Function):
@@ -163,7 +184,7 @@ class _NormWithResidual(torch.autograd.Function):
         ctx: Any, output_gradient: Tensor | None, residual_gradient: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if output_gradient is None:
-            return residual_gradient, None, None, None, None, None
+            return residual_gradient, None, None, None, None, None, None
         return _backward(ctx, output_gradient, residual_gradient)
 
 
@@ -175,6 +196,7 @@ def _forward(
     epsilon: float,
     zero_centered: bool,
     centered: bool,
+    notes_largest: bool = False,
 ) -> Tensor:
     width = inputs.shape[-1]
     x = _as_rows(inputs, width)
@@ -184,13 +206,17 @@ def _forward(
     ctx.save_for_backward(inputs, means, inverses)
     # The parameter, not a saved tensor: see ops/linear.py.
     ctx.weight, ctx.zero_centered, ctx.centered = weight, zero_centered, centered
+    ctx.notes_largest = notes_largest
     if output.numel():
         tile = _tile(width)
+        largest = torch.zeros((), dtype=torch.int32, device=x.device) if notes_largest else None
         _norm_forward_kernel[(triton.cdiv(x.shape[0], tile["ROWS"]),)](
-            output, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
+            output, largest, means, inverses, x, weight, bias, x.shape[0], width, x.stride(0), epsilon,
             CENTERED=centered, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-            ZERO_CENTERED=zero_centered, **tile,
+            ZERO_CENTERED=zero_centered, NOTES=largest is not None, **tile,
         )  # fmt: skip
+        if largest is not None:
+            note_largest(output, largest.view(torch.float32))
     return output
 
 
@@ -208,14 +234,17 @@ def _backward(ctx: Any, output_gradient: Tensor, residual_gradient: Tensor | Non
         torch.empty(programs, width, dtype=torch.float32, device=x.device) if needed else None
         for needed in (needs_weight, needs_bias)
     ]
+    largest = torch.zeros((), dtype=torch.int32, device=x.device) if ctx.notes_largest else None
     _norm_backward_kernel[(programs,)](
-        inputs_gradient, *sums, dy, residual, x, None if weight is None else weight.detach(), means, inverses,
+        inputs_gradient, largest, *sums, dy, residual, x, None if weight is None else weight.detach(), means, inverses,
         x.shape[0], width, dy.stride(0), 0 if residual is None else residual.stride(0), x.stride(0),
         CENTERED=ctx.centered, HAS_WEIGHT=weight is not None, SUMS_WEIGHT=needs_weight, SUMS_BIAS=needs_bias,
-        ADDS_RESIDUAL=residual is not None, ZERO_CENTERED=ctx.zero_centered, **tile,
+        ADDS_RESIDUAL=residual is not None, ZERO_CENTERED=ctx.zero_centered, NOTES=largest is not None, **tile,
     )  # fmt: skip
+    if largest is not None:
+        note_largest(inputs_gradient, largest.view(torch.float32))
     weight_gradient, bias_gradient = (None if s is None else sum_rows_triton(s, weight.dtype) for s in sums)
-    return inputs_gradient, weight_gradient, bias_gradient, None, None, None
+    return inputs_gradient, weight_gradient, bias_gradient, None, None, None, None
 
 
 def _as_rows(tensor: Tensor, width: int) -> Tensor:

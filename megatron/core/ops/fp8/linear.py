@@ -114,7 +114,7 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         whole = gather_rows(inputs, group) if gathers else inputs
         keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad and not gathers
-        quantized = layer.scaling.quantize(whole.detach(), Role.INPUTS, rows=True, columns=keeps_fp8, records=records)
+        quantized = layer.scaling.quantize(whole, Role.INPUTS, rows=True, columns=keeps_fp8, records=records)
         assert quantized.rows is not None
         weights = layer.weight_rows(weight)
         output = layer.settings.kernels.product(quantized.rows, weights, inputs.dtype, precise=False)  # [t, out]

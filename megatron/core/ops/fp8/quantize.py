@@ -43,6 +43,19 @@ def largest_value(matrix: Tensor) -> Tensor:
     return matrix.abs().amax().float()
 
 
+def note_largest(tensor: Tensor, largest: Tensor) -> None:
+    """Notes the largest absolute value of a tensor, which the kernel that computed the tensor found. The note is lost
+    with the Python object: views and sums have none."""
+    if not tensor.is_inference():
+        tensor.noted_largest = largest, tensor._version  # type: ignore[attr-defined]
+
+
+def noted_largest(tensor: Tensor) -> Tensor | None:
+    """Returns the largest absolute value that was noted; None if there is none, or the tensor was written since."""
+    largest, version = getattr(tensor, "noted_largest", (None, None))
+    return largest if largest is not None and version == tensor._version else None
+
+
 def largest_of_lines(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the largest absolute values of the rows and of the columns of [m, k]: float32 [m], [k]."""
     if matrix.numel() == 0:

@@ -32,8 +32,17 @@ _PROGRAMS = 8
 
 
 @triton.jit
-def _bits_of_size(x):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+def bits_of_size(x):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Returns the bits of |x|, float32, as an integer that orders like |x|."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def raise_largest(largest, before, size):  # type: ignore[no-untyped-def]
+    """Raises `largest` to the bits `size` [n], as found by this program; `before` was seen when the program began."""
+    found = tl.max(size, 0)
+    if found > before:  # for few programs: atomic operations on one address are slow
+        tl.atomic_max(largest, found)
 
 
 @triton.jit
@@ -41,7 +50,7 @@ def _as_fp8(x, limit, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the bits of x in fp8: limited to the range, with NaN for what is not finite."""
     limited = tl.minimum(tl.maximum(x, -limit), limit)
     fp8 = (limited.to(tl.float8e5) if E5M2 else limited.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
-    return tl.where(_bits_of_size(x) < 0x7F800000, fp8, 0x7F).to(tl.uint8)  # 0x7F is NaN in both formats
+    return tl.where(bits_of_size(x) < 0x7F800000, fp8, 0x7F).to(tl.uint8)  # 0x7F is NaN in both formats
 
 
 @triton.jit
@@ -50,7 +59,7 @@ def _largest_kernel(largest, values, count, steps, AT_ONCE: tl.constexpr):  # ty
     first = tl.program_id(0).to(tl.int64) * steps * AT_ONCE
     for step in range(steps):
         at = first + step * AT_ONCE + tl.arange(0, AT_ONCE)
-        size = tl.maximum(size, _bits_of_size(tl.load(values + at, mask=at < count, other=0.0).to(tl.float32)))
+        size = tl.maximum(size, bits_of_size(tl.load(values + at, mask=at < count, other=0.0).to(tl.float32)))
     tl.atomic_max(largest, tl.max(size, 0))
 
 
@@ -62,7 +71,7 @@ def _largest_of_lines_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = (row < m)[:, None] & (column < k)[None, :]
     x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
-    size = _bits_of_size(x)
+    size = bits_of_size(x)
     tl.atomic_max(of_rows + row, tl.max(size, 1), mask=row < m)
     tl.atomic_max(of_columns + column, tl.max(size, 0), mask=column < k)
 
@@ -80,7 +89,7 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
         before = tl.load(seen)
     x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
     if SEEN:
-        size = tl.max(tl.max(_bits_of_size(x), 1), 0)
+        size = tl.max(tl.max(bits_of_size(x), 1), 0)
         if size > before:  # for few tiles: atomic operations on one address are slow
             tl.atomic_max(seen, size)
     if BY_LINE:
@@ -119,7 +128,7 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
         row = group * 4 + number
         x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
         if SEEN:
-            size = tl.maximum(size, _bits_of_size(x))
+            size = tl.maximum(size, bits_of_size(x))
         if BY_LINE:
             scaled = x * tl.load(row_scale + row, mask=row < m, other=1.0)[:, None]
             tl.store(rows + row[:, None] * k + column[None, :], _as_fp8(scaled, limit, E5M2), mask=there)
@@ -159,7 +168,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     to_row = rows + row[:, None] * k + column[None, :]
     to_column = columns + column[:, None] * m + row[None, :]
     if SQUARE:
-        scale = _scale_of(tl.max(_bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+        scale = _scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
         fp8 = _as_fp8(x * scale, limit, E5M2)
         one = tl.full((), 1.0, tl.float32)
         if ROWS:
@@ -171,11 +180,11 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     else:
         one = tl.full((BLOCK,), 1.0, tl.float32)
         if ROWS:
-            scale = _scale_of(tl.max(_bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
+            scale = _scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
             tl.store(to_row, _as_fp8(x * scale[:, None], limit, E5M2), mask=there)
             tl.store(row_factors + block_column * m + row, tl.div_rn(one, scale), mask=row < m)
         if COLUMNS:
-            scale = _scale_of(tl.max(_bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
+            scale = _scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
             turned = tl.trans(_as_fp8(x * scale[None, :], limit, E5M2))
             tl.store(to_column, turned, mask=(column < k)[:, None] & (row < m)[None, :])
             tl.store(column_factors + block_row * k + column, tl.div_rn(one, scale), mask=column < k)

@@ -12,9 +12,10 @@ The scope of a scale, that is, the values that it depends on, does not depend on
 So the blocks are equal under every layout that cuts weights and tokens at multiples of 128.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from megatron.core.ops.fp8.quantize import (
     cast_scaled,
     largest_of_lines,
     largest_value,
+    noted_largest,
     quantize_blocks,
 )
 from megatron.core.parameters import declare
@@ -56,6 +58,9 @@ class Fp8Kernels:
     quantize_blocks: Callable[..., QuantizedPair] = quantize_blocks
     product: Callable[..., Tensor] = emulated_product
     accumulate_product: Callable[..., None] = accumulate_product
+    noting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Operations of a backend, by name, that also note the largest values of their results (`quantize.note_largest`).
+    Layers with tensorwise scaling use them."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,9 @@ class TensorwiseScaling(Scaling):
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
         """Casts by the scale of the largest value of the whole matrix, over the ranks that divide it."""
-        amax = self.kernels.largest_value(matrix)
+        amax = noted_largest(matrix)
+        if amax is None:
+            amax = self.kernels.largest_value(matrix)
         for groups in self.split.groups(role):
             amax = _largest_over(amax, groups)
         dtype = self.settings.dtype(role)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
+from megatron.core.ops.fp8.quantize import note_largest
+from megatron.core.ops.fp8.quantize_triton import bits_of_size, raise_largest
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.sum_rows_triton import num_multiprocessors, sum_rows_triton
 
@@ -70,10 +72,12 @@ def _differentiate(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _activation_forward_kernel(  # type: ignore[no-untyped-def]
-    output, product, bias, weights, ffn, clamp, up_offset,
+    output, largest, product, bias, weights, ffn, clamp, up_offset,
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NOTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if NOTES:
+        before = tl.load(largest)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < ffn
@@ -89,14 +93,21 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     value, _, _ = _differentiate(gate, up, clamp, up_offset, KIND, GATED, CLAMPED)
     if WEIGHTED:
         value *= tl.load(weights + row).to(tl.float32)
-    tl.store(output + row * ffn + channel, value.to(output.dtype.element_ty), mask=inside)
+    rounded = value.to(output.dtype.element_ty)
+    tl.store(output + row * ffn + channel, rounded, mask=inside)
+    if NOTES:
+        raise_largest(largest, before, tl.where(inside, bits_of_size(rounded.to(tl.float32)), 0))
 
 
 @triton.jit
 def _activation_backward_kernel(  # type: ignore[no-untyped-def]
-    product_gradient, weights_gradient, gradient, product, weights, ffn, clamp, up_offset,
-    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    product_gradient, largest, weights_gradient, gradient, product, weights, ffn, clamp, up_offset,
+    KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, NOTES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if NOTES:
+        before = tl.load(largest)
+    size = tl.zeros((BLOCK,), tl.int32)
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
     start = row * ffn * (2 if GATED else 1)
@@ -113,9 +124,17 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
         total += dy * value
         dy *= weight
         at = product_gradient + start + channel
-        tl.store(at, (dy * slope).to(product_gradient.dtype.element_ty), mask=inside)
+        rounded = (dy * slope).to(product_gradient.dtype.element_ty)
+        tl.store(at, rounded, mask=inside)
+        if NOTES:
+            size = tl.maximum(size, tl.where(inside, bits_of_size(rounded.to(tl.float32)), 0))
         if GATED:
-            tl.store(at + ffn, (dy * up_slope).to(product_gradient.dtype.element_ty), mask=inside)
+            rounded = (dy * up_slope).to(product_gradient.dtype.element_ty)
+            tl.store(at + ffn, rounded, mask=inside)
+            if NOTES:
+                size = tl.maximum(size, tl.where(inside, bits_of_size(rounded.to(tl.float32)), 0))
+    if NOTES:
+        raise_largest(largest, before, size)
     if WEIGHTED:
         tl.store(weights_gradient + row, tl.sum(total).to(weights_gradient.dtype.element_ty))
 
@@ -158,9 +177,14 @@ def _biased_activation_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 def weighted_activation_triton(
-    product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation
+    product: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    activation: Activation,
+    notes_largest: bool = False,
 ) -> Tensor:
-    """Computes `weighted_activation` in one kernel. Float64 and other activations use the reference."""
+    """Computes `weighted_activation` in one kernel. Float64 and other activations use the reference. `notes_largest`:
+    without a bias the largest values of the result and of the product's gradient are noted for fp8."""
     exact = torch.float64 in (product.dtype, None if weights is None else weights.dtype)
     if exact or not isinstance(activation, Activation) or activation.function not in _KINDS:
         return weighted_activation(product, bias, weights, activation)
@@ -168,31 +192,37 @@ def weighted_activation_triton(
         product, bias = product + bias, None
     if bias is not None:
         return _BiasedActivation.apply(product, bias, activation)
-    return _WeightedActivation.apply(product, weights, activation)
+    return _WeightedActivation.apply(product, weights, activation, notes_largest)
 
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, product: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
+    def forward(
+        ctx: Any, product: Tensor, weights: Tensor | None, activation: Activation, notes_largest: bool
+    ) -> Tensor:
         product = product.contiguous()
         weights = None if weights is None else weights.contiguous()
         ctx.save_for_backward(product, weights)
-        ctx.activation = activation
-        return _activated(product, None, weights, activation)
+        ctx.activation, ctx.notes_largest = activation, notes_largest
+        return _activated(product, None, weights, activation, notes_largest)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         product, weights = ctx.saved_tensors
         product_gradient = torch.empty_like(product)
         weights_gradient = None if weights is None else torch.empty_like(weights)
         ffn = gradient.shape[-1]
         if gradient.numel():
+            largest = torch.zeros((), dtype=torch.int32, device=product.device) if ctx.notes_largest else None
             _activation_backward_kernel[(gradient.numel() // ffn,)](
-                product_gradient, weights_gradient, gradient.contiguous(), product, weights, ffn,
-                *_numbers(ctx.activation), **_facts(ctx.activation), WEIGHTED=weights is not None, BLOCK=_block(ffn),
+                product_gradient, largest, weights_gradient, gradient.contiguous(), product, weights, ffn,
+                *_numbers(ctx.activation), **_facts(ctx.activation), WEIGHTED=weights is not None,
+                NOTES=largest is not None, BLOCK=_block(ffn),
             )  # fmt: skip
-        return product_gradient, weights_gradient, None
+            if largest is not None:
+                note_largest(product_gradient, largest.view(torch.float32))
+        return product_gradient, weights_gradient, None, None
 
 
 class _BiasedActivation(torch.autograd.Function):
@@ -220,15 +250,20 @@ class _BiasedActivation(torch.autograd.Function):
         return product_gradient, sum_rows_triton(bias_parts, bias.dtype), None
 
 
-def _activated(product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation) -> Tensor:
+def _activated(
+    product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, notes_largest: bool = False
+) -> Tensor:
     ffn = product.shape[-1] // (2 if activation.gated else 1)
     output = product.new_empty(*product.shape[:-1], ffn)
     if output.numel():
         block = _block(ffn)
+        largest = torch.zeros((), dtype=torch.int32, device=product.device) if notes_largest else None
         _activation_forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
-            output, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
-            BIASED=bias is not None, WEIGHTED=weights is not None, BLOCK=block,
+            output, largest, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
+            BIASED=bias is not None, WEIGHTED=weights is not None, NOTES=largest is not None, BLOCK=block,
         )  # fmt: skip
+        if largest is not None:
+            note_largest(output, largest.view(torch.float32))
     return output
 
 
