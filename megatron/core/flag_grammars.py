@@ -42,6 +42,25 @@ def window(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def number_or_range(text: str) -> int | str:
+    """Parses `7`, or a range with both its ends, `7-9`, which stays text. Raises ValueError for anything else, and for
+    a range that ends before it begins."""
+    if re.fullmatch(r"\d{1,18}", text):
+        return int(text)
+    found = re.fullmatch(r"(\d{1,18})-(\d{1,18})", text)
+    if found is None:
+        raise ValueError("expected a number, or a range such as 100-120")
+    if int(found[1]) > int(found[2]):
+        raise ValueError(f"the range ends before it begins; {found[2]}-{found[1]} works")
+    return text
+
+
+def ends_of(value: int | str) -> tuple[int, int]:
+    """Returns the first and the last number of what `number_or_range` returned."""
+    first, _, last = str(value).partition("-")
+    return int(first), int(last or first)
+
+
 _REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d+)")
 _REPEATED_LETTER = re.compile(r"([EtmL|])\*(\d+)")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.exceptions import UserError
+from megatron.core.flag_grammars import ends_of
 from megatron.core.num_microbatches_calculator import BatchSchedule
 from megatron.core.optimizer import MegatronOptimizer, StepUpdate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -123,7 +124,8 @@ class Trainer:
 
     def skips_step(self) -> bool:
         """Whether --iterations-to-skip names the next iteration."""
-        return self.state.iteration + 1 in self.config.training.iterations_to_skip
+        asked = map(ends_of, self.config.training.iterations_to_skip)
+        return any(first <= self.state.iteration + 1 <= last for first, last in asked)
 
     def skip_step(self) -> None:
         """Reads the data of the next iteration and does not train on it."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.flag_grammars import integer_tuple, layer_pattern, pipeline_layout, window
+from megatron.core.flag_grammars import ends_of, integer_tuple, layer_pattern, number_or_range, pipeline_layout, window
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,14 @@ def test_what_is_no_layout_is_an_error(text: str) -> None:
         return
     with pytest.raises(ValueError, match=r"is out of place|longer than a million"):
         pipeline_layout(text)
+
+
+@pytest.mark.parametrize(("text", "value", "ends"), [("7", 7, (7, 7)), ("7-9", "7-9", (7, 9)), ("7-7", "7-7", (7, 7))])
+def test_numbers_and_ranges(text: str, value: int | str, ends: tuple[int, int]) -> None:
+    assert number_or_range(text) == value and ends_of(value) == ends
+
+
+@pytest.mark.parametrize("text", ["", "x", "-3", "3-", "1.5", "3-4-5", "9" * 30, "9-7"])
+def test_what_is_neither_a_number_nor_a_range(text: str) -> None:
+    with pytest.raises(ValueError, match="7-9 works" if text == "9-7" else "a range such as 100-120"):
+        number_or_range(text)

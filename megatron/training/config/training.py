@@ -6,6 +6,7 @@ from typing import Literal
 
 from megatron.core.config_fields import flag, literal_text, too_small
 from megatron.core.exceptions import UserError
+from megatron.core.flag_grammars import ends_of, number_or_range
 from megatron.core.num_microbatches_calculator import BatchSteps
 
 
@@ -31,8 +32,9 @@ class TrainingConfig:
     (K, M, B, T: thousands to trillions). Needs --train-samples; the last size takes the place of
     --global-batch-size."""
 
-    iterations_to_skip: list[int] = flag(default_factory=list, nargs="+")
-    """Iterations, numbered as in the log, whose data is read and not trained on. Learning rate and weights stay."""
+    iterations_to_skip: list[int | str] = flag(default_factory=list, nargs="+", parse=number_or_range)
+    """Iterations, numbered as in the log, whose data is read and not trained on, such as 300 or 100-120 (both
+    included). Learning rate and weights stay."""
 
     train_iters: int
     """Training steps in total, earlier starts of the run included. This or --train-samples is required, except for a
@@ -105,7 +107,7 @@ class TrainingConfig:
             yield "{train_samples} is less than one batch of {global_batch_size}"
         yield from self._ramp_problems()
         yield from self._step_problems()
-        if any(iteration < 1 for iteration in self.iterations_to_skip):
+        if any(ends_of(value)[0] < 1 for value in self.iterations_to_skip):
             yield "{iterations_to_skip}: the first iteration is 1"
 
     def _step_problems(self) -> Iterator[str]:

@@ -214,6 +214,8 @@ def test_batch_sizes_that_change_and_those_of_evaluation() -> None:
         "4 or 8 does"
     )
     assert problems("", "--iterations-to-skip 0 3") == ["--iterations-to-skip 0 3: the first iteration is 1"]
+    assert problems("", "--iterations-to-skip 0-3") == ["--iterations-to-skip 0-3: the first iteration is 1"]
+    assert problems("", "--iterations-to-skip 3-5 7") == []
     config = configure(
         [*base, "--step-batch-size-schedule", "0:2 640:4"], launch_environment=LaunchEnvironment(1, False)
     )
