@@ -22,12 +22,14 @@ from megatron.core.ops.moe.routing import weights_sum_to_one
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.config.router import listed
 from megatron.core.transformer.moe.router import routing_rule
 from megatron.core.transformer.moe.upcycling import dense_chunks, enlarge_second_products
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.digests import data_differences
 from megatron.training.inspection.run_description import (
+    OF_EXPERTS,
     architecture_differences,
     check_architecture,
     describe_run,
@@ -207,10 +209,12 @@ class Checkpoints:
         if self._read(source, model, optimizer, weights_only=True, step=flags.ckpt_step, dense=True) is None:
             raise UserError(f"--moe-use-upcycling: {source} holds no checkpoint")
         self._say(f"made {transformer.num_moe_experts} experts a layer of each MLP (--moe-use-upcycling)")
-        if not weights_sum_to_one(routing_rule(transformer)):
+        sinkhorn = "sinkhorn" in listed(transformer.moe_router_load_balancing_type)
+        if sinkhorn or not weights_sum_to_one(routing_rule(transformer)):
             self._say(
                 "NOTE: the weights of a token's experts do not sum to 1, so the model does not compute what the dense "
-                "one does; without --moe-router-pre-softmax and --moe-router-topk-scaling-factor it does"
+                "one does; with --moe-router-norm-topk-prob or without --moe-router-pre-softmax, and without "
+                "--moe-router-topk-scaling-factor and sinkhorn routing, it does"
             )
         if flags.save is not None:
             self.save(state, model, optimizer, scheduler)
@@ -239,7 +243,11 @@ class Checkpoints:
             wanted,
             step=step,
             policy=self._mismatch_policy(with_optimizer),
-            accept=None if dense else lambda manifest: self._accept(manifest, weights_only, with_optimizer),
+            accept=(
+                partial(self._accept_dense, root)
+                if dense
+                else lambda manifest: self._accept(manifest, weights_only, with_optimizer)
+            ),
             log=self._say,
         )
         if loaded is not None:
@@ -255,6 +263,18 @@ class Checkpoints:
         goes_on = self.flags.dist_ckpt_strictness in ("ignore_all", "log_all", "log_unexpected")
         left = () if with_optimizer else (_ALL_OPTIMIZER_STATE,)
         return MismatchPolicy(goes_on, goes_on, (*(self.flags.ckpt_waive_keys or ()), SCALING_STATE), left)
+
+    def _accept_dense(self, root: Path, manifest: Manifest) -> None:
+        """Warns if the dense model differs from this run's in more than its experts. Raises UserError if it has
+        experts."""
+        experts = manifest.config.get("architecture", {}).get("num_moe_experts")
+        if experts is not None:
+            raise UserError(
+                f"--moe-use-upcycling makes experts of a dense model, but that in {root} has {experts} experts a "
+                "layer; leave --moe-use-upcycling out"
+            )
+        for difference in architecture_differences(self.config, manifest.config, leave_out=OF_EXPERTS):
+            self._say(f"WARNING: {difference}")
 
     def _accept(self, manifest: Manifest, weights_only: bool, with_optimizer: bool) -> None:
         """Raises UserError for a checkpoint of another model, and for one that lacks state that the flags ask for."""

@@ -4,6 +4,8 @@ import pytest
 from support.command_lines import problems_of
 from support.runs import TINY, logger_of, train, train_on_ranks
 
+from megatron.core.exceptions import UserError
+
 DENSE = f"{TINY} --swiglu --ffn-hidden-size 48 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
 HALVES = (
     "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 24 --moe-token-dispatcher-type alltoall "
@@ -28,7 +30,8 @@ def test_a_run_begins_as_the_dense_one_and_goes_on(corpus, tmp_path, capsys):
     straight = train(f"{data} {HALVES} --load {dense} --train-iters 2", base=DENSE)
     assert straight.losses == pytest.approx([*expected, *again.losses], rel=1e-11)
     printed = capsys.readouterr().out
-    assert "made 8 experts a layer of each MLP (--moe-use-upcycling)" in printed and "NOTE" not in printed
+    assert "made 8 experts a layer of each MLP (--moe-use-upcycling)" in printed
+    assert "NOTE" not in printed and "WARNING" not in printed
 
 
 def test_folders_that_do_not_fit_are_named():
@@ -36,3 +39,21 @@ def test_folders_that_do_not_fit_are_named():
     assert "--moe-use-upcycling makes experts of a dense checkpoint: --load names its folder" in problem
     (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save here")
     assert "--save here must not be the folder that is read" in problem
+    (problem,) = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save ./here/")
+    assert "--save ./here/ must not be the folder that is read" in problem
+    problems = problems_of(f"{HALVES} --swiglu --ffn-hidden-size 48 --load here --save there --load-hf elsewhere")
+    assert any("--load-hf does not go with --moe-use-upcycling" in problem for problem in problems)
+
+
+def test_another_model_than_the_dense_one_is_named(tmp_path, capsys):
+    dense, new = tmp_path / "dense", tmp_path / "new"
+    train(f"--mock-data --fp64 --train-iters 1 --save {dense}", base=DENSE)
+    capsys.readouterr()
+    sinkhorn = "--num-experts 4 --moe-use-upcycling --moe-router-load-balancing-type sinkhorn"
+    train(f"--mock-data --fp64 {sinkhorn} --load {dense} --save {new} --norm-epsilon 0.01 --train-iters 1", base=DENSE)
+    printed = capsys.readouterr().out
+    warnings = [line for line in printed.splitlines() if "WARNING" in line]
+    assert warnings == ["WARNING: --norm-epsilon is 0.01 in this run and 1e-05 in the checkpoint"]
+    assert "NOTE: the weights of a token's experts do not sum to 1" in printed  # those of sinkhorn routing
+    with pytest.raises(UserError, match=r"makes experts of a dense model, but that in .*new has 4 experts a layer"):
+        train(f"--mock-data --fp64 {sinkhorn} --load {new} --train-iters 1", base=DENSE)

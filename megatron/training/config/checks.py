@@ -7,6 +7,7 @@ have found problems, so they must accept missing and impossible values.
 
 import math
 from collections.abc import Callable, Iterator
+from os.path import abspath
 from typing import Any
 
 import torch
@@ -235,10 +236,15 @@ def _upcycling(s: Settings) -> Iterator[str]:
         return
     if s.load is None and s.pretrained_checkpoint is None:
         yield "{moe_use_upcycling:name} makes experts of a dense checkpoint: {load:name} names its folder"
-    elif s.save is not None and s.save == (s.load or s.pretrained_checkpoint):
+    elif s.save is not None and abspath(s.save) == abspath(s.load or s.pretrained_checkpoint):
         yield (
             "{moe_use_upcycling:name} reads a dense checkpoint and writes another model: {save} must not be the folder "
             "that is read"
+        )
+    if s.load_hf is not None:
+        yield (
+            "{load_hf:name} does not go with {moe_use_upcycling:name}, which makes experts of a checkpoint: write one "
+            "with tools/checkpoint/convert.py import, and give it as {load:name}"
         )
 
 

@@ -223,16 +223,25 @@ def _one_word(value: Any) -> str:
     return value_text(value)
 
 
-def architecture_differences(config: PretrainConfig, described: Mapping[str, Any]) -> list[str]:
-    """Returns a sentence for each architecture value that differs from another run's description. A field that only one
-    of the two uses, because they differ in the flag that it depends on, is left out."""
+OF_EXPERTS = frozenset(
+    name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if name.startswith(("moe_", "num_moe_", "hybrid_layer_pattern"))
+)
+"""Fields in which a model with experts differs from the dense model that its experts are made of."""
+
+
+def architecture_differences(
+    config: PretrainConfig, described: Mapping[str, Any], leave_out: Container[str] = ()
+) -> list[str]:
+    """Returns a sentence for each architecture value that differs from another run's description, but for the fields in
+    `leave_out`. A field that only one of the two uses, because they differ in the flag that it depends on, is left out
+    too."""
     ours, theirs = architecture_of(config), described.get("architecture", {})
     differing = [name for name in (*ARCHITECTURE, *MODEL_OPTIONS) if theirs and ours.get(name) != theirs.get(name)]
     return [
         f"{_called(name)} is {_shown(name, ours.get(name))} in this run and {_shown(name, theirs.get(name))} in the "
         "checkpoint"
         for name in differing
-        if not (_goes_with(name, differing) and None in (ours.get(name), theirs.get(name)))
+        if name not in leave_out and not (_goes_with(name, differing) and None in (ours.get(name), theirs.get(name)))
     ]
 
 

@@ -213,6 +213,7 @@ class GPTModel(LanguageModule):
         assert source is not None, "a stage needs input_ids, decoder_input, or set_input_tensor"
         inputs = self.layer_inputs(tokens, source.device, micro_batch, attention_mask, context)
         if padding_mask is not None:
+            _check_padding_mask(padding_mask, tokens)
             inputs = dataclasses.replace(inputs, padding_mask=padding_mask)
 
         hidden = given if given is not None else self._embed(input_ids, inputs)  # [s, b, h]
@@ -313,3 +314,11 @@ class GPTModel(LanguageModule):
             return losses_of(hidden, labels).t().contiguous()  # [b, s]
         result, _ = self.output_layer(hidden, weight, runtime_gather_output)
         return result.transpose(0, 1).contiguous()  # [b, s, vocabulary]
+
+
+def _check_padding_mask(mask: Tensor, tokens: Tokens) -> None:
+    expected = [tokens.batch_size, tokens.seq_length]
+    if list(mask.shape) != expected:
+        raise UserError(
+            f"padding_mask has the shape {list(mask.shape)}; that of this rank's tokens, [b, s], is {expected}"
+        )

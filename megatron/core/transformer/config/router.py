@@ -208,6 +208,11 @@ def _balance_problems(config: Any, sinkhorn: bool) -> Iterator[str]:
             yield f"{{{name}}} does not go with {{moe_router_load_balancing_type}}; leave it out"
     if config.moe_router_score_function != "softmax":
         yield "{moe_router_score_function} does not go with {moe_router_load_balancing_type}; leave it out"
+    if config.moe_enable_routing_replay:
+        yield (
+            "{moe_enable_routing_replay:name} does not go with {moe_router_load_balancing_type}, whose choice is not "
+            "recorded; leave it out"
+        )
 
 
 def _capacity_problems(config: Any) -> Iterator[str]:

@@ -281,6 +281,8 @@ def test_a_padding_mask_changes_nothing_without_experts() -> None:
     mask = torch.tensor([[False] * 4 + [True] * 2])
     dense, _ = build({}, {})
     assert torch.equal(dense(ids, padding_mask=mask), dense(ids))
+    with pytest.raises(UserError, match=r"padding_mask has the shape \[6, 1\]; .* \[b, s\], is \[1, 6\]"):
+        dense(ids, padding_mask=mask.t())
 
 
 def test_the_factor_of_an_embedding_is_rounded_as_its_weights_are() -> None:

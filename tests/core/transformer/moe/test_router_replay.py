@@ -81,6 +81,10 @@ def test_what_does_not_fit_is_named() -> None:
         model(ids(1))
     replays[0].stop()
     model(ids(1))
+    with pytest.raises(
+        UserError, match="moe_enable_routing_replay does not go with moe_router_load_balancing_type sinkh"
+    ):
+        build(moe_router_load_balancing_type="sinkhorn")
 
 
 def test_without_the_flag_there_is_nothing_to_replay() -> None:
