@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _SPEED = re.compile(r"elapsed time per iteration \(ms\): ([0-9.]+) \| throughput per GPU \(TFLOP/s/GPU\): ([0-9.]+)")
+_ITERATION = re.compile(r"iteration +([0-9]+)/ *([0-9]+)")
 _LOSS = re.compile(r"lm loss: ([0-9.E+-]+)")
 _OURS = ("milliseconds", "fastest", "slowest", "steps", "tokens_per_second", "tflops", "mfu", "peak_memory_gb", "loss")
 _FLOOR = ("floor_milliseconds", "floor_parts")
@@ -17,7 +18,14 @@ _MEMORY = re.compile(r"max allocated: ([0-9.]+)")
 
 
 def read_anchor(log: str) -> dict[str, Any]:
-    """What an anchor's log says: the median of its iterations or intervals but for the first, memory, last loss."""
+    """Returns the median of an anchor's iterations or intervals but for the first, its memory and its last loss.
+
+    Raises SystemExit for a log of a run that did not end, whose few slow first intervals would flatter the ratio.
+    """
+    done = _ITERATION.findall(log)
+    last, whole = done[-1] if done else ("", "")
+    if last != whole:
+        raise SystemExit(f"the anchor stopped after iteration {last} of {whole}: give it more time by LIMIT")
     speeds = [(float(ms), float(tflops)) for ms, tflops in _SPEED.findall(log)][1:]
     if not speeds:
         raise SystemExit("the anchor's log has no line of speed after its first")

@@ -17,9 +17,9 @@ TINY = (
     "--micro-batch-size 2 --global-batch-size 4 --vocab-size 50 --num-workers 0 --warmup 1 --steps 3"
 )
 LOG = """
- iteration  5/ 20 | elapsed time per iteration (ms): 900.0 | throughput per GPU (TFLOP/s/GPU): 9.0 | lm loss: 1.1E+01 |
- iteration 10/ 20 | elapsed time per iteration (ms): 50.0 | throughput per GPU (TFLOP/s/GPU): 162.0 | lm loss: 1.0E+01 |
- iteration 15/ 20 | elapsed time per iteration (ms): 52.0 | throughput per GPU (TFLOP/s/GPU): 160.0 | lm loss: 9.5E+00 |
+ iteration  5/ 15 | elapsed time per iteration (ms): 900.0 | throughput per GPU (TFLOP/s/GPU): 9.0 | lm loss: 1.1E+01 |
+ iteration 10/ 15 | elapsed time per iteration (ms): 50.0 | throughput per GPU (TFLOP/s/GPU): 162.0 | lm loss: 1.0E+01 |
+ iteration 15/ 15 | elapsed time per iteration (ms): 52.0 | throughput per GPU (TFLOP/s/GPU): 160.0 | lm loss: 9.5E+00 |
 [Rank 0] max allocated: 1000.00 | max reserved: 1200.00
 """
 
@@ -76,3 +76,8 @@ def test_a_layout_of_two_ranks_is_measured_as_torchrun_starts_it(tmp_path: Path)
     program = launch(flags, 2, tmp_path / "out", main, base=TINY)
     assert program.exit_codes() == [0, 0], program.output(0) + program.output(1)
     assert json.loads(ours.read_text())["gpus"] == 2
+
+
+def test_an_anchor_that_did_not_end_gives_no_row() -> None:
+    with pytest.raises(SystemExit, match="stopped after iteration 10 of 15: give it more time by LIMIT"):
+        add_row.read_anchor(LOG.split(" iteration 15/")[0])
