@@ -160,7 +160,7 @@ class _ModuleRecorder:
                 self._handles.append(module.register_forward_hook(self._taker(name)))
 
     def _modules(self, model: Any) -> Iterable[tuple[str, nn.Module]]:
-        if getattr(model, "embedding", None) is not None:
+        if model.pre_process:  # a later stage with layers of multi-token prediction embeds the tokens ahead only
             yield "embedding", model.embedding
         for layer in model.decoder.layers:
             prefix = f"decoder.layers.{layer.canonical_index}"

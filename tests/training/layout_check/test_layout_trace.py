@@ -34,7 +34,8 @@ RUN = (
 )
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 CONTEXT = "--context-parallel-size 2"
-"""Both on two ranks."""
+PREDICTION = "--pipeline-model-parallel-size 2 --mtp-num-layers 1"
+"""All on two ranks. In the last, the second stage embeds the tokens ahead."""
 
 
 def watched(words: list[str], bug: str | None = None) -> LayoutTrace:
@@ -89,7 +90,7 @@ def positions_run_on() -> Iterator[None]:
 BUGS: dict[str, Callable[[], Any]] = {"norms": norms_are_not_summed, "positions": positions_run_on}
 
 
-@pytest.mark.parametrize("flags", [TENSOR, CONTEXT])
+@pytest.mark.parametrize("flags", [TENSOR, CONTEXT, PREDICTION])
 def test_layouts_are_equal(flags):
     assert compared(flags) == []
 
