@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; no data set was written; give the same command again", file=sys.stderr)
+        return 130
     tokens = int(merged.sequence_lengths.sum(dtype="int64"))
     print(
         f"{args.output_prefix}: {len(prefixes)} data sets, {len(merged.document_indices) - 1:,} documents, "

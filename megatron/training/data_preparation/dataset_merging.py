@@ -18,6 +18,8 @@ def find_prefixes(folder: str) -> tuple[str, ...]:
 
     Raises UserError if the folder contains none, or if a .bin or .idx file lacks the other one.
     """
+    if not folder:
+        raise UserError('--input "" is an empty path, perhaps of a shell variable that is not set; give a folder')
     try:
         names = [path.name for path in Path(folder).iterdir() if not path.name.startswith(".")]
     except OSError as error:
@@ -38,9 +40,13 @@ def merge_datasets(
     """Writes the documents of all data sets, one data set after the other, to `output`.bin and .idx.
 
     Returns the manifest that it writes beside them. Without manifests of all data sets it writes none and warns.
-    Raises UserError if a data set is damaged, or if their tokenizers or token types differ.
+    Raises UserError if a data set is damaged, if their tokenizers or token types differ, if `output` names no file, or
+    if it is one of the inputs under any path.
     """
-    if output in prefixes:
+    if not output or output.endswith("/"):
+        raise UserError(f'--output-prefix "{output}": no name of a data set; give its path without .bin')
+    written = {Path(name(output)).resolve() for name in (get_bin_path, get_idx_path)}
+    if any(Path(name(prefix)).resolve() in written for prefix in prefixes for name in (get_bin_path, get_idx_path)):
         raise UserError(f"--output-prefix {output}: one of the inputs; give another name")
     manifests = [read_manifest(prefix) for prefix in prefixes]
     lacking = [prefix for prefix, manifest in zip(prefixes, manifests, strict=True) if manifest is None]

@@ -83,3 +83,35 @@ def test_types_differ_without_manifests(tmp_path):
     (tmp_path / "b.idx").unlink()
     with pytest.raises(UserError, match=r"--input .*: b.bin has no b.idx beside it"):
         find_prefixes(str(tmp_path))
+
+
+def test_inputs_are_never_written_over(tmp_path, parts, monkeypatch):
+    (tmp_path / "link").symlink_to(parts, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    before = {path.name: path.read_bytes() for path in parts.iterdir()}
+    for output in ("./parts/a_text_document", str(parts / "a_text_document"), "link/a_text_document"):
+        with pytest.raises(UserError, match=r"--output-prefix .*a_text_document: one of the inputs"):
+            merge_datasets(find_prefixes("parts"), output, print)
+    assert {path.name: path.read_bytes() for path in parts.iterdir()} == before
+
+
+def test_empty_paths_are_refused(tmp_path, parts, monkeypatch):
+    monkeypatch.chdir(parts)
+    for output in ("", "whole/"):
+        with pytest.raises(UserError, match=f'--output-prefix "{output}": no name of a data set'):
+            merge_datasets(find_prefixes("."), output, print)
+    with pytest.raises(UserError, match='--input "" is an empty path'):
+        find_prefixes("")
+    assert not list(parts.glob(".*"))
+
+
+def test_an_interrupt_leaves_no_data_set(tmp_path, parts, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
+    monkeypatch.setattr(IndexedDatasetBuilder, "add_index", interrupt)
+    tool = importlib.import_module("merge_datasets")
+    assert tool.main(["--input", str(parts), "--output-prefix", str(tmp_path / "all")]) == 130
+    assert "interrupted; no data set was written" in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if "all" in path.name]

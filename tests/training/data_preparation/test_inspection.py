@@ -87,3 +87,9 @@ def test_the_tool_shows_documents_and_faults(prefix, monkeypatch, capsys):
     assert tool.main(["--documents", "1"]) == 2
     assert "--data-path: missing" in capsys.readouterr().err
     assert tool.main(["--data-path", prefix, "--documents", "1"]) == 2
+
+
+def test_an_empty_path_is_refused(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOLS)
+    assert importlib.import_module("inspect_data").main(["--data-path", ""]) == 2
+    assert '--data-path "" is an empty path' in capsys.readouterr().err
