@@ -106,9 +106,7 @@ OLD_HOMES: dict[str, str | dict[str, str | NotHere]] = {
         "get_transformer_block_with_experimental_attention_variant_spec": "megatron.core.models.gpt.gpt_layer_specs",
     },
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": {
-        "get_gpt_heterogeneous_layer_spec": NotHere(
-            "not yet: --heterogeneous-layers-config-path; build TransformerBlockSubmodules with the layers' own specs"
-        ),
+        "get_gpt_heterogeneous_layer_spec": "megatron.core.models.gpt.gpt_layer_specs",
     },
     "megatron.core.tokenizers": {
         "MegatronTokenizer": NotHere("the run's tokenizer is megatron.training.get_tokenizer()"),

@@ -31,7 +31,6 @@ _STATE_NAMES = {
 
 _OLD_ARGUMENTS: dict[str, Any] = {
     "dataloader_inter_document_masking": False,
-    "heterogeneous_layers_config_path": None,
     "modelopt_enabled": False,
     "object_storage_cache_path": None,
     "per_dataset_sequences_path": None,

@@ -4,7 +4,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from parity.layouts import DIMENSIONS, FURTHER, Choice, choice, layout
-from parity.model_list import BERT, DENSE, EXPERTS, HYBRIDS, LATENT, MIXERS, MODEL_OPTIONS, PREDICTING, T5
+from parity.model_list import (
+    BERT,
+    DENSE,
+    EXPERTS,
+    HETEROGENEOUS,
+    HYBRIDS,
+    LATENT,
+    MIXERS,
+    MODEL_OPTIONS,
+    PREDICTING,
+    T5,
+)
 from parity.models import Model
 
 
@@ -257,4 +268,18 @@ _HYBRIDS = Family(
     rare=[("sp2", "cp2-a2a"), ("pp2-auto", "recompute-all-parts")],
 )
 
-FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _HYBRIDS, _BERT, _T5]
+_HETEROGENEOUS = Family(
+    "heterogeneous layers",
+    HETEROGENEOUS,
+    _values(tensor="tp2 sp2", pipeline="pp2-auto", context="cp2-a2a", recompute="recompute-core"),
+    centres=("model",),
+    further=[("sp2", "pp2-auto"), ("tp2", "cp2-a2a", "recompute-core")],
+    rare=[
+        ("pp4", "dp2-optim"),
+        ("dp2-optim_grads_params", "recompute-full"),
+        ("sp2", "cp2-p2p", "recompute-all-parts"),
+        ("tp4", "pp2-zb-h1"),
+    ],
+)
+
+FAMILIES = [_PLAIN, _MODEL_OPTIONS, _LATENT, _EXPERTS, _PREDICTING, _MIXERS, _HYBRIDS, _HETEROGENEOUS, _BERT, _T5]

@@ -1,5 +1,7 @@
 """The models of the parity tests: small ones that differ in everything that a layout could get wrong."""
 
+import json
+
 from parity.models import Model
 from torch import nn
 
@@ -353,4 +355,21 @@ HYBRIDS = [
 ]
 """Layers of one branch: Mamba-2, attention, MLP, gated delta net. Packed documents, whose states begin anew."""
 
-MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *MIXERS, *HYBRIDS, *BERT, *T5]
+_BLOCKS = [
+    {"attention": {"num_query_groups": 1}, "ffn": {"intermediate_size": 24}},
+    {"attention": {"no_op": True}, "ffn": {"no_op": True}},
+    {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
+    {"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 40}},
+]
+
+HETEROGENEOUS = [
+    Model(
+        "nemotron-nas",
+        settings={"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": _BLOCKS})}
+        | {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": nn.functional.silu, **_DROPOUT},
+        rows=2,
+    ),
+]
+"""Layers of different sizes, one without attention and MLP, one with linear layers in their places."""
+
+MODELS = [*DENSE, *MODEL_OPTIONS, *LATENT, *EXPERTS, *PREDICTING, *MIXERS, *HYBRIDS, *HETEROGENEOUS, *BERT, *T5]

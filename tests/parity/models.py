@@ -73,7 +73,8 @@ class Model:
     def layers_differ(self) -> bool:
         """Tells whether a setting names layers, so that they differ in more than their weights."""
         by_layer = {"window_attn_skip_freq", "attention_chunk_skip_freq", "no_rope_freq", "moe_layer_freq"}
-        return bool((by_layer | {"linear_attention_freq", "hybrid_layer_pattern"}) & self.settings.keys())
+        others = {"linear_attention_freq", "hybrid_layer_pattern", "heterogeneous_layers_config_encoded_json"}
+        return bool((by_layer | others) & self.settings.keys())
 
     @property
     def couples_tokens(self) -> bool:

@@ -22,7 +22,14 @@ from megatron.core.pipeline_parallel.stages import (
     pipeline_of,
 )
 from megatron.core.transformer.config.hybrid import mamba_heads
-from megatron.core.transformer.layer_patterns import LayerParts, is_chunked, is_windowed, layer_parts
+from megatron.core.transformer.layer_patterns import (
+    LayerParts,
+    described_layer,
+    is_chunked,
+    is_windowed,
+    layer_parts,
+    with_sizes_of,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,6 +110,7 @@ def layer_cost(config: TransformerConfig, layer_number: int, seq_length: int, bi
     others, also with a window."""
     mixer, channels = layer_parts(config, layer_number)
     keys = seq_length if bidirectional else _keys_seen(config, layer_number, seq_length)
+    config = with_sizes_of(config, described_layer(config, layer_number))
     mixing = _TOKEN_MIXERS[mixer](config, keys) if mixer else 0
     return int(mixing) + _channel_mixer(config, channels)
 
@@ -148,13 +156,17 @@ _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, float], float]] = {
     "gated_delta_net": _gated_delta_net,
     "mamba": _mamba,
     "dsa": _sparse_attention,
+    "linear": lambda config, keys: config.hidden_size**2,
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, keys that a token sees) that returns its
 multiplications for a token."""
 
 
 def _channel_mixer(config: TransformerConfig, kind: str | None) -> int:
-    """Returns the multiplications of an MLP or of a layer of experts and its router; 0 without either."""
+    """Returns the multiplications of an MLP, of one linear layer, or of a layer of experts and its router; 0 without
+    any."""
+    if kind == "linear":
+        return config.hidden_size**2
     if kind != "moe":
         return _mlp(config) if kind else 0
     assert config.num_moe_experts
@@ -219,8 +231,11 @@ def flops_per_token(
     """
     h, depths = config.hidden_size, config.mtp_num_layers or 0
     keys = seq_length if bidirectional else seq_length / 2
-    layers = Counter(layer_parts(config, number) for number in range(1, config.num_layers + depths + 1))
-    of_layers = sum(count * _counted(config, parts, keys) for parts, count in layers.items())
+    numbers = range(1, config.num_layers + depths + 1)
+    layers = Counter((layer_parts(config, number), described_layer(config, number)) for number in numbers)
+    of_layers = sum(
+        count * _counted(with_sizes_of(config, described), parts, keys) for (parts, described), count in layers.items()
+    )
     heads = h * padded_vocab_size * (depths + 1) + _transform(config, bidirectional)
     join = depths * (3 * h + 2 * h * h)  # the norms and the projection before each depth of multi-token prediction
     return 6 * (of_layers + join + heads)

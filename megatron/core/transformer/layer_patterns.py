@@ -1,9 +1,11 @@
 """Settings by layer: what each layer is made of, and patterns given as a period or as a list with an entry for each
 layer."""
 
+import copy
 from typing import Any, Literal, NamedTuple
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import DescribedLayer, described_layers
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a layer is made of
@@ -15,9 +17,9 @@ class LayerParts(NamedTuple):
     The specs of the branches are in `models/gpt/gpt_layer_specs.py`, their costs in `layer_costs.py`, by these names.
     """
 
-    token_mixer: Literal["attention", "gated_delta_net", "mamba", "dsa"] | None
+    token_mixer: Literal["attention", "gated_delta_net", "mamba", "dsa", "linear"] | None
     """The branch that lets tokens see each other."""
-    channel_mixer: Literal["mlp", "moe"] | None
+    channel_mixer: Literal["mlp", "moe", "linear"] | None
     """The branch that transforms each token by itself."""
 
 
@@ -78,7 +80,26 @@ def layer_parts(config: Any, layer_number: int) -> LayerParts:
     letters = hybrid_letters(config)
     if letters is not None:
         return HYBRID_LAYERS[letters[as_decoder_layer(config, layer_number) - 1]]
+    described = described_layer(config, layer_number)
+    if described is not None:
+        return LayerParts(described.attention, described.mlp)
     return LayerParts(_token_mixer(config, layer_number), "moe" if has_experts(config, layer_number) else "mlp")
+
+
+def described_layer(config: Any, layer_number: int) -> DescribedLayer | None:
+    """Returns the description of a layer (counted from 1) of a heterogeneous model; None for other models."""
+    layers = described_layers(config)
+    return None if layers is None else layers[as_decoder_layer(config, layer_number) - 1]
+
+
+def with_sizes_of(config: Any, layer: DescribedLayer | None) -> Any:
+    """Returns the config with the sizes of a described layer; the config itself without a description."""
+    if layer is None:
+        return config
+    own = copy.copy(config)
+    own.num_query_groups = layer.num_query_groups or config.num_query_groups
+    own.ffn_hidden_size = layer.ffn_hidden_size or config.ffn_hidden_size
+    return own
 
 
 def _token_mixer(config: Any, layer_number: int) -> Literal["attention", "gated_delta_net", "dsa"]:

@@ -1,4 +1,4 @@
-"""The MLP of a layer: two linear layers with an activation between them."""
+"""The MLP of a layer: two linear layers with an activation between them. One linear layer in its place."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,8 @@ from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.ops.activation import Activation, choose_activation
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -95,6 +97,39 @@ class MLP(MegatronModule):
     def activate(self, product: Tensor, bias: Tensor | None, per_token_scale: Tensor | None = None) -> Tensor:
         """Returns the activation of the first linear layer's output, the input of the second."""
         return self.backend.weighted_activation(product, bias, per_token_scale, self.activation_func)
+
+
+class LinearBranch(ReplicatedLinear):
+    """One linear layer in the place of attention or of an MLP (`replace_with_linear` of a heterogeneous model). Its
+    weight [h, h] is initialized as that of an output projection; each tensor parallel rank holds all of it."""
+
+    recomputed_part = None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        bias: bool,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        tp_group: Group = None,
+        *,
+        backend: Backend | None = None,
+    ) -> None:
+        assert config.output_layer_init_method is not None
+        super().__init__(
+            config.hidden_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=bias,
+            skip_bias_add=True,
+            tp_group=tp_group if pg_collection is None else pg_collection.tp,
+            backend=backend,
+        )
+
+    def forward(self, hidden_states: Tensor, inputs: Any = None) -> tuple[Tensor, Tensor | None]:
+        """Returns (output [t, h], bias that the caller adds) for hidden states [t, h]. `inputs` has no effect."""
+        return super().forward(hidden_states)
 
 
 def activation_of(config: TransformerConfig) -> Activation:

@@ -3,7 +3,7 @@
 Full: layers keep their input and nothing else. Selective, by module:
 
 - `core_attn` keeps queries, keys and values; of another token mixer it recomputes the part that the mixer names in its
-  attribute `recomputed_part`;
+  attribute `recomputed_part`, nothing if that is None;
 - `mlp` keeps its normed input;
 - `layernorm` keeps no norm's result; a product that needs it for its weight gradient recomputes it from the
   layer's hidden states;
@@ -114,7 +114,8 @@ def _part(layer: Any, module: str, path: str) -> Any:
 def _recompute_attention(layer: Any, modules: Sequence[str]) -> None:
     if getattr(layer, "has_token_mixer", True):
         core = getattr(_part(layer, "core_attn", "self_attention"), "recomputed_part", "core_attention")
-        _recompute(_part(layer, "core_attn", f"self_attention.{core}"))
+        if core is not None:
+            _recompute(_part(layer, "core_attn", f"self_attention.{core}"))
     if getattr(layer, "has_cross_attention", False):
         _recompute(_part(layer, "core_attn", "cross_attention.core_attention"))
 

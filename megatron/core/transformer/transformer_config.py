@@ -17,6 +17,7 @@ from megatron.core.rank_grid import divisors
 from megatron.core.transformer.config import (
     architecture,
     attention,
+    heterogeneous,
     hybrid,
     initialization,
     latent_attention,
@@ -31,6 +32,7 @@ from megatron.core.transformer.config import (
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.fusions import FusionConfig
+from megatron.core.transformer.config.heterogeneous import HeterogeneousConfig, encoded_layers
 from megatron.core.transformer.config.hybrid import HybridConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
@@ -59,6 +61,7 @@ class TransformerConfig(
     RouterConfig,
     TokenMixerConfig,
     HybridConfig,
+    HeterogeneousConfig,
     InferenceConfig,
     ModelParallelConfig,
 ):
@@ -66,9 +69,10 @@ class TransformerConfig(
 
     Derived: `ffn_hidden_size` (4 * hidden_size), `kv_channels` (hidden_size / heads), `num_query_groups` (heads),
     `add_qkv_bias` (True with `add_bias_linear`), `params_dtype`, the three init methods; the number of virtual pipeline
-    stages and `mtp_standalone`, if a layout or a schedule determines them. Output projections are initialized with a
-    standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model, or in a
-    hybrid model, whose layers are added to the residual stream once, by sqrt(num_layers). With `use_mup` also
+    stages and `mtp_standalone`, if a layout or a schedule determines them; the content of
+    `heterogeneous_layers_config_path` as `heterogeneous_layers_config_encoded_json`. Output projections are initialized
+    with a standard deviation that is smaller by sqrt(2 * num_layers), where num_layers is that of the whole model, or
+    in a hybrid model, whose layers are added to the residual stream once, by sqrt(num_layers). With `use_mup` also
     `mup_width_mult`, `embedding_multiplier`, `logit_scale` and `softmax_scale`; values given for them have no effect.
 
     Raises UserError if a value is impossible or its feature is not implemented yet.
@@ -81,6 +85,8 @@ class TransformerConfig(
             self.pipeline_dtype = torch.promote_types(self.params_dtype, torch.float32)
         self._derive_hybrid()
         refuse(transformer_problems(self), self)
+        self.heterogeneous_layers_config_encoded_json = encoded_layers(self)
+        self.heterogeneous_block_specs = self.heterogeneous_layers_config_encoded_json is not None
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.kv_channels is None:
@@ -141,6 +147,7 @@ def transformer_problems(config: Any) -> Iterator[str]:
         token_mixers,
         low_precision,
         hybrid,
+        heterogeneous,
     ):
         yield from concern.validate(config)
     if all((getattr(config, name) or 0) >= 1 for name in ("num_layers", "hidden_size", "num_attention_heads")):

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.layer_patterns import described_layer, with_sizes_of
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import Spec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -46,7 +47,8 @@ class TransformerLayer(MegatronModule):
     mlp(norm(x)). Both outputs are multiplied by `residual_multiplier`. With `apply_residual_connection_post_layernorm`
     they are added to the normed hidden states instead of x.
 
-    `self_attention` may be another token mixer. A spec without it, or without an MLP, makes a layer of one branch.
+    `self_attention` may be another token mixer. A spec without it, or without an MLP, makes a layer of one branch. In a
+    heterogeneous model `config` has the layer's own sizes.
     """
 
     layer_type = LayerType.decoder
@@ -62,6 +64,7 @@ class TransformerLayer(MegatronModule):
         *,
         backend: Backend | None = None,
     ) -> None:
+        config = with_sizes_of(config, described_layer(config, layer_number))
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout

@@ -1,5 +1,6 @@
 """Fills in values that follow from other values. Whether values are possible is decided in `checks`."""
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 from megatron.core.pipeline_parallel.stages import virtual_stages
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
 from megatron.core.transformer.layer_patterns import evenly_mixed, hybrid_letters, stages_of_pattern
 from megatron.training.config.settings import Settings
 
@@ -89,6 +91,21 @@ def _hybrid(s: Settings) -> str | None:
     if s.pipeline_model_parallel_layout is None and s.pipeline_model_parallel_size > 1:
         s.set_derived("pipeline_model_parallel_layout", stages_of_pattern(s.hybrid_layer_pattern))
     return note
+
+
+def _described_layers(s: Settings) -> str | None:
+    """The description of the layers. The flags that a checkpoint keeps have the content of a file instead of its path.
+    A wrong description is reported by the checks."""
+    given = [field for field in HETEROGENEOUS if getattr(s, field) is not None]
+    if not given:
+        return None
+    with contextlib.suppress(UserError):
+        encoded, path = HETEROGENEOUS
+        s.values[encoded] = encoded_layers(s)
+        s.provenance |= {encoded: "flag", path: "derived"}
+    if len(given) == 1:
+        return None
+    return "--heterogeneous-layers-config-path: not read beside --heterogeneous-layers-config-encoded-json"
 
 
 def _mlp_width(s: Settings) -> None:
@@ -305,6 +322,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _other_defaults,
     _encoder_spellings,
     _hybrid,
+    _described_layers,
     _mlp_width,
     _heads,
     _positions,

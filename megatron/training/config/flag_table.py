@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.config.architecture import ArchitectureConfig
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.fusions import FusionConfig
+from megatron.core.transformer.config.heterogeneous import HeterogeneousConfig
 from megatron.core.transformer.config.hybrid import HybridConfig
 from megatron.core.transformer.config.inference import InferenceConfig
 from megatron.core.transformer.config.initialization import InitializationConfig
@@ -59,7 +60,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "mixture of experts": (MoEConfig, RouterConfig),
     "multi-latent attention": (LatentAttentionConfig,),
     "pipeline stages": (StageConfig,),
-    "token mixers": (TokenMixerConfig, HybridConfig),
+    "token mixers": (TokenMixerConfig, HybridConfig, HeterogeneousConfig),
     "generation": (InferenceConfig,),
 }
 """Sections of --help, and the dataclasses whose fields each section lists."""

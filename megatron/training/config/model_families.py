@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_fields import literal_text
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.settings import Settings
 
@@ -51,6 +52,8 @@ def bert(s: Settings) -> Iterator[str]:
     for field in ("multi_latent_attention", "hybrid_layer_pattern"):
         if getattr(s, field):
             yield f"{{{field}}}: not yet for BERT; leave it out"
+    if any(getattr(s, field) is not None for field in HETEROGENEOUS):
+        yield "{heterogeneous_layers_config_path:name}: not yet for BERT; leave it out"
 
 
 def encoder_and_decoder(s: Settings) -> Iterator[str]:
@@ -98,6 +101,8 @@ def layers_of_spec(s: Settings) -> Iterator[str]:
         return
     if s.model_family == "t5" or s.num_encoder_layers:
         yield "{spec}: T5 has two stacks of layers, which one spec cannot describe; leave it out"
+    elif any(getattr(s, name) is not None for name in HETEROGENEOUS):
+        yield "{spec} does not go with {heterogeneous_layers_config_path:name}, which describes layers; leave it out"
     elif len(s.spec) != 2:
         yield "{spec}: expected a module and a name in it, such as my_layers my_layer_spec"
     else:

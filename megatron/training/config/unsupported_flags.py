@@ -171,8 +171,6 @@ _NOT_YET = {
         gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",
     "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
     "hybrid models predict one token": "mtp-hybrid-override-pattern",
-    "all layers have one description": """
-        heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path""",
     "layers have one residual stream": """
         enable-mhc-connections mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
         mhc-sinkhorn-iterations""",

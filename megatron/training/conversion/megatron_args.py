@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron.core.config_fields import value_text
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.config.flag_table import Flag, flag_table, is_inert, is_to_come, parent_of, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import field_of_name
@@ -78,7 +79,7 @@ def flags_of_arguments(arguments: Any) -> list[str]:
 def check_token_mixers(config: PretrainConfig, action: str) -> None:
     """Raises UserError for layers whose names in Megatron-LM, or whose order of rows there, are not known."""
     flat = config.flat()
-    for field in ("hybrid_layer_pattern", "experimental_attention_variant"):
+    for field in ("hybrid_layer_pattern", "experimental_attention_variant", *HETEROGENEOUS):
         if flat[field] is not None:
             raise UserError(
                 f"{action}: not yet for {spelling_of(field)}: the names of these layers in Megatron-LM, and the order "

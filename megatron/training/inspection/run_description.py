@@ -75,6 +75,7 @@ ARCHITECTURE = (
     "linear_num_key_heads",
     "linear_num_value_heads",
     "hybrid_layer_pattern",
+    "heterogeneous_layers_config_encoded_json",
     "mamba_state_dim",
     "mamba_head_dim",
     "mamba_num_groups",

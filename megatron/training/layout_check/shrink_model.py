@@ -1,10 +1,12 @@
 """Flags that a shrunk run sets to other values than the user: sizes, and what has to fit them."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.pipeline_parallel.stages import pipeline_of
+from megatron.core.transformer.config.heterogeneous import described_layers
 from megatron.core.transformer.layer_patterns import STAGE_BORDER, has_mixer, hybrid_letters
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.flag_table import flag_table, spelling_of
@@ -62,8 +64,21 @@ class ShrunkFlags:
         return layers, words
 
     def _kinds(self) -> list[str]:
-        """Returns the letters of a hybrid model's kinds of layers, in the order of the pattern; none for others."""
-        return list(dict.fromkeys(hybrid_letters(self.config.transformer) or ""))
+        """Returns the letters of a hybrid model's kinds of layers, or descriptions of a heterogeneous model's as JSON,
+        in the order of the layers; none for others."""
+        return list(dict.fromkeys(hybrid_letters(self.config.transformer) or self._described_kinds()))
+
+    def _described_kinds(self) -> list[str]:
+        """Returns for each described layer which parts it lacks or has as linear layers, without their sizes."""
+        layers = described_layers(self.config.transformer) or ()
+        kinds = [
+            {
+                part: {"no_op": kind is None, "replace_with_linear": kind == "linear"}
+                for part, kind in (("attention", layer.attention), ("ffn", layer.mlp))
+            }
+            for layer in layers
+        ]
+        return [json.dumps(kind) for kind in kinds]
 
     def _leave_out(self, *fields: str) -> None:
         given = [name for name in fields if self.config.provenance.get(name) in ("flag", "script")]
@@ -162,10 +177,14 @@ class ShrunkFlags:
         return _spelled_out(words)
 
     def _hybrid_words(self) -> list[str]:
-        """Returns flags for a hybrid model with each kind of layer, and small Mamba-2 layers."""
+        """Returns flags for a hybrid or heterogeneous model with each kind of layer, and small Mamba-2 layers."""
         kinds = self._kinds()
         if not kinds:
             return []
+        if hybrid_letters(self.config.transformer) is None:
+            self.left_out.add("heterogeneous_layers_config_path")
+            cycled = ",".join(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+            return ["--heterogeneous-layers-config-encoded-json", f'{{"block_configs": [{cycled}]}}']
         self.left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}
         pattern = str(self.config.transformer.hybrid_layer_pattern)
         if len(pattern.replace(STAGE_BORDER, "")) != self.num_layers or self.sizes.pipeline == 1:

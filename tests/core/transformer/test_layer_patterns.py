@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.core.transformer.layer_patterns import (
     LayerParts,
     evenly_mixed,
@@ -22,6 +23,7 @@ from megatron.core.transformer.layer_patterns import (
 def config(**fields: Any) -> Any:
     names = ("window_size", "window_attn_skip_freq", "attention_chunk_size", "attention_chunk_skip_freq")
     names = (*names, "no_rope_freq", "num_moe_experts", "experimental_attention_variant", "hybrid_layer_pattern")
+    names = (*names, *HETEROGENEOUS)
     none = dict.fromkeys(names)
     return SimpleNamespace(**{**none, "moe_layer_freq": 1, "num_layers": 4, **fields})
 

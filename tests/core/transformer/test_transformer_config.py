@@ -56,6 +56,8 @@ MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasse
     "moe_expert_mlp_bias",
     "latent_layernorm_epsilon",
     "hybrid_layer_pattern",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
     "muon_scalar_optimizer",
     "muon_use_syrk",
     "muon_coefficient_type",

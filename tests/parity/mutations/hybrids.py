@@ -1,4 +1,4 @@
-"""Known bugs of Mamba-2 layers."""
+"""Known bugs of Mamba-2 layers and of layers that differ."""
 
 from parity.mutations.mutation import Mutation
 
@@ -20,5 +20,14 @@ HYBRIDS = [
         "parameter.chunk(group_size(self.cp_group))[group_rank(self.cp_group)]",
         "parameter.chunk(group_size(self.cp_group))[0]",
         "nemotron-h/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "replacement-not-summed",
+        "under sequence parallelism each rank keeps its own tokens' gradient of a linear layer that replaces attention "
+        "or an MLP",
+        "core/transformer/mlp.py",
+        "tp_group=tp_group if pg_collection is None else pg_collection.tp,",
+        "tp_group=tp_group if pg_collection is None else pg_collection.tp, input_is_whole=True,",
+        "nemotron-nas/sp2+pp2-auto/per-token",
     ),
 ]

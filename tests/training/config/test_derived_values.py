@@ -1,11 +1,15 @@
 """Values that follow from other values, and notes about them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.command_lines import SMALL, configured, without
 
 from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.config.derived_values import iterations_of_samples, iterations_of_steps
+from megatron.training.inspection.run_description import command_line_of
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(64, 128), (4096, 10880), (768, 2048)])
@@ -23,6 +27,22 @@ def test_query_groups_count_only_with_their_switch() -> None:
     assert configured("--num-query-groups 2").transformer.num_query_groups == 4
     assert configured("--group-query-attention --num-query-groups 2").transformer.num_query_groups == 2
     assert configured("--group-query-attention").transformer.num_query_groups == 1
+
+
+def test_flags_keep_the_content_of_a_description(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    path.write_text('{"rope_theta": 5, "block_configs": [{}, {"ffn": {"no_op": true}}]}')
+    given = ["--heterogeneous-layers-config-encoded-json", '{"block_configs":[{},{"ffn":{"no_op":true}}]}']
+    config = configured(f"--heterogeneous-layers-config-path {path}")
+    assert config.flat()["heterogeneous_layers_config_path"] == str(path), "which scripts of Megatron-LM read"
+    words = command_line_of(config)
+    assert words[words.index(given[0]) : words.index(given[0]) + 2] == given and str(path) not in words
+    path.unlink()
+    again = configured(f"{' '.join(given)} --heterogeneous-layers-config-path {path}")
+    assert command_line_of(again) == words
+    note = "--heterogeneous-layers-config-path: not read beside --heterogeneous-layers-config-encoded-json"
+    assert note in again.notes and note not in config.notes
+    assert configured(" ".join(given).replace(":[{},", ':[{"ffn":{}},')).provenance[HETEROGENEOUS[0]] == "flag"
 
 
 def test_number_formats() -> None:

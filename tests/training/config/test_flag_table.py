@@ -211,6 +211,7 @@ READ_WHEN_CONFIGS_ARE_MADE = {
     "--no-bias-gelu-fusion",
     "--init-method-xavier-uniform", "--encoder-num-layers", "--encoder-seq-length", "--init-method-std",
     "--mup-base-hidden-size", "--mup-base-head-dim", "--mup-output-mult", "--mup-embedding-mult",
+    "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json",
     "--mup-attn-scale-power", "--hybrid-attention-ratio", "--hybrid-mlp-ratio", "--mamba-num-heads",
     "--embedding-init-method-std", "--tokenizer-type", "--recompute-activations",
     "--layout-invariant", "--use-checkpoint-args", "--ckpt-format", "--grad-reduce-in-bf16",

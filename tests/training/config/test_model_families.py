@@ -45,6 +45,7 @@ def test_samples_that_cannot_be_made(family: str, flags: str, base: str, problem
         ("--calculate-per-token-loss", "--calculate-per-token-loss: the order of two segments has a loss per sample"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: BERT predicts no token further ahead"),
         ("--multi-latent-attention", "--multi-latent-attention: not yet for BERT"),
+        ("--heterogeneous-layers-config-path x", "--heterogeneous-layers-config-path: not yet for BERT"),
     ],
 )
 def test_what_bert_does_not_have(flags: str, problem: str) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +50,8 @@ NEMOTRON = (
     f"{HYBRID} --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none "
     "--untie-embeddings-and-output-weights"
 )
+DESCRIPTION = Path(__file__).parents[2] / "data/heterogeneous_layers.json"
+DESCRIBED = '{"block_configs":[{"ffn":{"no_op":true}},{}]}'
 SIGMOID = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -81,6 +84,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ffn_hidden_size": ("--ffn-hidden-size 48",),
     "final_logit_softcapping": ("--final-logit-softcapping 0.5",),
     "glu_linear_offset": ("--quick-geglu --glu-linear-offset 1.0", "--glu-linear-offset 1.0"),
+    "heterogeneous_layers_config_encoded_json": (f"--heterogeneous-layers-config-encoded-json {DESCRIBED}",),
+    "heterogeneous_layers_config_path": (f"--heterogeneous-layers-config-path {DESCRIPTION}",),
     "hidden_dropout": ("--hidden-dropout 0.25",),
     "hidden_size": ("--hidden-size 48",),
     "hybrid_attention_ratio": (f"{HYBRID} --hybrid-attention-ratio 0.5",),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
 from megatron.training.arguments import configure
 from megatron.training.config.flag_table import flag_table
 from megatron.training.config.settings import LaunchEnvironment
@@ -107,9 +108,16 @@ def test_shared_lists_take_no_exponential_time() -> None:
     assert "--moe-layer-freq" not in flags_of_arguments({**ARGUMENTS, "num_experts": 4, "moe_layer_freq": value})
 
 
-@pytest.mark.parametrize(("field", "value"), [("hybrid_layer_pattern", "M-"), ("experimental_attention_variant", "x")])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hybrid_layer_pattern", "M-"),
+        ("experimental_attention_variant", "x"),
+        ("heterogeneous_layers_config_encoded_json", "{}"),
+    ],
+)
 def test_other_token_mixers_are_refused(field: str, value: str) -> None:
-    values = {"hybrid_layer_pattern": None, "experimental_attention_variant": None}
+    values = dict.fromkeys(("hybrid_layer_pattern", "experimental_attention_variant", *HETEROGENEOUS))
     plain: Any = SimpleNamespace(flat=lambda: values)
     other: Any = SimpleNamespace(flat=lambda: {**values, field: value})
     check_token_mixers(plain, "import-megatron")

@@ -1,8 +1,12 @@
 """Runs made small: every dimension of the layout stays, sizes fit them, and both command lines are right."""
 
+import json
+
 import pytest
 
 from megatron.core.exceptions import UserError
+from megatron.core.transformer.config.heterogeneous import described_layers
+from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.arguments import configure
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -107,6 +111,15 @@ def test_token_mixers_stay():
     _, layout, _ = small_of("--experimental-attention-variant gated_delta_net --linear-attention-freq 4", 2)
     assert layout.transformer.experimental_attention_variant == "gated_delta_net"
     assert layout.transformer.linear_attention_freq == 2 and layout.transformer.linear_num_key_heads == 2
+
+
+def test_kinds_of_described_layers_stay():
+    blocks = [{"attention": {"no_op": True}, "ffn": {"intermediate_size": 512}}, {"ffn": {"replace_with_linear": True}}]
+    text = json.dumps({"block_configs": blocks * 16}, separators=(",", ":"))
+    _, layout, _ = small_of(f"--heterogeneous-layers-config-encoded-json {text}", 2)
+    parts = [layer_parts(layout.transformer, number) for number in (1, 2)]
+    assert layout.transformer.num_layers == 2 and parts == [(None, "mlp"), ("attention", "linear")]
+    assert described_layers(layout.transformer)[0].ffn_hidden_size is None
 
 
 def test_kinds_of_heads_and_patterns_stay():

@@ -16,7 +16,7 @@ from megatron.core.transformer.gated_delta_net import GatedDeltaNet, GatedDeltaN
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.layer_patterns import layer_parts
 from megatron.core.transformer.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLP, LinearBranch, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -225,11 +225,17 @@ def _mamba(config: TransformerConfig, attn_mask_type: AttnMaskType) -> ModuleSpe
     return ModuleSpec(module=MambaMixer, submodules=parts)
 
 
+def _linear(config: TransformerConfig, bias: bool | None) -> ModuleSpec:
+    """Returns the spec of a linear layer in the place of a branch whose own setting of a bias is `bias`."""
+    return ModuleSpec(module=LinearBranch, params={"bias": config.add_bias_linear if bias is None else bias})
+
+
 _TOKEN_MIXERS: dict[str, Callable[[TransformerConfig, AttnMaskType], ModuleSpec]] = {
     "attention": _attention_of,
     "gated_delta_net": _gated_delta_net,
     "mamba": _mamba,
     "dsa": _sparse_attention,
+    "linear": lambda config, attn_mask_type: _linear(config, config.attention_output_bias),
 }
 """For each token mixer of `layer_patterns.LayerParts` a function of (config, mask of attention) that returns its
 spec. It is built as `self_attention` of a layer; docs/extending.md says what it must do."""
@@ -237,6 +243,7 @@ spec. It is built as `self_attention` of a layer; docs/extending.md says what it
 _CHANNEL_MIXERS: dict[str, Callable[[TransformerConfig], ModuleSpec]] = {
     "mlp": lambda config: _mlp(MLP),
     "moe": lambda config: _moe(config.moe_grouped_gemm),
+    "linear": lambda config: _linear(config, config.mlp_bias),
 }
 """For each channel mixer of `layer_patterns.LayerParts` a function of the config that returns its spec."""
 
@@ -264,6 +271,18 @@ def get_transformer_block_with_experimental_attention_variant_spec(
 ) -> TransformerBlockSubmodules:
     """Returns the specs of `get_gpt_decoder_block_spec`, which follow `experimental_attention_variant` too."""
     return get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage, pp_rank=pp_rank)
+
+
+def get_gpt_heterogeneous_layer_spec(
+    config: TransformerConfig, use_te: bool = False, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """Returns the specs of `get_gpt_decoder_block_spec` for a heterogeneous model. Raises UserError for another one."""
+    if not config.heterogeneous_block_specs:
+        raise UserError(
+            "get_gpt_heterogeneous_layer_spec: the config describes layers that are alike; give it "
+            "heterogeneous_layers_config_path"
+        )
+    return get_gpt_decoder_block_spec(config, use_te, vp_stage=vp_stage, pp_rank=pp_rank)
 
 
 def get_gpt_decoder_layer_specs(
