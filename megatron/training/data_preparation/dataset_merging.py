@@ -39,7 +39,8 @@ def merge_datasets(
 ) -> DataManifest | None:
     """Writes the documents of all data sets, one data set after the other, to `output`.bin and .idx.
 
-    Returns the manifest that it writes beside them. Without manifests of all data sets it writes none and warns.
+    Returns the manifest that it writes beside them. Without manifests of all data sets it writes none and warns. Warns
+    if it replaces a data set, and if `output` lies beside an input, where a later merge of the folder counts it twice.
     Raises UserError if a data set is damaged, if their tokenizers or token types differ, if `output` names no file, or
     if it is one of the inputs under any path.
     """
@@ -55,6 +56,12 @@ def merge_datasets(
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         for suffix, record in () if manifest is None else manifest.files.items():
             check_file(Path(f"{prefix}.{suffix}"), record.bytes, record.sha256, get_manifest_path(prefix), 1 << 62)
+    folder = Path(get_bin_path(output)).resolve().parent
+    if any(Path(get_bin_path(prefix)).absolute().parent.resolve() == folder for prefix in prefixes):
+        warn(f"{output}: in the folder of its inputs; a later merge of that folder counts these documents twice")
+    for path in (get_bin_path(output), get_idx_path(output)):
+        if Path(path).exists():
+            warn(f"{path}: exists and will be replaced")
     Path(get_manifest_path(output)).unlink(missing_ok=True)
     Path(get_idx_path(output)).unlink(missing_ok=True)
     dtype = IndexedDataset(prefixes[0], multimodal=multimodal).dtype.type

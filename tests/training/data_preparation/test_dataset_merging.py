@@ -56,6 +56,17 @@ def test_without_a_manifest_there_is_none(tmp_path, parts):
     assert "without a manifest" in warnings[0] and not (tmp_path / "all.manifest.json").exists()
 
 
+def test_a_replaced_data_set_and_one_beside_its_inputs_are_warned_of(tmp_path, parts):
+    prefixes = find_prefixes(str(parts))
+    warnings: list[str] = []
+    merge_datasets(prefixes, str(tmp_path / "all"), warnings.append)
+    assert not warnings
+    merge_datasets(prefixes, str(tmp_path / "all"), warnings.append)
+    assert warnings == [f"{tmp_path / 'all'}.{suffix}: exists and will be replaced" for suffix in ("bin", "idx")]
+    merge_datasets(prefixes, str(parts / "all"), warnings.append)
+    assert len(warnings) == 3 and "counts these documents twice" in warnings[2]
+
+
 def test_other_tokenizers_and_damage_are_refused(tmp_path, parts):
     prepare_lines(tmp_path, "c", ["1"], size=60)
     with pytest.raises(UserError, match=r"c_text_document and .*a_text_document differ in tokenizer"):
