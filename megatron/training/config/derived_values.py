@@ -97,7 +97,7 @@ def _described_layers(s: Settings) -> str | None:
     """The description of the layers. The flags that a checkpoint keeps have the content of a file instead of its path.
     A wrong description is reported by the checks."""
     given = [field for field in HETEROGENEOUS if getattr(s, field) is not None]
-    if not given:
+    if not given or None in (s.num_layers, s.hidden_size, s.num_attention_heads):
         return None
     with contextlib.suppress(UserError):
         encoded, path = HETEROGENEOUS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.command_lines import SMALL, configured, without
+from support.command_lines import SMALL, configured, problems_of, without
 
 from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
@@ -43,6 +43,13 @@ def test_flags_keep_the_content_of_a_description(tmp_path: Path) -> None:
     note = "--heterogeneous-layers-config-path: not read beside --heterogeneous-layers-config-encoded-json"
     assert note in again.notes and note not in config.notes
     assert configured(" ".join(given).replace(":[{},", ':[{"ffn":{}},')).provenance[HETEROGENEOUS[0]] == "flag"
+
+
+def test_a_description_without_the_sizes_of_the_model_leaves_their_errors() -> None:
+    blocks = '{"block_configs":[{"attention":{"n_heads_in_group":2}},{"ffn":{"ffn_mult":1.0}}]}'
+    for flag in ("--num-attention-heads", "--hidden-size", "--num-layers"):
+        problems = problems_of(f"--heterogeneous-layers-config-encoded-json {blocks}", base=without(flag))
+        assert len(problems) == 1 and problems[0].startswith(f"{flag} is missing"), problems
 
 
 def test_number_formats() -> None:
