@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = replay(dump, script.providers, script.add_flags, options.flags)
     except UserError as error:
         exit_with_problems(error)
-    print(*report(dump, result), sep="\n", flush=True)
+    print(*report(dump, result, options.flags), sep="\n", flush=True)
     return 1 if result.findings else 0
 
 

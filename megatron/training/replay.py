@@ -87,7 +87,7 @@ def command_of(dump: DumpedStep, words: Sequence[str] = ()) -> list[str]:
     """Returns the command line that computes the step in one process: that of the run without its layout, data, logs
     and checkpoints. `words` are further flags, which replace those of the run."""
     table, kept = flags_by_spelling(), []
-    replaced = {table[each.spelling].field for each in split_words(words)[0] if each.spelling in table}
+    replaced = _fields_of(words)
     replaced |= _FORMATS if replaced & _FORMATS else set()
     for occurrence in split_words(dump.manifest.config["command_line"])[0]:
         flag = table.get(occurrence.spelling)
@@ -97,6 +97,11 @@ def command_of(dump: DumpedStep, words: Sequence[str] = ()) -> list[str]:
         kept += [occurrence.spelling, *occurrence.words]
     kept += ["--global-batch-size", str(dump.micro_batch_size * len(dump.batches)), "--mock-data", "--num-workers", "0"]
     return [*kept, "--eval-iters", "0", "--load", str(dump.folder), "--no-load-optim", *words]
+
+
+def _fields_of(words: Sequence[str]) -> set[str]:
+    table = flags_by_spelling()
+    return {table[each.spelling].field for each in split_words(words)[0] if each.spelling in table}
 
 
 class _NoData(Dataset[Any]):
@@ -141,15 +146,21 @@ def _closed(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def report(dump: DumpedStep, result: SearchResult) -> Iterator[str]:
-    """Yields the lines about a replay: the losses, what is not finite first, and what the run had found."""
+def report(dump: DumpedStep, result: SearchResult, words: Sequence[str] = ()) -> Iterator[str]:
+    """Yields the lines about a replay with these further flags: the losses, what is not finite first, and what the run
+    had found."""
     for number, losses in enumerate(result.losses):
         shown = ", ".join(f"{name} {value:.6g}" for name, value in losses.items())
         yield f"{dump.place(number)}: {shown}"
     for finding in result.findings:
         where = "" if finding.microbatch is None else f" ({dump.place(finding.microbatch)} of the run)"
         yield f"non-finite: {dataclasses.replace(finding, rank=0)}{where}"
-    if not result.findings:
+    if not result.findings and _fields_of(words) & _FORMATS:
+        yield (
+            f"everything is finite with {' '.join(words)}; if the run's own format is not, without further flags, "
+            "a number was too large for that format"
+        )
+    elif not result.findings:
         yield (
             "everything is finite in one process: look for the layout (tools/verify_layout.py), for another kernel, "
             "or for broken hardware"

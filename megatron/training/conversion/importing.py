@@ -1,6 +1,7 @@
 """Import: a Hugging Face model becomes a checkpoint of this project, one tensor at a time."""
 
 import dataclasses
+import re
 import shlex
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -106,7 +107,7 @@ def import_model(
     )
     comparison = _verified(saved, root, source, build_model, dtype) if verify else None
     copy_tokenizer(source, root / "tokenizer")
-    write_atomically(root / FLAGS, shlex.join(flags) + "\n")
+    write_flags(root, flags)
     return Imported(saved, flags, family.model_family, comparison)
 
 
@@ -179,6 +180,13 @@ def _family_in(source: Path, families: Sequence[Family]) -> Family:
         return family_of(str(names[0]), families)
     except UserError as error:
         raise UserError(f"{source / CONFIG}: architectures: {error}") from error
+
+
+def write_flags(root: Path, words: Sequence[str]) -> None:
+    """Writes flags to root/flags.txt such that `$(cat flags.txt)` gives these words: a shell does not remove quotes
+    there, so only a word that has whitespace, quotes or a backslash, or is empty, is quoted."""
+    texts = [shlex.quote(word) if not word or re.search(r"[\s'\"\\]", word) else word for word in words]
+    write_atomically(root / FLAGS, " ".join(texts) + "\n")
 
 
 def _tokenizer_flags(folder: ModelFolder, vocab_size: int, place: Path, log: Log) -> list[str]:

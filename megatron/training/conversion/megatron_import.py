@@ -4,7 +4,6 @@ Files are read as inert data (`inert_pickle`), tensor by tensor. The result is a
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +21,12 @@ from megatron.core.dist_checkpointing.planning import describe_names
 from megatron.core.dist_checkpointing.writing import SaveResult, save_streamed
 from megatron.core.exceptions import UserError
 from megatron.core.parameters import Box
-from megatron.core.utils.files import write_atomically
 from megatron.training.arguments import configure
 from megatron.training.config.command_line import split_words
 from megatron.training.config.flag_table import flags_by_spelling
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.settings import LaunchEnvironment
-from megatron.training.conversion.importing import FLAGS
+from megatron.training.conversion.importing import write_flags
 from megatron.training.conversion.inert_pickle import shown
 from megatron.training.conversion.legacy_layout import FILE, ModelLayout, RankTensor, TensorsOf
 from megatron.training.conversion.legacy_source import LegacySource
@@ -119,7 +117,7 @@ def import_run(
         common=facts,
         config=describe_run(config) | {"command_line": words},
     )
-    write_atomically(root / FLAGS, shlex.join(words) + "\n")
+    write_flags(root, words)
     return ImportedRun(saved, words, state)
 
 
