@@ -49,7 +49,11 @@ def take_hub_args(line: CommandLine) -> None:
     except UserError as error:
         line.problems += [f"--load-hf: {problem}" for problem in str(error).splitlines()]
         return
-    take_model_flags(line, hub.flags, folder, "--load-hf")
+    words = list(hub.flags)
+    if "NullTokenizer" in words and line.values["tokenizer_type"] not in (None, "NullTokenizer"):
+        # The run's own tokenizer: --vocab-size counts all rows, where that of NullTokenizer leaves out its last id.
+        words[words.index("--vocab-size") + 1] = str(hub.vocab_size)
+    take_model_flags(line, words, folder, "--load-hf")
 
 
 def with_hub_folders(config: PretrainConfig, providers: Providers) -> Providers:

@@ -62,6 +62,14 @@ def test_a_run_begins_with_the_weights(theirs: Path, tmp_path: Path) -> None:
     assert_equal({f"weight {name}": tensor.flatten() for name, tensor in masters.items()}, expected)
 
 
+def test_a_tokenizer_of_the_run_has_all_rows_of_a_folder_without_one(theirs: Path) -> None:
+    rows = open_hub_model(theirs, theirs, (), FAMILIES, lambda text: None).vocab_size
+    for given, size in (([], rows - 1), (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "x"], rows)):
+        line = read_command_line(["--load-hf", str(theirs), *given])
+        take_hub_args(line)
+        assert line.values["vocab_size"] == size and not line.problems
+
+
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--use-distributed-optimizer"])
 def test_every_layout_begins_with_the_weights(theirs: Path, tmp_path: Path, layout: str) -> None:
     ranks = train_on_ranks(f"--load-hf {theirs} {layout} --train-iters 1", 2, base=flags_of(theirs))
