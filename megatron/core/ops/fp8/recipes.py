@@ -275,5 +275,6 @@ def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None
 
 def _largest_over(amax: Tensor, groups: Sequence[Group]) -> Tensor:
     for group in groups:
-        amax = all_reduce(amax, group, dist.ReduceOp.MAX)
+        if group is not None:  # a copy, since a largest value that is noted on a tensor is this rank's own
+            amax = all_reduce(amax.clone(), group, dist.ReduceOp.MAX)
     return amax

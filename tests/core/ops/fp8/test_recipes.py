@@ -1,9 +1,14 @@
 """Scales of the recipes, and the history of delayed scaling."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.ops.fp8 import recipes
 from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.quantize import note_largest, noted_largest
 from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, build_scaling
 
 CPU = torch.device("cpu")
@@ -80,3 +85,15 @@ def test_the_history_stays_float32_and_is_read_again_after_a_load() -> None:
     scaling.amax_history.data.fill_(7.0)
     scaling.forget()
     assert factor(scaling, torch.tensor([[3.5]])) == 7 / 448
+
+
+def test_a_noted_value_stays_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "all_reduce", lambda tensor, group, op: tensor.mul_(4.0))
+    group: Any = object()
+    scaling = build_scaling(Fp8Settings("tensorwise", FORMATS["hybrid"]), LinearSplit(inputs=group), CPU)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    note_largest(x, x.abs().max())
+    pair = scaling.quantize(x, Role.INPUTS, rows=True, columns=False, records=True)
+    noted = noted_largest(x)
+    assert noted is not None and noted == x.abs().max()
+    assert pair.rows is not None and float(pair.rows.factors) == pytest.approx(4.0 * float(noted) / 448.0)
