@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine (git, make, python3 >= 3.11, pip):
 #   make quickstart    real text to a trained GPT
-#   make test          every test that a laptop runs
+#   make test          the tests that a laptop runs
 # An environment of one's own: make PYTHON=/path/to/python test
 VENV := .venv
 TORCH ?= torch==2.13.0
