@@ -35,6 +35,7 @@ from megatron.training.inspection.run_description import (
     describe_run,
     setting_differences,
 )
+from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import schedule_flag
 from megatron.training.state import TrainState
 
@@ -58,6 +59,8 @@ class Checkpoints:
         """Digests of the run's data, which every checkpoint stores."""
         self._saved_data: Mapping[str, str] = {}
         """Those in the checkpoint that was loaded."""
+        self.spikes: LossSpikes | None = None
+        """Judges losses; its state is part of every checkpoint."""
         self.memory = StagingMemory()
         self.pending: tuple[int, PendingSave] | None = None
         """Iteration and save that `begin_save` started and `finish_save` has not ended."""
@@ -143,6 +146,7 @@ class Checkpoints:
             "scheduler": scheduler.state_dict(),
             "optimizer": optimizer.common_state() if keep_optimizer else None,
         }
+        common |= {} if self.spikes is None else {"loss_spikes": self.spikes.state_dict()}
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
         facts = {"config": description, "layout": layout, "keep_last": self.flags.keep_last}
@@ -188,6 +192,24 @@ class Checkpoints:
                 raise UserError(f"--load {flags.load} holds no checkpoint, and --exit-on-missing-checkpoint is given")
             self._say(f"no checkpoint in {flags.load}: starting a new run")
         return False
+
+    def reload(
+        self,
+        root: Path,
+        iteration: int,
+        state: TrainState,
+        model: Sequence[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+    ) -> None:
+        """Loads the checkpoint of an iteration into a run that has trained. Raises UserError, the same on all ranks, if
+        it cannot be loaded."""
+        for chunk in model:
+            chunk.start_param_sync(force_sync=True)
+        self.last_saved = None
+        loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
+        assert loaded is not None, "select_folders found the checkpoint before"
+        self._restore(loaded, state, optimizer, scheduler)
 
     def _load_upcycled(
         self,
@@ -312,6 +334,8 @@ class Checkpoints:
             scheduler.load_state_dict(common["scheduler"], spelling, log=self._say)
             if not self.flags.no_load_optim:
                 optimizer.load_common_state(common["optimizer"])
+            if self.spikes is not None:
+                self.spikes.load_state_dict(common.get("loss_spikes"))
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
             self.last_saved = state.iteration
 

@@ -6,6 +6,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from megatron.core.pipeline_parallel.chunk_hooks import takes
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.timers import Timers, timed
 from megatron.training.data.step_data import StepData, step_data_of
-from megatron.training.hooks.exit import ExitDecision
+from megatron.training.hooks.exit import ExitDecision, ExitReason
 from megatron.training.logging.finite import GradientProbe
+from megatron.training.loss_spikes import SpikeVerdict
+from megatron.training.rewind import go_back
 from megatron.training.trainer import Trainer
 
 
@@ -35,6 +38,8 @@ class StepResult:
     """Rate of this update, for parameters without a rate of their own."""
     loss_scale: Tensor
     params_norm: Tensor | None = None
+    spike: SpikeVerdict | None = None
+    """What --loss-spike-action says about the loss; None without it."""
     decoupled_learning_rate: Tensor | None = None
     """Rate of this update for the embedding and the output layer, if --decoupled-lr is given."""
 
@@ -57,6 +62,8 @@ def train(trainer: Trainer) -> ExitDecision | None:
         if trainer.evaluation_is_due():
             trainer.evaluate("valid")
         decision = trainer.check_exit()
+        if decision is not None and decision.reason is ExitReason.LOSS_SPIKE:
+            decision = go_back(trainer, decision)
         if trainer.save_is_due(decision):
             trainer.save()
     if decision is not None:
@@ -83,6 +90,7 @@ def train_step(trainer: Trainer) -> StepResult:
         results=trainer.results,
         probe=trainer.probe,
         update=trainer.update,
+        judge=None if trainer.spikes is None else partial(trainer.spikes.judge, iteration=trainer.state.iteration + 1),
         **arguments_of_schedule(trainer.optimizer, trainer.splits.train),
     )
     return dataclasses.replace(result, params_norm=norm_of_weights(trainer))
@@ -115,14 +123,16 @@ def run_step(
     probe: GradientProbe | None = None,
     decoder_seq_length: int | None = None,
     update: Callable[[Tensor], StepUpdate] | None = None,
+    judge: Callable[[Sequence[Mapping[str, Tensor]]], SpikeVerdict] | None = None,
     **of_schedule: Any,
 ) -> StepResult:
     """One training step, without waiting for the device: gradients of the global batch, update, schedule.
 
     A loss or gradient that is not finite on one rank skips the update and the schedule on all ranks. `update` stands in
-    for `optimizer.step_on_device`. `of_schedule` are further arguments of `forward_backward`. `timers` measure the
-    schedule's parts, if it takes them, and the update (`optimizer`, level 1). If the loss function validates its
-    results, `results` checks them, which waits for the device.
+    for `optimizer.step_on_device`. `judge` decides whether the loss is a spike, before the update. `of_schedule` are
+    further arguments of `forward_backward`. `timers` measure the schedule's parts, if it takes them, and the update
+    (`optimizer`, level 1). If the loss function validates its results, `results` checks them, which waits for the
+    device.
     """
     if decoder_seq_length is not None:
         of_schedule["decoder_seq_length"] = decoder_seq_length
@@ -153,10 +163,11 @@ def run_step(
         reports = results.step(compute, rewinding(model, optimizer, step_data_of(data_iterator), probe))
     learning_rate, decoupled = scheduler.learning_rate, scheduler.decoupled_learning_rate
     loss_scale = optimizer.get_loss_scale().clone()
+    spike = None if judge is None else judge(reports)
     with timed(timers, "optimizer", 1):
         updated = (update or optimizer.step_on_device)(losses_are_finite(reports, loss_scale.device))
     scheduler.advance_on_device(updated.update_applied, increment=global_batch_size)
-    return StepResult(reports, updated, learning_rate, loss_scale, decoupled_learning_rate=decoupled)
+    return StepResult(reports, updated, learning_rate, loss_scale, spike=spike, decoupled_learning_rate=decoupled)
 
 
 def rewinding(

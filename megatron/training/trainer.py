@@ -30,6 +30,7 @@ from megatron.training.launch.errors import write_launcher_error_file
 from megatron.training.logging.finite import GradientProbe
 from megatron.training.logging.records import ValidationRecord
 from megatron.training.logging.training_log import TrainingLog
+from megatron.training.loss_spikes import LossSpikes
 from megatron.training.providers import ForwardStep
 from megatron.training.state import TrainState
 
@@ -59,6 +60,10 @@ class Trainer:
     """Checks the results that the loss function hands to it."""
     update: Callable[[Tensor], StepUpdate] | None = None
     """The optimizer's step as a CUDA graph; None: `optimizer.step_on_device`."""
+    spikes: LossSpikes | None = None
+    """Judges the losses (--loss-spike-action)."""
+    open_data: Callable[[], Splits] | None = None
+    """Opens the data at the counts of `state`. None: the data is a script's own and cannot go back."""
 
     def __post_init__(self) -> None:
         self.phase = "training"
@@ -119,16 +124,24 @@ class Trainer:
             tokens=self.state.consumed_tokens,
             global_batch_size=samples,
             sample_ids=self.splits.train.sample_ids,
+            loss_z_score=None if result.spike is None else result.spike.z_score,
+            loss_spike=None if result.spike is None else result.spike.is_spike,
+            update_allowed=None if result.spike is None else result.spike.update_allowed,
             gradients_finite=[] if self.probe is None else self.probe.take(),
         )
 
     def skips_step(self) -> bool:
-        """Whether --iterations-to-skip names the next iteration."""
+        """Whether --iterations-to-skip names the next iteration, or a rewound run leaves it out."""
+        left_out = self.spikes is not None and self.spikes.leaves_out(self.state.iteration + 1)
+        return left_out or self._is_asked_to_skip()
+
+    def _is_asked_to_skip(self) -> bool:
         asked = map(ends_of, self.config.training.iterations_to_skip)
         return any(first <= self.state.iteration + 1 <= last for first, last in asked)
 
     def skip_step(self) -> None:
         """Reads the data of the next iteration and does not train on it."""
+        why = "--iterations-to-skip" if self._is_asked_to_skip() else "--loss-spike-action rewind"
         for _ in range(self.begin_step()):
             next(self.splits.train, None)
         samples = self.batches.global_batch_size
@@ -137,7 +150,7 @@ class Trainer:
         self.state.skipped_train_samples += samples
         self.log.event("skip", self.state.iteration, samples=samples)
         if self.environment.logs:
-            print(f"iteration {self.state.iteration} is skipped (--iterations-to-skip)", flush=True)
+            print(f"iteration {self.state.iteration} is skipped ({why})", flush=True)
 
     # Evaluation ------------------------------------------------------------------------------------------------------
 

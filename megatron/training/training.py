@@ -240,6 +240,8 @@ def train(
     asked = {"process_non_loss_data_func": process_non_loss_data_func is not None}
     refuse("train", asked | {"non_loss_data_func": non_loss_data_func is not None})
     run, started = global_vars.current_run(), time.monotonic()
+    if run.config.resilience.loss_spike_action is not None:
+        raise UserError("train(): --loss-spike-action needs pretrain(), which opens the data again; leave it out")
     forward_step_func = reporting_tensors(forward_step_func)
     splits = Splits(_step_data(train_data_iterator, run), _step_data(valid_data_iterator, run), None)
     if valid_data_iterator is None or (isinstance(valid_data_iterator, Sequence) and valid_data_iterator[0] is None):

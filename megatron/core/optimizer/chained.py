@@ -38,6 +38,11 @@ class ChainedOptimizer(MegatronOptimizer):
         applied = torch.stack([update.update_applied for update in updates]).all()
         return StepUpdate(norm, applied, torch.stack(zeros).sum() if zeros else None)
 
+    def update_only_if(self, allowed: Tensor) -> None:
+        """Hands the scalar to each optimizer."""
+        for optimizer in self.chained_optimizers:
+            optimizer.update_only_if(allowed)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets `.grad` of all parameters to None."""
         for optimizer in self.chained_optimizers:

@@ -55,6 +55,7 @@ class ExternalOptimizer(MegatronOptimizer):
                 "full sharding, or use --optimizer"
             )
         self.device = self.units[0].device
+        self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
         self._slots = {slot.parameter: (unit, slot) for unit in self.units for slot in unit.slots}
         unknown = sum(parameter not in self._slots for parameter in self.get_parameters())
         if unknown:
@@ -78,7 +79,7 @@ class ExternalOptimizer(MegatronOptimizer):
     def step_on_device(self, loss_is_finite: Tensor | None = None) -> StepUpdate:
         """Clips and updates; see `MegatronOptimizer.step_on_device`. Waits for the device."""
         norm = grad_norm(self.units, self.groups)
-        applied = norm.isfinite()
+        applied = norm.isfinite() & self._allowed
         if loss_is_finite is not None:
             applied &= true_on_all_ranks(loss_is_finite, self.groups)
         if applied.item():
@@ -88,6 +89,10 @@ class ExternalOptimizer(MegatronOptimizer):
             self.optimizer.step()
             self.zero_grad()
         return StepUpdate(norm, applied)
+
+    def update_only_if(self, allowed: Tensor) -> None:
+        """Takes the scalar that every later step reads; see `MegatronOptimizer.update_only_if`."""
+        self._allowed = allowed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets `.grad` of all parameters to None."""

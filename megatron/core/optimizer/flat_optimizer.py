@@ -111,6 +111,7 @@ class FlatOptimizer(MegatronOptimizer):
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
         self.update_count = torch.zeros((), dtype=torch.float32, device=self.device)
         self.halted = torch.zeros((), dtype=torch.bool, device=self.device)
+        self._allowed = torch.ones((), dtype=torch.bool, device=self.device)
         ranges = parameter_ranges(self.units, config, overrides)
         self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
         self._segments = [self._segments_of(settings, members) for settings, members in ranges.items()]
@@ -179,6 +180,10 @@ class FlatOptimizer(MegatronOptimizer):
         """Clips and updates on the device, without waiting for it."""
         return self.update(self.unscaled_norm(), loss_is_finite)
 
+    def update_only_if(self, allowed: Tensor) -> None:
+        """Takes the scalar that every later step reads; see `MegatronOptimizer.update_only_if`."""
+        self._allowed = allowed
+
     def unscaled_norm(self) -> Tensor:
         """Returns the 2-norm of the model's gradient, without the loss scale."""
         return grad_norm(self.units, self.groups, self.chunks[0]) / self.get_loss_scale().double()
@@ -195,7 +200,7 @@ class FlatOptimizer(MegatronOptimizer):
             # Gradients of a float16 model overflow when the loss scale is too large, which is expected.
             good = loss_finite if self.config.fp16 else loss_finite & gradients_finite
             self.halted |= ~good
-        applied = gradients_finite & loss_finite & ~self.halted
+        applied = gradients_finite & loss_finite & ~self.halted & self._allowed
         zeros = count_zeros(self.units, self.groups, self.chunks[0]) if self.config.log_num_zeros_in_grad else None
         self._update(applied, scale * clip_divisor(norm, self.config.clip_grad))
         if self.grad_scaler is not None:

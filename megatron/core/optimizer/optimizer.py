@@ -26,8 +26,8 @@ class StepUpdate:
     """2-norm of the whole model's gradient before clipping, without the loss scale; not finite if any gradient is
     not."""
     update_applied: Tensor
-    """bool: whether weights were updated. False if gradient or loss was not finite, or if an earlier step stopped the
-    run."""
+    """bool: whether weights were updated. False if gradient or loss was not finite, if an earlier step stopped the run,
+    or if `update_only_if` says so."""
     num_zeros: Tensor | None = None
     """Number of gradient elements that are exactly zero; only with log_num_zeros_in_grad."""
 
@@ -57,6 +57,14 @@ class MegatronOptimizer(abc.ABC):
             return False, None, None
         zeros = None if result.num_zeros is None else int(result.num_zeros.item())
         return True, result.grad_norm.item(), zeros
+
+    def update_only_if(self, allowed: Tensor) -> None:
+        """From here on, a step updates the weights only if this bool scalar on the device is True. It is equal on all
+        ranks and keeps its address. Raises UserError for an optimizer of a script's own."""
+        raise UserError(
+            f"--loss-spike-action: {type(self).__name__} is the script's own, and does not know how to leave out an "
+            "update; leave out the flag, or use --optimizer"
+        )
 
     @abc.abstractmethod
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -224,6 +224,16 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
         )
 
 
+def _rewinds(s: Settings) -> Iterator[str]:
+    """--loss-spike-action rewind needs whole checkpoints to go back to."""
+    if s.loss_spike_action != "rewind":
+        return
+    if s.save is None or s.save_interval is None:
+        yield "{loss_spike_action} goes back to a checkpoint: give {save:name} and {save_interval:name}"
+    if s.no_save_optim or s.no_load_optim:
+        yield "{loss_spike_action} loads the optimizer's state: leave out {no_save_optim:name} and {no_load_optim:name}"
+
+
 def _numbers_are_finite(s: Settings) -> Iterator[str]:
     for field, value in s.values.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -286,5 +296,6 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.optimizer_graph,
     _layout_invariance,
+    _rewinds,
     _numbers_are_finite,
 )

@@ -1,5 +1,6 @@
 """Non-finite numbers, signals and faults."""
 
+import math
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,27 @@ class ResilienceConfig:
     """Folder for the step that ends a run because of a non-finite loss or gradient: batch, state before the step, and
     the first non-finite value of each rank. `tools/replay.py` computes the step again. Default: `nonfinite` in the
     folder of --save."""
+
+    loss_spike_action: Literal["skip", "rewind"] | None = None
+    """What to do after a loss that is far above those before it: skip leaves out its update and continues; rewind goes
+    back to the newest checkpoint from before --loss-spike-rewind-window and leaves out the data of that window. All
+    ranks decide alike, and checkpoints keep what decisions depend on. Without it, losses are not judged."""
+
+    loss_spike_z_score: float = flag(6.0, only_with="loss_spike_action")
+    """With --loss-spike-action: a loss is a spike if it is more than this many standard deviations above the mean of
+    --loss-spike-history."""
+
+    loss_spike_history: int = flag(100, only_with="loss_spike_action")
+    """With --loss-spike-action: number of losses, the newest that are no spikes, with which each loss is compared.
+    Until there are that many, no loss is a spike."""
+
+    loss_spike_rewind_window: int = flag(100, only_with="loss_spike_action=rewind")
+    """With --loss-spike-action rewind: number of iterations, the last of which is the spike, whose data is read and not
+    trained on when the run has gone back."""
+
+    loss_spike_limit: int = flag(10, only_with="loss_spike_action")
+    """With --loss-spike-action: number of spikes in a row (skip), or of rewinds in all (rewind), after which the run
+    ends."""
 
     exit_signal_handler: bool = flag(False, no_effect=_ALWAYS)
     """Save and exit after --exit-signal."""
@@ -64,6 +86,11 @@ class ResilienceConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("error_injection_rate",), 0)
+        sizes = ("loss_spike_rewind_window", "loss_spike_limit")
+        yield from too_small(self, sizes, 1)
+        yield from too_small(self, ("loss_spike_history",), 2)
+        if not 0.0 < self.loss_spike_z_score < math.inf:
+            yield "{loss_spike_z_score} must be above 0"
         yield from too_small(self, ("hang_timeout_seconds", "check_weight_hash_across_dp_replicas_interval"), 1)
         if self.exit_signal in (signal.SIGKILL, signal.SIGSTOP):
             yield "{exit_signal} cannot be caught by any program; SIGTERM or SIGUSR1 can"

@@ -1,11 +1,11 @@
 """Early exit of all ranks after the same step.
 
 A run exits early because of --exit-interval, which every rank knows by itself; or because of a signal,
---exit-duration-in-mins or a non-finite loss, which one rank notices first. For the latter, each step starts one
-all-reduce of four integers on a gloo group beside the device's groups, and reads the result that the step before
-started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step behind. A
-reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`), after step
-k.
+--exit-duration-in-mins, a non-finite loss or a loss spike, which one rank notices first. For the latter, each step
+starts one all-reduce of five integers on a gloo group beside the device's groups, and reads the result that the step
+before started. So nothing waits for the device, and a host waits for other hosts only if one of them is a whole step
+behind. A reason that appears during step k ends the run after step k + 1; if a checkpoint is due (`resolve_pending`),
+after step k.
 """
 
 import enum
@@ -29,6 +29,7 @@ class ExitReason(enum.Enum):
     DURATION = "duration"
     SIGNAL = "signal"
     NON_FINITE = "non-finite"
+    LOSS_SPIKE = "loss-spike"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class ExitDecision:
     exit_code: int
     """0 if the user asked for the exit, also by a signal, so that a launcher does not count it as a failure."""
     save: bool
-    """Whether to save a checkpoint; False after a non-finite loss."""
+    """Whether to save a checkpoint; False after a non-finite loss or a loss spike."""
 
 
 class ExitAgreement:
@@ -57,6 +58,7 @@ class ExitAgreement:
         exit_duration_in_mins: exit once this many minutes have passed since `started`.
         started: `time.monotonic()` at the start of the program; None: now.
         non_finite: returns whether this rank knows of a non-finite loss or gradient that must stop the run.
+        loss_spike: returns whether this rank knows of a loss spike that ends the run or sends it back.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class ExitAgreement:
         exit_duration_in_mins: float | None = None,
         started: float | None = None,
         non_finite: Callable[[], bool] = lambda: False,
+        loss_spike: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -77,6 +80,7 @@ class ExitAgreement:
         self.exit_duration_in_mins = exit_duration_in_mins
         self.started = time.monotonic() if started is None else started
         self.non_finite = non_finite
+        self.loss_spike = loss_spike
         self.rounds = 0
         """All-reduces started so far."""
         self._decision: ExitDecision | None = None
@@ -105,7 +109,7 @@ class ExitAgreement:
         same place.
 
         Call it before a save and after the last step: only then do other ranks learn what one rank noticed in this
-        step. A non-finite loss replaces an earlier decision, because its state must not be saved.
+        step. A non-finite loss or a loss spike replaces an earlier decision, because its state must not be saved.
         """
         if self.group is None:
             flags: torch.Tensor | None = self._local_flags()
@@ -114,20 +118,27 @@ class ExitAgreement:
             self._start_round()
             flags = self._finish_round()
         found = self._decide(flags)
-        if self._decision is None or (found is not None and found.reason is ExitReason.NON_FINITE):
+        if self._decision is None or (found is not None and not found.save):
             self._decision = found
         return self._decision
+
+    def withdraw(self) -> None:
+        """Forgets the decision, because the run goes on after all. Every rank calls it at the same place."""
+        self._finish_round()
+        self._decision = None
 
     def close(self) -> None:
         """Waits for a round that has not finished. Every rank calls it once, before the groups are destroyed."""
         self._finish_round()
 
     def _local_flags(self) -> torch.Tensor:
-        """Returns int32 [non-finite, signal number, 1 + rank with the signal, time is up], to be reduced by maximum."""
+        """Returns int32 [non-finite, loss spike, signal number, 1 + rank with the signal, time is up], to be reduced by
+        maximum."""
         number = (self.signals.received if self.signals is not None else None) or 0
         limit = self.exit_duration_in_mins
         late = limit is not None and (time.monotonic() - self.started) / 60.0 > limit
-        return torch.tensor([self.non_finite(), number, self.rank + 1 if number else 0, late], dtype=torch.int32)
+        holder = self.rank + 1 if number else 0
+        return torch.tensor([self.non_finite(), self.loss_spike(), number, holder, late], dtype=torch.int32)
 
     def _start_round(self) -> None:
         self._round = start_all_reduce(self._local_flags(), self.group, dist.ReduceOp.MAX)
@@ -146,9 +157,11 @@ class ExitAgreement:
     def _decide(self, flags: torch.Tensor | None) -> ExitDecision | None:
         if flags is None:
             return None
-        non_finite, number, holder, late = (int(flag) for flag in flags)
+        non_finite, loss_spike, number, holder, late = (int(flag) for flag in flags)
         if non_finite:
             return ExitDecision(ExitReason.NON_FINITE, "exiting program after a non-finite loss or gradient", 1, False)
+        if loss_spike:
+            return ExitDecision(ExitReason.LOSS_SPIKE, "exiting program after a loss spike", 1, False)
         if number:
             name = signal.Signals(number).name
             return ExitDecision(

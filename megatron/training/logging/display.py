@@ -120,6 +120,11 @@ class LiveDisplay(LogWriter):
             self._state.checkpoint = event.iteration
             self._draw()
 
+    def went_back(self, iteration: int) -> None:
+        """Forgets the losses beyond this iteration."""
+        self._state.iteration = iteration
+        self._state.losses = [(number, loss) for number, loss in self._state.losses if number <= iteration]
+
     def progress(self, iteration: int) -> None:
         """Redraws the panel if the last drawing is old enough."""
         self._state.iteration = iteration

@@ -50,13 +50,17 @@ class JsonlLog(LogWriter):
     ) -> None:
         self.path = Path(path)
         self.dropped = 0
+        self._named_by = named_by
+        self._open(resumed_iteration)
+
+    def _open(self, resumed_iteration: int) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.superseded = supersede(self.path, resumed_iteration)
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self._torn = not _ends_in_a_line(self.path)
         except OSError as error:
-            raise UserError(f"{named_by} {self.path} cannot be written: {error.strerror or error}") from error
+            raise UserError(f"{self._named_by} {self.path} cannot be written: {error.strerror or error}") from error
         if self.superseded.path is not None:
             torn = ", the last one torn" if self.superseded.torn else ""
             print(
@@ -79,6 +83,11 @@ class JsonlLog(LogWriter):
     def event(self, event: Event) -> None:
         """Writes a line for an event."""
         self._write([{"iteration": event.iteration, "event": event.name, **event.facts}])
+
+    def went_back(self, iteration: int) -> None:
+        """Moves the lines beyond this iteration aside, as a resumed run does."""
+        self.close()
+        self._open(iteration)
 
     def close(self) -> None:
         """Closes the file."""
@@ -122,6 +131,7 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "global batch size": step.global_batch_size,
         "params norm": step.params_norm,
         "num zeros": step.num_zeros,
+        "loss z-score": step.loss_z_score,
         "ms per iteration": speed.seconds_per_iteration * 1000.0,
         "tokens per second": speed.tokens_per_second,
         "throughput (TFLOP/s/GPU)": speed.tflops_per_device,

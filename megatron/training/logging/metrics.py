@@ -141,17 +141,21 @@ class StepMetrics:
         global_batch_size: int = 0,
         sample_ids: Sequence[Sequence[int]] = (),
         gradients_finite: Sequence[Tensor] = (),
+        loss_z_score: Scalar = None,
+        loss_spike: Scalar = None,
+        update_allowed: Scalar = None,
     ) -> None:
         """Takes the values of one iteration. Device tensors are copied on the device at once and may be reused.
 
         `reports` has the reporting dict of the loss function for each micro-batch: [sum, count], or one value.
         `sample_ids` has the ids of each micro-batch's samples. `gradients_finite` has a flag for each
-        micro-batch, if gradients are probed.
+        micro-batch, if gradients are probed. An update that was not applied is no trouble if `update_allowed` is False.
         """
         names = tuple(reports[0]) if reports else ()
         measured: dict[str, Scalar] = {"grad_norm": grad_norm, "update_applied": update_applied}
         measured |= {"params_norm": params_norm, "num_zeros": num_zeros, "loss_scale": loss_scale}
         measured |= {"learning_rate": learning_rate, "decoupled_learning_rate": decoupled_learning_rate}
+        measured |= {"loss_z_score": loss_z_score, "loss_spike": loss_spike, "update_allowed": update_allowed}
         on_device = {name: self._scalar(value) for name, value in measured.items() if isinstance(value, Tensor)}
         pending = _Pending(
             record=StepRecord(iteration, {}, True, consumed_samples, tokens, global_batch_size),
@@ -193,15 +197,20 @@ class StepMetrics:
         if not self.expect_overflow:
             flags = list(pending.gradients_finite)
             if "update_applied" in pending.on_device:
-                flags.append(pending.on_device["update_applied"])
+                allowed = pending.on_device.get("update_allowed", torch.ones_like(trouble))
+                flags.append(pending.on_device["update_applied"].bool() | ~allowed.bool())
             if flags:
-                trouble |= ~torch.stack(flags).bool().all()
+                trouble |= ~torch.stack([flag.bool() for flag in flags]).all()
             if not pending.on_host.get("update_applied", True):
                 trouble.fill_(True)
         self._trouble_on_host.copy_(trouble, non_blocking=True)
 
     # -----------------------------------------------------------------------------------------------------------------
     # At the log line
+
+    def forget(self) -> None:
+        """Drops everything recorded, and the averages: the run goes back to an earlier iteration."""
+        self._pending, self._averages = [], _Averages()
 
     def collect(self, *, reset: bool) -> MetricsInterval:
         """Reads everything recorded so far: one all-reduce, one copy. Every rank of `group` must call it.
@@ -258,6 +267,8 @@ class StepMetrics:
             measured[name] = next(host)
         applied = bool(measured.pop("update_applied", True))
         num_zeros = measured.pop("num_zeros", None)
+        measured.pop("update_allowed", None)
+        z_score, is_spike = measured.pop("loss_z_score", None), bool(measured.pop("loss_spike", False))
         step = StepRecord(
             iteration=pending.record.iteration,
             losses={name: _ratio(next(reduced), next(reduced)) for name in pending.names},
@@ -266,6 +277,8 @@ class StepMetrics:
             tokens=pending.record.tokens,
             global_batch_size=pending.record.global_batch_size,
             num_zeros=None if num_zeros is None else int(num_zeros),
+            loss_z_score=None if z_score is None or math.isnan(z_score) else z_score,
+            loss_spike=is_spike,
             **measured,
         )
         if not self.names:

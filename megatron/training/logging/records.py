@@ -29,6 +29,10 @@ class StepRecord:
     grad_norm: float | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
+    loss_z_score: float | None = None
+    """With --loss-spike-action, once there are enough losses: standard deviations of the loss above those before."""
+    loss_spike: bool = False
+    """Whether the update was left out because of this loss."""
     reported: Mapping[str, float] = field(default_factory=dict)
     """Values that layers report, by tag: means over the iterations since the last record that has any."""
     times: Mapping[str, float] = field(default_factory=dict)
@@ -129,6 +133,9 @@ class LogWriter:
 
     def event(self, event: Event) -> None:
         """An event happened."""
+
+    def went_back(self, iteration: int) -> None:
+        """The run goes back to the state after this iteration; later iterations come again."""
 
     def progress(self, iteration: int) -> None:
         """Called after every iteration, without any value from the device; must be cheap."""

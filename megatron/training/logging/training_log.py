@@ -28,7 +28,7 @@ from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.memory import memory_report
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
-from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, ValidationRecord
+from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
 
 TIMERS_OF_STEP = (
@@ -107,6 +107,15 @@ class TrainingLog:
         self._since_line.restart()
         self._since_flush.restart()
 
+    def go_back(self, iteration: int) -> None:
+        """The run continues from the state after this iteration, which is past. Every rank must call it."""
+        self.flush()
+        self.metrics.forget()
+        self._line_samples = self._iterations_since_line = 0
+        for writer in self.writers:
+            writer.went_back(iteration)
+        self.start(iteration)
+
     def step(
         self, iteration: int, reports: Sequence[Mapping[str, Tensor]], *, skipped_samples: int = 0, **values: Any
     ) -> tuple[NonFinite, ...]:
@@ -173,11 +182,23 @@ class TrainingLog:
             rates = self._speed(seconds, len(interval.steps), samples)
             for writer in self.writers:
                 writer.steps(interval.steps, rates)
+        for step in interval.steps if self.writers else ():
+            if step.loss_spike and step.losses:
+                self._name_spike(step)
         for found in interval.non_finite:
             print(f"non-finite: {found}", file=sys.stderr, flush=True)
             self.event("non-finite", found.iteration, what=str(found))
             self.first_non_finite = min(found.iteration, self.first_non_finite or found.iteration)
         return interval
+
+    def _name_spike(self, step: StepRecord) -> None:
+        name, loss = next(iter(step.losses.items()))
+        print(
+            f"loss spike: iteration {step.iteration}: {name} {loss:.6g} is {step.loss_z_score:.1f} standard deviations "
+            "above the losses before it; its update is left out",
+            flush=True,
+        )
+        self.event("loss-spike", step.iteration, loss=loss, z_score=step.loss_z_score)
 
     def _with_layers(self, interval: MetricsInterval, reset: bool) -> MetricsInterval:
         """Adds the values that layers report: to the last iteration for files, and since the last line for the line."""

@@ -46,6 +46,7 @@ from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
 from megatron.training.logging.build import build_log
 from megatron.training.logging.finite import GradientProbe
+from megatron.training.loss_spikes import LossSpikes
 from megatron.training.lr_schedule import build_scheduler
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 from megatron.training.setup.graphs import capture_micro_batches, capture_update
@@ -74,6 +75,7 @@ def set_up(
         of_script = providers.build_scheduler
         scheduler = build_scheduler(config, optimizer) if of_script is None else of_script(context, optimizer)
         checkpoints = Checkpoints(config, environment.groups)
+        checkpoints.spikes = build_loss_spikes(config, environment, optimizer)
         loaded = checkpoints.load(context.state, model, optimizer, scheduler)
         if not loaded and providers.load_first_weights is not None:
             providers.load_first_weights(context, model, optimizer)
@@ -153,11 +155,17 @@ def build_trainer(
         exit_duration_in_mins=config.training.exit_duration_in_mins,
         started=started,
         non_finite=log.metrics.trouble_seen if stops_on_nonfinite(config) else lambda: False,
+        loss_spike=lambda: checkpoints.spikes is not None and checkpoints.spikes.ends_run(),
     )
     probe, results = build_probe(config, model), build_rerun_state_machine(config)
     forward_backward = get_forward_backward_func(environment.groups.size("pp"), len(model))
-    splits = open_data()
-    splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
+
+    def open_and_watch() -> Splits:
+        splits = open_data()
+        splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
+        return splits
+
+    splits = open_and_watch()
     return Trainer(
         config=config,
         environment=environment,
@@ -176,7 +184,21 @@ def build_trainer(
         probe=probe,
         results=results,
         update=capture_update(config, environment, optimizer),
+        spikes=checkpoints.spikes,
+        open_data=open_and_watch,
     )
+
+
+def build_loss_spikes(
+    config: PretrainConfig, environment: Environment, optimizer: MegatronOptimizer
+) -> LossSpikes | None:
+    """Returns what judges the losses, and lets it decide about the optimizer's updates; None without
+    --loss-spike-action. Raises UserError for an optimizer that cannot leave out an update."""
+    if config.resilience.loss_spike_action is None or config.evaluation.skip_train:
+        return None
+    spikes = LossSpikes(config.resilience, environment.groups, environment.device)
+    optimizer.update_only_if(spikes.update_allowed)
+    return spikes
 
 
 def vocabulary_rows(config: PretrainConfig, tokenizer: Tokenizer) -> int:

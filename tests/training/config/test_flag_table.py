@@ -33,6 +33,11 @@ OURS = {
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
+    "--loss-spike-action",
+    "--loss-spike-history",
+    "--loss-spike-limit",
+    "--loss-spike-rewind-window",
+    "--loss-spike-z-score",
 } | {
     "--config",
     "--layout-invariant",

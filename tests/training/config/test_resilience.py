@@ -12,6 +12,10 @@ from megatron.training.config.resilience import ResilienceConfig
     ("values", "problem"),
     [
         ({"error_injection_rate": -1}, "--error-injection-rate -1 must be at least 0"),
+        ({"loss_spike_z_score": 0.0}, "--loss-spike-z-score 0.0 must be above 0"),
+        ({"loss_spike_history": 1}, "--loss-spike-history 1 must be at least 2"),
+        ({"loss_spike_limit": 0}, "--loss-spike-limit 0 must be at least 1"),
+        ({"loss_spike_rewind_window": 0}, "--loss-spike-rewind-window 0 must be at least 1"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL cannot be caught by any program"),
     ],
 )

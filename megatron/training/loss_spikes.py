@@ -1,0 +1,150 @@
+"""Loss spikes (--loss-spike-action): finds them on the device, and keeps what the decisions depend on.
+
+A spike is a loss that is more than --loss-spike-z-score standard deviations above the mean of the last
+--loss-spike-history losses that were no spikes. The loss is that of the global batch. Every rank computes it from the
+same all-reduced sums, so every rank decides alike. Nothing here waits for the device, except what a checkpoint stores
+and what is read once a spike has ended or rewound the run.
+
+After a spike the optimizer changes nothing (`update_allowed`). What then happens is the trainer's part:
+
+    skip      training goes on with the next batch; after --loss-spike-limit spikes in a row the run ends
+    rewind    no later update is applied until the run has gone back to a checkpoint
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.collectives import all_reduce
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config.resilience import ResilienceConfig
+
+
+@dataclass(frozen=True)
+class SpikeVerdict:
+    """What `LossSpikes.judge` found in one step; scalars on the device."""
+
+    z_score: Tensor
+    """Standard deviations above the mean; NaN until the history is full, and for a loss that is not finite."""
+    is_spike: Tensor
+    """Bool: whether the update is refused because of this step's own loss."""
+    update_allowed: Tensor
+    """Bool: False for a spike, and for each step after one that ends or rewinds the run."""
+
+
+class LossSpikes:
+    """Judges the loss of each step, and remembers which iterations a rewound run leaves out.
+
+    Args:
+        flags: those named --loss-spike-*; --loss-spike-action must be given.
+        groups: ranks of the model and its replicas.
+        device: where losses live.
+    """
+
+    def __init__(self, flags: ResilienceConfig, groups: ProcessGroupCollection, device: torch.device) -> None:
+        assert flags.loss_spike_action is not None
+        self.flags = flags
+        self.groups = groups
+        self.device = device
+        # The MPS backend has no float64.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._history = torch.zeros(flags.loss_spike_history, dtype=self._dtype, device=device)
+        self._places = torch.arange(flags.loss_spike_history, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        """Losses that were added to the history since the run began."""
+        self._in_row = torch.zeros((), dtype=torch.int64, device=device)
+        """Spikes since the last loss that was none."""
+        self._last_spike = torch.zeros((), dtype=torch.int64, device=device)
+        """Number of the last iteration that was a spike; 0: there was none."""
+        self._held = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether the run has to end or go back. No update is applied any more."""
+        self.update_allowed = torch.ones((), dtype=torch.bool, device=device)
+        """Whether the optimizer may apply the update of this step. The same tensor in every step."""
+        self._held_on_host = torch.zeros((), dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.left_out: list[tuple[int, int]] = []
+        """First and last iterations of the ranges whose data a rewound run does not train on."""
+
+    @torch.no_grad()
+    def judge(self, reports: Sequence[Mapping[str, Tensor]], iteration: int) -> SpikeVerdict:
+        """Decides about step `iteration` (from 1). Sets `update_allowed`. Collective over all ranks.
+
+        `reports` has the reporting dict of each micro-batch; its first entry is the loss. It is empty on ranks that
+        compute no loss.
+        """
+        loss = self._loss_of_step(reports)
+        size = self._history.numel()
+        deviation, mean = torch.std_mean(self._history, correction=0)
+        score = (loss - mean) / deviation.clamp(min=1e-12)
+        score = torch.where(self._count >= size, score, torch.full_like(score, torch.nan))
+        spike = (score > self.flags.loss_spike_z_score) & ~self._held
+        good = ~spike & ~self._held & loss.isfinite()
+        self._history.copy_(torch.where(good & (self._places == self._count % size), loss, self._history))
+        self._count += good
+        self._in_row.copy_(torch.where(spike, self._in_row + 1, torch.where(good, 0, self._in_row)))
+        self._last_spike.copy_(torch.where(spike, iteration, self._last_spike))
+        self._held |= spike & (self._in_row >= (1 if self.rewinds else self.flags.loss_spike_limit))
+        self.update_allowed.copy_(~spike & ~self._held)
+        self._held_on_host.copy_(self._held, non_blocking=True)
+        return SpikeVerdict(score, spike, self.update_allowed.clone())
+
+    def _loss_of_step(self, reports: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        total = torch.zeros(2, dtype=self._dtype, device=self.device)
+        for report in reports:
+            value = next((value for value in report.values()), None)
+            if value is not None:
+                value = value.detach().reshape(-1).to(self.device, self._dtype)
+                total += value if value.numel() == 2 else torch.cat([value, torch.ones_like(value)])
+        for name in ("dp_cp", "mp"):
+            if self.groups.size(name) > 1:
+                all_reduce(total, getattr(self.groups, name))
+        return total[0] / total[1]
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether a spike sends the run back to a checkpoint."""
+        return self.flags.loss_spike_action == "rewind"
+
+    def ends_run(self) -> bool:
+        """Whether a spike is known that ends the run or sends it back. Never waits; on a GPU the answer may be a step
+        or two late."""
+        return bool(self._held_on_host)
+
+    def last_spike(self) -> int:
+        """Returns the number of the last iteration that was a spike. Waits for the device."""
+        return int(self._last_spike.item())
+
+    def leaves_out(self, iteration: int) -> bool:
+        """Whether a rewound run does not train on this iteration's data."""
+        return any(first <= iteration <= last for first, last in self.left_out)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what later decisions depend on, as JSON types. Waits for the device."""
+        return {
+            "history": self._history.tolist(),
+            "count": int(self._count.item()),
+            "in_row": int(self._in_row.item()),
+            "last_spike": self.last_spike(),
+            "left_out": [list(each) for each in self.left_out],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Loads what `state_dict` returned. None, or a history of another length, begins a new history. Iterations that
+        are left out already stay so."""
+        state = state or {"in_row": 0, "last_spike": 0, "left_out": []}
+        self._held.fill_(False)
+        self._held_on_host.fill_(False)
+        self.update_allowed.fill_(True)
+        self._in_row.fill_(state["in_row"])
+        self._last_spike.fill_(state["last_spike"])
+        history = state.get("history", [])
+        fits = len(history) == self._history.numel()
+        self._history.copy_(torch.tensor(history, dtype=self._dtype)) if fits else self._history.zero_()
+        self._count.fill_(state["count"] if fits else 0)
+        known = [(int(first), int(last)) for first, last in state["left_out"]]
+        self.left_out = sorted({*known, *self.left_out})
