@@ -158,6 +158,7 @@ _EXPERTS = Family(
         ("cp2-p2p", "ep2", "recompute-moe"),
         ("dp2", "ep2-overlap-late"),
         ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late"),
+        ("dp2-optim_grads_params", "ep2-own", "recompute-experts"),
     ],
     eight=[
         ("cp2-p2p", "dp4-optim_grads", "ep8-etp1"),
@@ -169,6 +170,8 @@ _EXPERTS = Family(
         ("sp4", "dp2", "ep2-etp2"),
         ("cp2-p2p", "pp2", "dp2-optim", "ep2-etp1", "pp-before-dp"),
         ("sp2", "cp2-p2p", "recompute-full", "ep2-overlap"),
+        ("sp2", "pp2-zb-h1", "dp2-optim", "ep2-own"),
+        ("sp2", "cp2-p2p", "recompute-moe", "ep2-own"),
     ],
 )
 

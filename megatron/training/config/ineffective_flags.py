@@ -97,6 +97,8 @@ def _expert_overlap(s: Settings) -> Iterator[str]:
     nothing_to_hide = "has no effect with {expert_model_parallel_size}: tokens are not sent to other ranks"
     if s.moe_shared_expert_overlap and s.moe_shared_expert_intermediate_size is not None:
         yield f"{{moe_shared_expert_overlap}}: {nothing_to_hide}"
+    if s.moe_local_token_overlap:
+        yield f"{{moe_local_token_overlap}}: {nothing_to_hide}"
     if s.overlap_moe_expert_parallel_comm and (s.expert_tensor_parallel_size or s.tensor_model_parallel_size) == 1:
         yield (
             f"{{overlap_moe_expert_parallel_comm}}: {nothing_to_hide}, and one more micro-batch's activations are kept"

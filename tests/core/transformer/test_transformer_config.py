@@ -32,7 +32,8 @@ CONFIGS: dict[str, type] = {
     )
 }
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
-    "fp8_weight_cache"
+    "fp8_weight_cache",
+    "moe_local_token_overlap",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",

@@ -94,6 +94,14 @@ EXPERTS = [
         quick=True,
     ),
     Mutation(
+        "no-router-gradient-of-own-tokens",
+        "the router gets no gradient from the experts' results for tokens that a rank keeps",
+        "core/transformer/moe/flex_dispatcher.py",
+        "at.weights_of(self.routing, copies, choice), groups)",
+        "at.weights_of(self.routing, copies, choice).detach(), groups)",
+        "moe-aux/dp2-optim+ep2-own/default",
+    ),
+    Mutation(
         "norm-of-local-experts",
         "the gradient norm leaves out the experts of other ranks",
         "core/optimizer/clip_grads.py",

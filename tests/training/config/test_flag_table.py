@@ -48,6 +48,7 @@ OURS = {
     "--memory-snapshot-path",
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
+    "--moe-local-token-overlap",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",
     "--relu",

@@ -61,6 +61,10 @@ class MoEConfig:
     """How tokens get to their experts: every token to all ranks that share the experts (allgather), one copy per expert
     of the token (alltoall), or one copy per rank that has any of its experts (flex). The result is the same."""
 
+    moe_local_token_overlap: bool = flag(False, only_with="moe_token_dispatcher_type=flex")
+    """With the flex dispatcher: a rank's experts compute its own tokens, which are not sent, while the tokens of other
+    ranks travel, in forward and backward. Needs --expert-tensor-parallel-size 1."""
+
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
 
@@ -110,6 +114,11 @@ def validate(config: Any) -> Iterator[str]:
     yield from _shares(config)
     if config.moe_use_upcycling:
         yield from _upcycling_problems(config)
+    if config.moe_local_token_overlap and (config.expert_tensor_parallel_size or config.tensor_model_parallel_size) > 1:
+        yield (
+            "{moe_local_token_overlap:name} does not go with experts whose channels are on several ranks, which all "
+            "receive every token: set {expert_tensor_parallel_size:name} 1"
+        )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         yield (
             "{moe_apply_probs_on_input:name} multiplies what an expert reads, which is its weight on the output only "

@@ -93,8 +93,19 @@ class GroupedMLP(MegatronModule):
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """Returns the experts\' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
+        return self.second_half(groups, *self.first_half(rows, weights, groups))
+
+    def first_half(
+        self, rows: Tensor, weights: Tensor, groups: RowGroups
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Computes the first product. Returns (product, bias of each row, weights that multiply the activation)."""
         rows, weights_inside = _weighted_inputs(self.config, rows, weights)
-        product, bias = self.linear_fc1(rows, groups)
+        return *self.linear_fc1(rows, groups), weights_inside
+
+    def second_half(
+        self, groups: RowGroups, product: Tensor, bias: Tensor | None, weights_inside: Tensor | None
+    ) -> Tensor:
+        """Computes the rest, from the result of `first_half`."""
         output, bias = self.linear_fc2(self.activate(product, bias, weights_inside), groups)
         return _with_bias(output, bias, weights_inside)
 

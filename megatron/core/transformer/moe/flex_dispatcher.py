@@ -4,14 +4,22 @@ With k experts per token on R ranks, an all-to-all of copies sends k rows per to
 each rank that holds any of the experts: R (1 - (1 - 1/R)^k) rows if routing is even, 3.6 instead of 8 for k = 8 and R =
 4. The expert indices and weights of a row are sent with it; copies for experts are made, and their results summed, on
 the receiving rank. So a sum over experts is rounded once on each rank and once more on the sending rank.
+
+With `moe_local_token_overlap` a rank sends itself nothing. Its experts compute its own tokens apart from those of other
+ranks: the first product during the dispatch, the rest during the combine. Each weight then has two products per
+micro-batch, of fewer rows.
 """
 
 import torch
 from torch import Tensor
 
+from megatron.core.backends import Backend
 from megatron.core.collectives import HostCopy
+from megatron.core.exceptions import UserError
 from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.ops.moe.permute import Copies
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -20,12 +28,25 @@ from megatron.core.transformer.moe.token_dispatcher import (
     ExpertRows,
     MoEAlltoAllTokenDispatcher,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
 
 class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
     """Sends a token once to each rank that holds any of its experts. One small copy per layer brings the row counts to
-    the host."""
+    the host. Raises UserError for `moe_local_token_overlap` if ranks share the channels of experts."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection, backend: Backend | None = None
+    ) -> None:
+        super().__init__(config, pg_collection, backend)
+        self.keeps_own = config.moe_local_token_overlap
+        """Own tokens for own experts are not sent."""
+        if self.keeps_own and self.etp_size > 1:
+            raise UserError(
+                f"moe_local_token_overlap: {self.etp_size} ranks share the channels of each expert, and all of them "
+                "need every token; leave it out"
+            )
 
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         """Returns the exchange for a routing."""
@@ -37,29 +58,52 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
 class _TokenDispatchCombine(AlltoAllDispatchCombine):
     def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
         super().__init__(at, routing, turn)
+        self.keeps_own = at.keeps_own
         taken = routing.taken()
         by_rank = taken.new_zeros(taken.shape[0], at.ep_size)
         self.wanted = by_rank.scatter_add_(1, routing.experts // at.num_local_experts, taken) > 0
-        """bool [t, ep]: True for ranks that hold any of a token's experts."""
+        """bool [t, ep]: True for ranks that a token is sent to."""
+        if self.keeps_own:
+            self.wanted[:, at.ep_rank] = False
         counts = run_once_under_recompute((at, "token counts"), self._all_counts)  # [etp, ep, experts + ep]
         shape = (at.etp_size, at.ep_size, at.ep_size, at.num_local_experts)
         self.copy_counts = counts[..., : at.num_experts].reshape(shape)
         """Number of copies from (etp rank, ep rank) for each expert of an ep rank."""
         self._sizes = run_once_under_recompute((at, "counts on the host"), lambda: HostCopy(counts)).wait
+        # The device orders the rows while the host waits for their numbers.
+        ranks = torch.arange(at.ep_size, device=taken.device).expand_as(self.wanted).contiguous()  # [t, ep]
+        self._sent = at.backend.copies_by_group(ranks, self.wanted, ranks.numel(), at.ep_size)
+        self._own = self._order_own() if self.keeps_own else None
 
     def _all_counts(self) -> Tensor:
         at = self.at
         counts = torch.cat([self.routing.tokens_per_expert(at.num_experts), self.wanted.sum(0)])[None]
         return at.of_all_ranks(counts).view(at.etp_size, at.ep_size, -1)
 
+    def _order_own(self) -> tuple[Copies, Tensor]:
+        """Returns the copies of own tokens for own experts, and further rows that mean nothing."""
+        at = self.at
+        local = self.routing.experts_with_room() - at.ep_rank * at.num_local_experts
+        here = (local >= 0) & (local < at.num_local_experts)
+        return at.backend.copies_by_group(local, here, local.numel(), at.num_local_experts)
+
+    def _copies_here(self) -> Tensor:
+        """Returns the number of copies from (etp rank, ep rank) for each expert of this rank, on the host: [etp, ep,
+        local experts]."""
+        at = self.at
+        return self._sizes()[..., at.ep_rank * at.num_local_experts : (at.ep_rank + 1) * at.num_local_experts]
+
     def start_dispatch(self, hidden: Tensor) -> None:
         at, routing = self.at, self.routing
-        ranks = torch.arange(at.ep_size, device=hidden.device).expand_as(self.wanted)  # [t, ep]
+        if self.keeps_own:
+            self.hidden = hidden
         sizes = self._sizes()[at.etp_rank, :, at.num_experts :]  # [from, to]
-        count = int(sizes[at.ep_rank].sum())
-        self.copies, choice = at.backend.copies_by_group(ranks.contiguous(), self.wanted, count, at.ep_size)
+        self.copies, choice = _first_rows(*self._sent, int(sizes[at.ep_rank].sum()))
         self.rows = at.backend.permute(hidden, self.copies)
         self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
+        if at.ep_size > 1:
+            self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
+            self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
         first = choice % at.ep_size * at.num_local_experts  # expert of the rank that a row goes to
         local = routing.experts_with_room().index_select(0, self.copies.source) - first[:, None]
         local = torch.where((local >= 0) & (local < at.num_local_experts), local, -1)
@@ -67,9 +111,24 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         """[n, k]: local indices of the experts that a row is for, on the rank that receives it; -1: no further
         expert."""
         if at.ep_size > 1:
-            self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
             self._numbers = self.to_experts.go(self.numbers)
-            self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
+
+    def own_rows(self) -> ExpertRows | None:
+        """Returns the rows of this rank's own tokens for its own experts, or None if they are sent like others."""
+        if self._own is None:
+            return None
+        at, hidden = self.at, self.hidden
+        del self.hidden
+        sizes = self._copies_here()[0, at.ep_rank].tolist()
+        self._own = copies, choice = _first_rows(*self._own, sum(sizes))
+        rows = at.backend.permute(hidden, copies)
+        groups = RowGroups(self.copy_counts[0, at.ep_rank, at.ep_rank], sizes)
+        return ExpertRows(rows, at.weights_of(self.routing, copies, choice), groups)
+
+    def add_own_results(self, results: Tensor) -> None:
+        """Takes the experts' results for `own_rows`, [n, h]."""
+        assert self._own is not None
+        self._own_sums = self.at.backend.unpermute(results, self._own[0])
 
     def finish_dispatch(self) -> ExpertRows:
         at = self.at
@@ -84,11 +143,23 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
             numbers = self.to_channels.go(numbers).wait()
             rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
-        own = slice(at.ep_rank * at.num_local_experts, (at.ep_rank + 1) * at.num_local_experts)
-        sizes = self._sizes()[..., own].sum((0, 1)).tolist()
+        counts, on_host = self.copy_counts[:, :, at.ep_rank].sum((0, 1)), self._copies_here().sum((0, 1))
+        if self.keeps_own:
+            counts = counts - self.copy_counts[0, at.ep_rank, at.ep_rank]
+            on_host = on_host - self._copies_here()[0, at.ep_rank]
+        sizes = on_host.tolist()
         here, experts = numbers >= 0, numbers.clamp(min=0).to(torch.int64)
         self.order, choice = at.backend.copies_by_group(experts, here, sum(sizes), at.num_local_experts)
         copied = at.backend.permute(rows, self.order)
         own_weights = at.weights_of(Routing(experts, weights), self.order, choice)
-        counts = self.copy_counts[:, :, at.ep_rank].sum((0, 1))
         return ExpertRows(copied, own_weights, RowGroups(counts, sizes))
+
+    def finish_combine(self) -> Tensor:
+        """Waits, and returns the sum of the results of each token's experts, [t, h]."""
+        total = super().finish_combine()
+        return self._own_sums + total if self.keeps_own else total
+
+
+def _first_rows(copies: Copies, choice: Tensor, count: int) -> tuple[Copies, Tensor]:
+    """Returns the first `count` rows of copies and their choices."""
+    return Copies(copies.source[:count], copies.places), choice[:count]

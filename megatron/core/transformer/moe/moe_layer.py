@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.exceptions import UserError
+from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
@@ -21,6 +22,7 @@ from megatron.core.transformer.moe.micro_batch_share import whole_rows
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import (
+    DispatchCombine,
     ExpertRows,
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -52,8 +54,9 @@ class MoELayer(MegatronModule):
     """sum_k w_k expert_k(x) + shared_experts(x). The router chooses the k experts of a token and their weights w_k.
 
     Tokens are sent to the ranks of their experts, and the results are sent back. With `moe_shared_expert_overlap` the
-    shared experts are computed during these exchanges, in forward and backward. With `moe_latent_size` tokens are sent,
-    and experts compute, at that width.
+    shared experts are computed during these exchanges, in forward and backward; with `moe_local_token_overlap` also
+    this rank's experts on this rank's tokens. With `moe_latent_size` tokens are sent, and experts compute, at that
+    width.
     """
 
     reads_layer_inputs = True
@@ -114,8 +117,11 @@ class MoELayer(MegatronModule):
         exchange.start_dispatch(hidden if self.fc1_latent_proj is None else self.fc1_latent_proj(hidden)[0])
         shared = _Shared(self.shared_experts, hidden, self.config)
         shared.during_dispatch()
+        own = _OwnTokens(self.experts, exchange)
+        own.during_dispatch()
         exchange.start_combine(self._results_of(exchange.finish_dispatch()))
         shared.during_combine()
+        own.during_combine()
         output = exchange.finish_combine()
         if self.fc2_latent_proj is not None:
             latent_output, bias = self.fc2_latent_proj(output)
@@ -139,6 +145,29 @@ class MoELayer(MegatronModule):
                     f"experts are trained over {ranks} tensor parallel ranks with sequence_parallel only: without it "
                     "every rank would send the same tokens; set sequence_parallel"
                 )
+
+
+class _OwnTokens:
+    """The experts on this rank's own tokens, if the dispatcher keeps these apart: computed in two halves during the
+    exchanges."""
+
+    def __init__(self, experts: Any, exchange: DispatchCombine) -> None:
+        self.experts, self.exchange = experts, exchange
+        self.in_halves = hasattr(experts, "first_half")
+        self._groups: RowGroups | None = None
+        self._half: Any = None
+        """Result of the first half, or of both halves of experts that have no halves."""
+
+    def during_dispatch(self) -> None:
+        own = self.exchange.own_rows()
+        if own is not None:
+            compute = self.experts.first_half if self.in_halves else self.experts
+            self._groups, self._half = own.groups, compute(own.rows, own.weights, own.groups)
+
+    def during_combine(self) -> None:
+        if self._groups is not None:
+            half, self._half = self._half, None
+            self.exchange.add_own_results(self.experts.second_half(self._groups, *half) if self.in_halves else half)
 
 
 class _Shared:

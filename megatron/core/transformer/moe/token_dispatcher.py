@@ -61,6 +61,15 @@ class DispatchCombine(ABC):
     def finish_dispatch(self) -> ExpertRows:
         """Waits, and returns the rows of this rank's experts."""
 
+    def own_rows(self) -> ExpertRows | None:
+        """Returns the rows of this rank's own tokens for its own experts, if `finish_dispatch` leaves them out; None if
+        it does not. Call it between start and finish of the dispatch."""
+        return None
+
+    def add_own_results(self, results: Tensor) -> None:
+        """Takes the experts' results for `own_rows`, [n, h]. Call it between start and finish of the combine."""
+        raise NotImplementedError
+
     @abstractmethod
     def start_combine(self, results: Tensor) -> None:
         """Starts to return the experts' results, [n, h]."""

@@ -22,6 +22,10 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ),
         ({"num_moe_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq has 1 entries for num_layers 2"),
         ({"num_moe_experts": 4, "moe_apply_probs_on_input": True}, "it needs moe_router_topk 1"),
+        (
+            {"num_moe_experts": 4, "moe_local_token_overlap": True, "expert_tensor_parallel_size": 2},
+            "moe_local_token_overlap does not go with experts whose channels are on several ranks",
+        ),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:

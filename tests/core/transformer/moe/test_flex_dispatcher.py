@@ -3,11 +3,13 @@
 `test_token_dispatcher` runs it on one rank, `test_moe_layer_over_ranks` on several.
 """
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rank_grid import RankGrid
 from megatron.core.transformer.moe import flex_dispatcher
@@ -92,6 +94,13 @@ def test_dropped_choices_are_not_sent(plans: list[Any], monkeypatch: pytest.Monk
     assert plan.wanted.tolist() == [[True, False], [False, True], [False, False]]
     plan.start_dispatch(torch.zeros(3, 3, dtype=torch.float64))
     assert plan.numbers.tolist() == [[-1, 1], [-1, 1]]
+
+
+def test_ranks_that_share_the_channels_of_experts_need_all_tokens() -> None:
+    config = dataclasses.replace(CONFIG, moe_token_dispatcher_type="flex", moe_local_token_overlap=True)
+    groups = ProcessGroupCollection.from_grid(RankGrid(2, expert_tensor=2), 0)
+    with pytest.raises(UserError, match="moe_local_token_overlap: 2 ranks share the channels of each expert"):
+        MoEFlexTokenDispatcher(config, groups)
 
 
 def test_one_rank_uses_the_plain_exchange() -> None:

@@ -146,11 +146,22 @@ def prepared(settings: dict[str, Any], samples: int, grouped: bool = False) -> d
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "flex"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_rank(case: str, dispatcher: str, pool: Pool) -> None:
-    layout, settings = CASES[case]
+    assert_equals_one_rank(*CASES[case], {"moe_token_dispatcher_type": dispatcher}, pool)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("ep2, ", "ep4, "))])
+def test_equals_one_rank_if_own_tokens_are_not_sent(case: str, pool: Pool) -> None:
+    dispatcher = {"moe_token_dispatcher_type": "flex", "moe_local_token_overlap": True}
+    assert_equals_one_rank(*CASES[case], dispatcher, pool)
+
+
+def assert_equals_one_rank(
+    layout: dict[str, int], settings: dict[str, Any], dispatcher: dict[str, Any], pool: Pool
+) -> None:
     samples = layout["world"] // layout.get("tp", 1)
     expected = prepared(settings, samples)
     assert all(gradient.any() for name, gradient in expected["gradients"].items())
-    settings = {**settings, "moe_token_dispatcher_type": dispatcher}
+    settings = {**settings, **dispatcher}
     for grouped in (False, True):
         for rank, errors in enumerate(pool.run(on_a_rank, layout["world"], layout, settings, grouped, expected)):
             wrong = {name: value for name, value in errors.items() if not value < TOLERANCE}
