@@ -20,6 +20,7 @@ from megatron.core.ops.attention.flash_triton import (
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant, attention
 from megatron.core.ops.dropout.dropout import Draw, DropoutRngPosition, dropout_tokens, keep_rows
 from megatron.core.ops.dropout.keep_bits_triton import SeenKeys, keep_bits_triton
+from megatron.core.ops.relative_position import relative_position_bias
 from megatron.core.tokens import RngPosition, Tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,6 +58,10 @@ CASES = {
     "ALiBi, sink, dropped": Case(
         AttentionVariant(SCALE, True, slopes=alibi_slopes(8), sink=True, dropout=0.2), 50, heads=(3, 1)
     ),
+    "relative bias, padding, dropped": Case(
+        AttentionVariant(SCALE, False, dropout=0.1, adds_bias=True), 40, hides=True, heads=(2, 1)
+    ),
+    "relative bias, packed": Case(AttentionVariant(SCALE, True, adds_bias=True), 37, batch=1, packed=True),
     "chunks": Case(AttentionVariant(SCALE, True, chunk=16, cap=2.0), 64, packed=True),
 }
 
@@ -118,6 +123,15 @@ def problem(case: Case) -> tuple[list[Tensor], AttentionCall]:
     )
 
 
+def bias_table(case: Case) -> Tensor:
+    """A number for each bucket of distances and head, [8, a]."""
+    return torch.randn(8, case.heads[0], generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+def relative_bias(table: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return relative_position_bias(table, len(query), len(key), bidirectional=True, max_distance=20)
+
+
 def use_small_tiles(patch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter compute several tiles in little time, with bits from their definition."""
     for tiles in ("_FORWARD_TILES", "_BACKWARD_TILES"):
@@ -130,11 +144,18 @@ def attention_of(name: str) -> None:
     tensors, call = problem(case)
     results = []
     for function, dtype in ((attention, torch.float64), (flash_attention_triton, DTYPE)):
-        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in tensors[:4]]
-        output = function(*leaves[:3], case.variant, replace(call, sink=leaves[3] if case.variant.sink else None))
+        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in (*tensors[:4], bias_table(case))]
+        its_call = replace(
+            call,
+            sink=leaves[3] if case.variant.sink else None,
+            bias=relative_bias(leaves[4], leaves[0], leaves[1]) if case.variant.adds_bias else None,
+        )
+        output = function(*leaves[:3], case.variant, its_call)
         output.backward(tensors[4].to(dtype))
-        results.append([output.detach(), *(leaf.grad for leaf in leaves[: 3 + case.variant.sink])])
-    for what, exact, ours in zip(("output", "query", "key", "value", "sink"), *results, strict=False):
+        results.append([output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    names = ["output", "query", "key", "value", "bias" if case.variant.adds_bias else "sink"]
+    assert [len(result) for result in results] == 2 * [4 + case.variant.sink + case.variant.adds_bias]
+    for what, exact, ours in zip(names, *results, strict=False):
         assert ours.dtype is DTYPE and ours.shape == exact.shape
         error = (ours.double() - exact).abs().max() / exact.abs().max()
         assert error < TOLERANCE, (name, what, float(error))

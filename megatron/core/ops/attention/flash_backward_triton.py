@@ -13,8 +13,10 @@ from megatron.core.ops.attention.flash_forward_triton import (
     Scores,
     Sight,
     TileSize,
+    bias_strides,
     factors,
     find_seen,
+    load_bias,
     padded_width,
     row_length,
     shape_scores,
@@ -61,10 +63,12 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
     key_gradient, value_gradient, k, v, query_gradient, query_gradient_tiles, first_column, query, gradient, statistics,
-    bits, first, last, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
-    query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
+    bits, bias, bias_gradient, first, last, j, n, start, end, hides, place, slope, queries, keys, query_row,
+    gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row, bias_gradient_key, width, value_width,
+    left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_LEARNS: tl.constexpr,
+    DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients from the tiles of queries from `first` to `last`."""
@@ -87,9 +91,11 @@ def _walk(  # type: ignore[no-untyped-def]
         sums, delta = tl.split(tl.load(statistics + m * 2 + tl.arange(0, M)[:, None] * 2 + tl.arange(0, 2)[None, :]))
         product = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M], like all that follows
         share = product
-        if HAS_CAP or HAS_SLOPES:
+        if HAS_CAP or HAS_SLOPES or HAS_BIAS:
             distance = j[:, None] - i[None, :] + place
             scores, share = shape_scores(product, distance, slope, factor, cap, HAS_CAP, HAS_SLOPES)
+            if HAS_BIAS:
+                scores += load_bias(bias, i[None, :], j[:, None], queries, keys, bias_row, bias_key)
             weight = tl.exp2(scores - sums[None, :])
         else:
             weight = tl.exp2(product * factor - sums[None, :])
@@ -113,6 +119,9 @@ def _walk(  # type: ignore[no-untyped-def]
             score_gradient = kept_weight * weight_gradient - weight * delta[None, :]
         else:
             score_gradient = weight * (weight_gradient - delta[None, :])
+        if BIAS_LEARNS:
+            bias_at = bias_gradient + i[None, :].to(tl.int64) * bias_gradient_row + j[:, None] * bias_gradient_key
+            tl.atomic_add(bias_at, score_gradient, mask=(i < queries)[None, :] & (j < keys)[:, None], sem="relaxed")
         if HAS_CAP:
             score_gradient *= 1.0 - share * share
         value_gradient = tl.dot(kept_weight.to(dy.dtype), dy, value_gradient, input_precision="ieee")
@@ -131,15 +140,17 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    query_gradient, query_gradient_tiles, key_gradient, value_gradient, gradient, query, key, value, statistics, bits,
-    slopes, edges, hidden, queries, rounded, keys, heads, shared, words, row_length, query_start, key_start, left,
-    right, width, value_width, query_row, query_batch, query_head, key_row, key_batch, key_head,
-    value_row, value_batch, value_head, gradient_row, gradient_batch, gradient_head,
+    query_gradient, query_gradient_tiles, key_gradient, value_gradient, bias_gradient, gradient, query, key, value,
+    statistics, bits, slopes, bias, edges, hidden, queries, rounded, keys, heads, shared, words, row_length,
+    query_start, key_start, left, right, width, value_width, query_row, query_batch, query_head,
+    key_row, key_batch, key_head, value_row, value_batch, value_head, gradient_row, gradient_batch, gradient_head,
     query_gradient_row, query_gradient_batch, query_gradient_head,
     key_gradient_row, key_gradient_batch, key_gradient_head,
-    value_gradient_row, value_gradient_batch, value_gradient_head, scale, factor, cap, keep_scale,
+    value_gradient_row, value_gradient_batch, value_gradient_head, bias_batch, bias_head, bias_row, bias_key,
+    bias_gradient_batch, bias_gradient_head, bias_gradient_row, bias_gradient_key, scale, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_LEARNS: tl.constexpr, DROPS: tl.constexpr,
+    FULL: tl.constexpr, BULK: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     groups = heads // shared
@@ -185,9 +196,13 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     for number in range(shared):
         head = group * shared + number
         pair = batch * heads + head
-        slope, bits_at = 0.0, bits
+        slope, bits_at, bias_at, bias_part_at = 0.0, bits, bias, bias_gradient
         if HAS_SLOPES:
             slope = tl.load(slopes + head)
+        if HAS_BIAS:
+            bias_at = bias + batch * bias_batch + head * bias_head
+        if BIAS_LEARNS:
+            bias_part_at = bias_gradient + batch * bias_gradient_batch + head * bias_gradient_head
         if DROPS:
             bits_at = bits + (pair * words + n // 32) * queries
         query_at = query + batch * query_batch + head * query_head
@@ -197,22 +212,27 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         statistics_at = statistics + pair * rounded * 2
         key_total, value_total = _walk(
             key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-            statistics_at, bits_at, first, whole, j, n, start, end, hides, place, slope, queries, keys, query_row,
-            gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
-            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK, M, N, WIDTH, VALUE_WIDTH,
+            statistics_at, bits_at, bias_at, bias_part_at, first, whole, j, n, start, end, hides, place,
+            slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row,
+            bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
+            M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         key_total, value_total = _walk(
             key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-            statistics_at, bits_at, whole, whole_end, j, n, start, end, hides, place, slope, queries, keys, query_row,
-            gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
-            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK, M, N, WIDTH, VALUE_WIDTH,
+            statistics_at, bits_at, bias_at, bias_part_at, whole, whole_end, j, n, start, end, hides, place,
+            slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row,
+            bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
+            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
+            M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         if HAS_LEFT or PACKED:
             key_total, value_total = _walk(
                 key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-                statistics_at, bits_at, whole_end, last, j, n, start, end, hides, place, slope, queries, keys,
-                query_row, gradient_row, query_gradient_row, width, value_width, left, right, factor, cap, keep_scale,
-                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, BULK,
+                statistics_at, bits_at, bias_at, bias_part_at, whole_end, last, j, n, start, end, hides, place,
+                slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key,
+                bias_gradient_row, bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
+                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
                 M, N, WIDTH, VALUE_WIDTH,
             )  # fmt: skip
     key_gradient += batch * key_gradient_batch + group * key_gradient_head
@@ -236,9 +256,14 @@ def flash_backward_triton(
     probability: float,
     tile: TileSize,
     query_type: torch.dtype,
+    bias_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of query (in `query_type`), key and value, and the products of output and its gradient [b,
-    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`."""
+    a, sq]. `output` and `lse` may cover more keys than `key`; see `blocks.block_attention_backward`.
+
+    Adds the gradient of `scores.bias`, without dropout's factor 1 / (1 - probability), to `bias_gradient`: float32 [b,
+    a, sq, sk], with stride 0 where it repeats.
+    """
     gradient, query, key, value, output = (
         with_neighbouring_channels(heads) for heads in (gradient, query, key, value, output)
     )
@@ -258,13 +283,16 @@ def flash_backward_triton(
     tiles = TensorDescriptor.from_tensor(total.view(sq, -1), [tile.queries, padded[0]]) if bulk else None
     key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
     _backward_kernel[(triton.cdiv(sk, tile.keys), b * groups)](
-        query_gradient, tiles, key_gradient, value_gradient, gradient, query, key, value, statistics, bits,
-        scores.slopes, sight.edges, sight.hidden, sq, rounded, sk, a, a // groups, 0 if bits is None else bits.shape[2],
-        row_length(sight), sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
+        query_gradient, tiles, key_gradient, value_gradient, bias_gradient, gradient, query, key, value, statistics,
+        bits, scores.slopes, scores.bias, sight.edges, sight.hidden, sq, rounded, sk, a, a // groups,
+        0 if bits is None else bits.shape[2], row_length(sight), sight.query_start, sight.key_start, sight.left or 0,
+        sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
         *query_gradient.stride()[:3], *key_gradient.stride()[:3], *value_gradient.stride()[:3],
+        *bias_strides(scores.bias), *bias_strides(bias_gradient),
         scores.scale * keep_scale, *factors(scores), keep_scale,
-        **switches(scores, sight, bits), FULL=padded == (width, value_width) and sq % tile.queries == 0, BULK=bulk,
+        **switches(scores, sight, bits), BIAS_LEARNS=bias_gradient is not None,
+        FULL=padded == (width, value_width) and sq % tile.queries == 0, BULK=bulk,
         M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

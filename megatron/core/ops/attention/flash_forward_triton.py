@@ -41,6 +41,8 @@ class Scores:
     cap: float | None = None
     slopes: Tensor | None = None
     """float32 [a]: ALiBi's slope of each head."""
+    bias: Tensor | None = None
+    """[b, a, sq, sk]: added to the scores; any strides, 0 where it repeats."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,13 @@ def shape_scores(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
 
 
 @triton.jit
+def load_bias(bias, i, j, queries, keys, bias_row, bias_key):  # type: ignore[no-untyped-def]
+    """Returns the bias of a tile of scores in units of log 2."""
+    at = bias + i.to(tl.int64) * bias_row + j.to(tl.int64) * bias_key
+    return tl.load(at, mask=(i < queries) & (j < keys), other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
 def find_seen(  # type: ignore[no-untyped-def]
     i, j, keys, left, right, start, end, hidden,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
@@ -89,10 +98,10 @@ def find_seen(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    context, top, total, query, key, value, bits, hidden, first, last, i, start, end, place, slope,
-    queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
+    context, top, total, query, key, value, bits, hidden, bias, first, last, i, start, end, place, slope, queries, keys,
+    key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of keys from `first` to `last` to the running softmax of a tile of queries."""
@@ -118,9 +127,11 @@ def _walk(  # type: ignore[no-untyped-def]
                 i[:, None], j[None, :], keys, left, right, start[:, None], end[:, None], hides[None, :],
                 HAS_LEFT, HAS_RIGHT, PACKED, HIDES,
             )  # fmt: skip
-        if HAS_CAP or HAS_SLOPES:
+        if HAS_CAP or HAS_SLOPES or HAS_BIAS:
             distance = j[None, :] - i[:, None] + place
             scores, _ = shape_scores(product, distance, slope, factor, cap, HAS_CAP, HAS_SLOPES)
+            if HAS_BIAS:
+                scores += load_bias(bias, i[:, None], j[None, :], queries, keys, bias_row, bias_key)
             if COMPARES:
                 scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
@@ -152,12 +163,12 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    output, lse, query, key, value, bits, sink, slopes, edges, hidden,
+    output, lse, query, key, value, bits, sink, slopes, bias, edges, hidden,
     queries, keys, heads, shared, words, row_length, query_start, key_start, left, right, width, value_width,
     query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
-    output_row, output_batch, output_head, factor, cap, keep_scale,
+    bias_batch, bias_head, bias_row, bias_key, output_row, output_batch, output_head, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, HAS_SINK: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1).to(tl.int64)
@@ -173,6 +184,8 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         bits += pair * words * queries
     if HIDES:
         hidden += batch * keys
+    if HAS_BIAS:
+        bias += batch * bias_batch + head * bias_head
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + head)
@@ -209,19 +222,22 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     place = key_start - query_start
     if HAS_LEFT or PACKED:
         context, top, total = _walk(
-            context, top, total, q, key, value, bits, hidden, first, whole, i, start, end, place, slope,
-            queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
-            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+            context, top, total, q, key, value, bits, hidden, bias, first, whole, i, start, end, place, slope, queries,
+            keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
+            M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
     context, top, total = _walk(
-        context, top, total, q, key, value, bits, hidden, whole, whole_end, i, start, end, place, slope,
-        queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
-        False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+        context, top, total, q, key, value, bits, hidden, bias, whole, whole_end, i, start, end, place, slope, queries,
+        keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+        False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
+        M, N, WIDTH, VALUE_WIDTH,
     )  # fmt: skip
     context, top, total = _walk(
-        context, top, total, q, key, value, bits, hidden, whole_end, last, i, start, end, place, slope,
-        queries, keys, key_row, value_row, width, value_width, left, right, factor, cap, keep_scale,
-        True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, DROPS, FULL, M, N, WIDTH, VALUE_WIDTH,
+        context, top, total, q, key, value, bits, hidden, bias, whole_end, last, i, start, end, place, slope, queries,
+        keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+        True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
+        M, N, WIDTH, VALUE_WIDTH,
     )  # fmt: skip
     if HAS_SINK:
         extra = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
@@ -261,11 +277,12 @@ def flash_forward_triton(
     lse = query.new_empty(b, a, sq, dtype=torch.float32)
     padded = padded_width(width), padded_width(value_width)
     _forward_kernel[(triton.cdiv(sq, tile.queries), b * a)](
-        output, lse, query, key, value, bits, sink, scores.slopes, sight.edges, sight.hidden,
+        output, lse, query, key, value, bits, sink, scores.slopes, scores.bias, sight.edges, sight.hidden,
         sq, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight), sight.query_start,
         sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
-        *factors(scores), 1.0 if bits is None else 1.0 / (1.0 - probability),
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *bias_strides(scores.bias), *output.stride()[:3], *factors(scores),
+        1.0 if bits is None else 1.0 / (1.0 - probability),
         **switches(scores, sight, bits), HAS_SINK=sink is not None, FULL=padded == (width, value_width),
         M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -292,6 +309,11 @@ def row_length(sight: Sight) -> int:
     return 0 if sight.edges is None else sight.edges.shape[1]
 
 
+def bias_strides(bias: Tensor | None) -> tuple[int, ...]:
+    """Returns the strides of a bias [b, a, sq, sk]."""
+    return (0, 0, 0, 0) if bias is None else bias.stride()
+
+
 def factors(scores: Scores) -> tuple[float, float]:
     """Returns `factor` and `cap` of `shape_scores`."""
     if scores.cap is None:
@@ -308,5 +330,6 @@ def switches(scores: Scores, sight: Sight, bits: Tensor | None) -> dict[str, boo
         "HIDES": sight.hidden is not None,
         "HAS_CAP": scores.cap is not None,
         "HAS_SLOPES": scores.slopes is not None,
+        "HAS_BIAS": scores.bias is not None,
         "DROPS": bits is not None,
     }

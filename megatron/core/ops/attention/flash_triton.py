@@ -1,5 +1,6 @@
 """Our own flash attention on a GPU, for what cuDNN's and torch's kernels cannot compute: our dropout masks, soft caps,
-softmax sinks, ALiBi, and packed documents with any of these. docs/decisions/own-flash-attention.md says how it works.
+softmax sinks, ALiBi, relative position biases, and packed documents with any of these.
+docs/decisions/own-flash-attention.md says how it works.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def flash_attention_triton(
     bytes_of_bits = 4 * query.shape[1] * query.shape[2] * query.shape[0] * -(-key.shape[0] // WORD) if drops else 0
     pieces, groups = -(-bytes_of_bits // _LARGEST_BITS), key.shape[2]
     if pieces <= 1:
-        return _FlashAttention.apply(query, key, value, call.sink, variant, call, True)
+        return _FlashAttention.apply(query, key, value, call.sink, call.bias, variant, call, True)
     at_once, shared = max(1, groups // pieces), query.shape[2] // groups
     outputs = []
     for number, (q, k, v) in enumerate(
@@ -45,8 +46,11 @@ def flash_attention_triton(
     ):
         first = number * at_once * shared
         sink = None if call.sink is None else call.sink[first : first + q.shape[2]]
+        bias = call.bias
+        if bias is not None and bias.shape[-3] > 1:
+            bias = bias[..., first : first + q.shape[2], :, :]
         its_call = dataclasses.replace(call, first_head=call.first_head + first)
-        outputs.append(_FlashAttention.apply(q, k, v, sink, variant, its_call, False))
+        outputs.append(_FlashAttention.apply(q, k, v, sink, bias, variant, its_call, False))
     return torch.cat(outputs, 2)
 
 
@@ -58,6 +62,7 @@ class _FlashAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sink: Tensor | None,
+        bias: Tensor | None,
         variant: AttentionVariant,
         call: AttentionCall,
         keeps_bits: bool,
@@ -65,27 +70,36 @@ class _FlashAttention(torch.autograd.Function):
         sight, bits = _sight_of_rows(query, key, variant, call), _bits_of_rows(query, key, variant, call)
         scores = _scores_of(variant, call.first_head, query)
         output, lse = flash_forward_triton(
-            query, key, value, sink, scores, sight, bits, variant.dropout, _tile(_FORWARD_TILES, query, value)
-        )
-        ctx.save_for_backward(query, key, value, sink, output, lse, bits if keeps_bits else None)
+            query, key, value, sink, _with_bias(scores, bias, query, key), sight, bits, variant.dropout,
+            _tile(_FORWARD_TILES, query, value),
+        )  # fmt: skip
+        ctx.save_for_backward(query, key, value, sink, bias, output, lse, bits if keeps_bits else None)
         ctx.variant, ctx.call, ctx.scores, ctx.sight = variant, call, scores, sight
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        query, key, value, sink, output, lse, bits = ctx.saved_tensors
+        query, key, value, sink, bias, output, lse, bits = ctx.saved_tensors
         if bits is None:
             bits = _bits_of_rows(query, key, ctx.variant, ctx.call)
+        bias_gradient = bias_parts = None
+        if bias is not None and ctx.needs_input_grad[4]:
+            bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+            bias_parts = bias_gradient.expand(query.shape[1], query.shape[2], query.shape[0], key.shape[0])
         query_gradient, key_gradient, value_gradient, delta = flash_backward_triton(
-            gradient, query, key, value, output, lse, ctx.scores, ctx.sight, bits, ctx.variant.dropout,
-            _tile(_BACKWARD_TILES, query, value), query.dtype,
+            gradient, query, key, value, output, lse, _with_bias(ctx.scores, bias, query, key), ctx.sight, bits,
+            ctx.variant.dropout, _tile(_BACKWARD_TILES, query, value), query.dtype, bias_parts,
         )  # fmt: skip
+        if bias_gradient is not None:
+            if bits is not None:
+                bias_gradient /= 1.0 - ctx.variant.dropout
+            bias_gradient = bias_gradient.to(bias.dtype)
         sink_gradient = None
         if sink is not None and ctx.needs_input_grad[3]:  # the sink has a probability but no value
             probability = torch.exp(sink.float()[None, :, None] - lse)
             sink_gradient = -(probability * delta).sum((0, 2)).to(sink.dtype)
-        return query_gradient, key_gradient, value_gradient, sink_gradient, None, None, None
+        return query_gradient, key_gradient, value_gradient, sink_gradient, bias_gradient, None, None, None
 
 
 def flash_block_attention_triton(
@@ -131,6 +145,12 @@ def _scores_of(variant: AttentionVariant, first_head: int, query: Tensor) -> Sco
     slopes = None if variant.slopes is None else _slopes_on(variant.slopes, query.device)
     slopes = None if slopes is None else slopes[first_head : first_head + query.shape[2]]
     return Scores(variant.scale, variant.cap, slopes)
+
+
+def _with_bias(scores: Scores, bias: Tensor | None, query: Tensor, key: Tensor) -> Scores:
+    if bias is None:
+        return scores
+    return dataclasses.replace(scores, bias=bias.expand(query.shape[1], query.shape[2], query.shape[0], key.shape[0]))
 
 
 @functools.lru_cache(maxsize=16)

@@ -147,7 +147,11 @@ def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refus
         return "it sums the gradients of queries in an order that varies, which deterministic mode forbids"
     if variant.widths is not None and max(variant.widths) > _OWN_FLASH_WIDEST:
         return f"its heads have at most {_OWN_FLASH_WIDEST} channels, not {max(variant.widths)}"
-    return _bias_refusal(variant) or _type_refusal(situation)
+    return (None if OWN_FLASH_TAKES_BIAS else _bias_refusal(variant)) or _type_refusal(situation)
+
+
+def _own_flash_block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    return _own_flash_refusal(variant, situation) or _bias_refusal(variant)
 
 
 def _on_cpu(situation: Situation) -> bool:
@@ -167,6 +171,8 @@ def _on_cuda_packed(situation: Situation) -> bool:
 
 
 _OWN_FLASH_WIDEST = 256
+OWN_FLASH_TAKES_BIAS = False
+"""Whether our own flash attention computes relative position biases on a GPU. It can; not yet measured there."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
 
 SDPA_CUDA = AttentionKernel(
@@ -236,7 +242,7 @@ def own_flash_kernels(
     """Returns the kernels of `flash_triton`, which need Triton, for whole rows and for blocks."""
     name = "our flash attention"
     whole = AttentionKernel(name, compute, _on_any_cuda, _own_flash_refusal, masks_keys_only=True)
-    return whole, BlockKernel(f"{name} in blocks", forward, backward, _on_any_cuda, _own_flash_refusal)
+    return whole, BlockKernel(f"{name} in blocks", forward, backward, _on_any_cuda, _own_flash_block_refusal)
 
 
 def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:

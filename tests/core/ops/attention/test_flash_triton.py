@@ -9,6 +9,7 @@ from support import flash_agreement
 
 from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import triton_backend
+from megatron.core.ops.attention import kernels
 from megatron.core.ops.attention.kernels import Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
@@ -48,6 +49,15 @@ class TestChoice:
             assert self.kernel(replace(self.DROPPED, **change), situation) == OURS
         assert self.kernel(replace(self.DROPPED, dropout=0.0), situation) != OURS
         assert self.kernel(self.DROPPED, replace(situation, training=False)) != OURS
+
+    @pytest.mark.parametrize("takes", [False, True])
+    def test_layers_with_relative_positions_get_it_where_allowed(
+        self, takes: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(kernels, "OWN_FLASH_TAKES_BIAS", takes)
+        situation = Situation("cuda", torch.bfloat16, True, False)
+        variant = replace(self.DROPPED, adds_bias=True, padded=True)
+        assert self.kernel(variant, situation) == (OURS if takes else "unfused")
 
     def test_wide_heads_other_types_masks_and_deterministic_runs_do_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         situation = Situation("cuda", torch.bfloat16, True, False)
