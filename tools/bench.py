@@ -40,6 +40,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTDataset, MockGPTLowLevelDa
 from megatron.core.transformer.layer_costs import training_flops
 from megatron.training import training
 from megatron.training.arguments import configure
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolution import ConfigurationError
 from megatron.training.data.gpt_data import gpt_dataset_config
 from megatron.training.dry_run.rank_memory import rank_memory
@@ -49,7 +50,8 @@ from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.providers import Context, ForwardStep, Providers, SampleCounts
 from megatron.training.tokenizer.build import padded_vocab_size
 from tools.bench_cells import CELLS, COMMON
-from tools.floor import Clock, Recorder, measure_floor, summary
+from tools.floor import Clock, measure_floor, summary
+from tools.recorder import Recorder
 
 _KINDS = {
     "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel",
@@ -244,6 +246,8 @@ def measure(options: Options, flags: list[str]) -> tuple[dict[str, Any], Stopwat
             config = configure([*flags, "--metrics-path", str(metrics)])
         except ConfigurationError as error:
             exit_with_problems(error)
+        if options.documents is not None:
+            recorder.attention_microbatches = step_microbatches(config)
         with contextlib.nullcontext() if options.floor is None else recorder.installed():
             training.run_pretraining(config, providers, time.monotonic())
         watch = watches[0]
@@ -304,6 +308,13 @@ def padded_vocabulary(context: Context) -> int:
     )
 
 
+def step_microbatches(config: PretrainConfig) -> int:
+    """Returns the number of micro-batches of a step in one process."""
+    batch = config.training.global_batch_size
+    assert batch is not None
+    return batch // config.training.micro_batch_size
+
+
 def floor_of(
     recorder: Recorder, context: Context, providers: Providers, milliseconds: float, seconds: float
 ) -> dict[str, Any]:
@@ -314,7 +325,7 @@ def floor_of(
     batch, length = config.training.global_batch_size, config.data.seq_length
     assert batch is not None and length is not None
     vocabulary = padded_vocabulary(context)
-    microbatches = batch // config.training.micro_batch_size
+    microbatches = step_microbatches(config)
     memory = rank_memory(config, providers, context.tokenizer, vocabulary)[0].memory
     # The norm and the update read the gradients; the update reads and writes its state, and writes the weights.
     update = 2 * memory.gradients + 2 * memory.optimizer + memory.weights

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks import add_row
-from megatron.core.backends import LOCAL
 from tools.bench import main
-from tools.floor import Clock, Product, Recorder, Timed, summary
+from tools.floor import Clock, Timed, summary
 
 LLAMA = (
     "--num-layers 3 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -54,25 +53,12 @@ def test_the_floor_has_all_products_of_a_step(
     assert json.loads(results[2].read_text())[0]["ours"]["floor_parts"] == ours["floor_parts"]
 
 
-def test_bytes_of_memory_bound_operations() -> None:
-    recorder = Recorder()
-    backend = recorder.recording(LOCAL)
-    x, weight = torch.ones(4, 8), torch.ones(8)
-
-    def forward_step(data: None, model: None) -> None:
-        backend.rms_norm(x, weight, 1e-5)
-        backend.bias_dropout_add(x, None, x, 0.0, None)
-        backend.linear(x, torch.ones(16, 8, requires_grad=True))
-
-    backend.rms_norm(x, weight, 1e-5)  # before the micro-batch
-    for _ in range(2):  # only the first counts
-        recorder.around(forward_step)(None, None)  # type: ignore[arg-type]
-    size = 4 * 8 * 4
-    # The norm reads x and writes y; backward reads x and dy and writes dx. The sum reads two and writes one; backward
-    # reads the residual's gradient where it joins the norm's.
-    assert recorder.moved == {"norms": 5 * size, "residuals": 4 * size}
-    assert recorder.products == {Product(4, 8, 16, torch.float32, backward=(False, True)): 1}
-    assert recorder.flops() == 3 * 2 * 4 * 8 * 16
+def test_documents_of_all_micro_batches_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    main([*LLAMA.replace("--micro-batch-size 2", "--micro-batch-size 1").split(), "--documents", "8"])
+    printed = capsys.readouterr().out
+    # 3 layers in each of 4 micro-batches, whose documents differ.
+    assert printed.count("ms  3 times batch 1, 16 queries, 4 heads, 8 and 8 channels, forward: ") == 4
+    assert "it has 100.0% of the model FLOPs" in printed
 
 
 def test_clock_and_summary() -> None:
