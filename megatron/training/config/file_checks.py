@@ -23,7 +23,7 @@ def files_exist(s: Settings) -> Iterator[str]:
     for field in ("data_args_path", "per_split_data_args_path", "data_stages", "vocab_file", "merge_file"):
         path = getattr(s, field)
         if (
-            path is not None
+            path  # "" is the problem of `paths_are_not_empty`
             and not Path(path).is_file()
             and (field in read or field.startswith(("data_", "per_split_")))
         ):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megatron.core.config_fields import value_text
 from megatron.core.datasets.utils import parse_split
+from megatron.core.transformer.config.memory import captures_micro_batches
 from megatron.core.transformer.config.router import BALANCE_LOSSES, listed
 from megatron.training.config.flag_table import Flag, flag_table, parent_of
 from megatron.training.config.model_families import NAMES
@@ -14,7 +15,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
     yield from _declared(s)
-    for rule in (_attention, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
+    for rule in (_attention, _graphs, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
         yield from rule(s)
 
 
@@ -67,6 +68,15 @@ def _condition(flag: Flag, settings: Settings) -> str:
 def _attention(s: Settings) -> Iterator[str]:
     if s.multi_latent_attention and s.is_given("kv_channels"):
         yield "{kv_channels:name}: has no effect with {multi_latent_attention}, which has head widths of its own"
+
+
+def _graphs(s: Settings) -> Iterator[str]:
+    captures = captures_micro_batches(s) or s.optimizer_cuda_graph
+    if s.is_given("cuda_graph_warmup_steps") and not captures:
+        yield (
+            "{cuda_graph_warmup_steps}: has no effect without {cuda_graph_impl:name} local, {enable_cuda_graph:name} "
+            "or {optimizer_cuda_graph:name}"
+        )
 
 
 def _experts(s: Settings) -> Iterator[str]:

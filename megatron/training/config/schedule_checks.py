@@ -77,11 +77,16 @@ def warmup(s: Settings) -> Iterator[str]:
 
 
 def end_decay(s: Settings) -> Iterator[str]:
-    """WSD needs the length of its decay."""
+    """WSD needs the length of its decay, which is part of the schedule."""
     if s.lr_decay_style == "WSD":
         field = "lr_wsd_decay_samples" if s.is_given("train_samples") else "lr_wsd_decay_iters"
         if getattr(s, field) is None:
             yield f"{{lr_decay_style}} needs {{{field}:name}}: the length of the decay at the end"
+        for unit in ("iters", "samples"):
+            decay, whole = getattr(s, f"lr_wsd_decay_{unit}"), getattr(s, f"lr_decay_{unit}")
+            if decay is not None and whole is not None and decay > whole:
+                length = f"lr_decay_{unit}" if s.is_given(f"lr_decay_{unit}") else f"train_{unit}"
+                yield f"{{lr_wsd_decay_{unit}}} is longer than the whole schedule, {{{length}}}"
 
 
 def weight_decay(s: Settings) -> Iterator[str]:

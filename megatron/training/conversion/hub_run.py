@@ -42,7 +42,7 @@ def take_hub_args(line: CommandLine) -> None:
     """Takes the model's flags from the folder of --load-hf, and those of its tokenizer if they are not given. A folder
     that cannot be used adds a problem."""
     folder = line.values["load_hf"]
-    if folder is None:
+    if not folder:  # an empty path is a problem that the checks of the flags find
         return
     try:
         hub = _open(folder, line.warnings.append)
@@ -97,6 +97,7 @@ def load_hub_weights(context: Context, model: Sequence[nn.Module], optimizer: Me
     def fill() -> None:
         hub = _open(source, _say_nothing)
         _check_model(config, hub)
+        _check_rows(context, hub)
         _fill(chunks, hub, hub.tensors(config, shapes, say))
 
     ranks.run_on_all(fill)
@@ -124,6 +125,17 @@ def _check_model(config: PretrainConfig, hub: HubModel) -> None:
     differences = architecture_differences(config, described)
     if differences:
         raise UserError(f"--load-hf {hub.folder.path} is another model than the run's: {'; '.join(differences)}")
+
+
+def _check_rows(context: Context, hub: HubModel) -> None:
+    """Raises UserError if the run's tokenizer has ids that the model of the folder has no row for."""
+    if context.vocab_size > hub.vocab_size:
+        kind = context.config.tokenizer.family
+        raise UserError(
+            f"--load-hf {hub.folder.path}: the model has {hub.vocab_size} rows, one for each id, but the run's "
+            f"{kind} needs {context.vocab_size}; leave --tokenizer-type out to train with the model's own tokenizer, "
+            "or give one with at most as many ids"
+        )
 
 
 def _weight_of(chunk: Chunk) -> str:

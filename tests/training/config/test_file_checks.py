@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_lines import SMALL
+from support.command_lines import SMALL, without
 
 from megatron.training.arguments import configure
 from megatron.training.config.resolution import ConfigurationError
@@ -43,11 +43,16 @@ def problems_of(words: str, looks: bool = True) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("flag", ["--save", "--load", "--data-cache-path", "--tensorboard-dir"])
+@pytest.mark.parametrize("flag", ["--save", "--load", "--data-cache-path", "--tensorboard-dir", "--load-hf"])
 def test_a_path_of_a_shell_variable_that_is_not_set(flag: str) -> None:
     """It would be the working folder."""
     sentence = f'{flag} "" is an empty path, perhaps of a shell variable that is not set; give a path'
     assert problems_of(f"{SMALL} {flag} ''", looks=False) == [sentence]
+
+
+def test_an_empty_path_is_told_once() -> None:
+    (problem,) = problems_of(f"{without('--mock-data')} --data-stages ''")
+    assert problem.startswith('--data-stages "" is an empty path')
 
 
 def test_a_load_that_would_find_nothing(tmp_path: Path) -> None:

@@ -48,6 +48,15 @@ def test_without_experts_their_sizes_change_no_grid() -> None:
         ("--async-save", "--async-save: has no effect without --save"),
         ("--sequence-parallel", "--sequence-parallel: has no effect while --tensor-model-parallel-size is 1"),
         ("--moe-router-topk 4", "--moe-router-topk 4: has no effect without --num-experts"),
+        (
+            "--cuda-graph-warmup-steps 5",
+            "--cuda-graph-warmup-steps 5: has no effect without --cuda-graph-impl local, --enable-cuda-graph or",
+        ),
+        (
+            "--experimental-attention-variant dsa --multi-latent-attention --dsa-indexer-n-heads 2 "
+            "--dsa-indexer-head-dim 64 --dsa-indexer-topk 4 --dsa-indexer-use-sparse-loss",
+            "--dsa-indexer-use-sparse-loss: has no effect without --dsa-indexer-loss-coeff",
+        ),
         ("--save-interval 3", "--save-interval 3: has no effect without --save"),
         ("--fp8-amax-history-len 8", "--fp8-amax-history-len 8: has no effect without --fp8-format"),
         ("--rotary-base 5", "--rotary-base 5: has no effect without --position-embedding-type rope"),

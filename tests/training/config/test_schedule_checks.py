@@ -24,6 +24,14 @@ RULES = [
     ("--lr-warmup-samples 10", "--lr-warmup-samples 10 does not go with --train-iters; give --lr-warmup-iters"),
     ("--lr-decay-samples 10", "--lr-decay-samples 10 does not go with --train-iters; give --lr-decay-iters"),
     ("--lr-decay-style WSD", "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 11",
+        "--lr-wsd-decay-iters 11 is longer than the whole schedule, --train-iters 10",
+    ),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-decay-iters 8",
+        "--lr-wsd-decay-iters 9 is longer than the whole schedule, --lr-decay-iters 8",
+    ),
     ("--weight-decay-incr-style linear", "--weight-decay-incr-style linear needs --start-weight-decay"),
     ("--end-weight-decay 0.5", "--end-weight-decay 0.5 needs --weight-decay-incr-style linear or cosine"),
     ("--lr-warmup-fraction 1", "--lr-warmup-fraction 1.0 must be at least 0 and less than 1"),

@@ -122,6 +122,17 @@ def test_wrong_models_and_weights_are_named(theirs: Path, tmp_path: Path) -> Non
         train(f"--load-hf {tmp_path / 'broken'}", base=flags_of(theirs))
 
 
+def test_a_tokenizer_with_more_ids_than_rows_is_named(theirs: Path) -> None:
+    with pytest.raises(UserError, match=r"has 99 rows, .* NullTokenizer needs 151; leave --tokenizer-type out"):
+        train(f"--load-hf {theirs}", base=flags_of(theirs).replace("--vocab-size 98", "--vocab-size 150"))
+
+
+def test_an_empty_folder_is_one_problem() -> None:
+    line = read_command_line(["--load-hf", ""])
+    take_hub_args(line)
+    assert line.problems == []  # that of the empty path comes with the checks
+
+
 def test_what_cannot_be_exported_is_told_before_the_first_step(theirs: Path, tmp_path: Path) -> None:
     save = f"--save {tmp_path} --save-interval 1 --save-hf-interval 1"
     with pytest.raises(UserError, match=r"--save-hf-interval: "):

@@ -73,6 +73,9 @@ def _text_of(path: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The format
 
+_LARGEST_WIDTH = 1 << 40
+"""No size times the hidden size is larger: such a number is a mistake, and would overflow."""
+
 _SIZES = {"attention": ("num_query_groups", "n_heads_in_group"), "ffn": ("intermediate_size", "ffn_mult")}
 _OFF = {
     "attention": (
@@ -144,6 +147,8 @@ def _size(values: dict[str, Any], place: str, part: str, hidden_size: int, num_h
         kinds, what = ((int, float), "number") if key == "ffn_mult" else ((int,), "whole number")
         if value is not None and (type(value) not in kinds or not 0 < value < math.inf):
             raise UserError(f"{place}.{key} is {json.dumps(value)}; it must be a positive {what}")
+        if value is not None and value * hidden_size > _LARGEST_WIDTH:
+            raise UserError(f"{place}.{key} is {json.dumps(value)}; a layer is not that large")
     if other is not None and part == "attention" and num_heads % other:
         raise UserError(f"{place}.n_heads_in_group {other} does not divide the {num_heads} attention heads")
     if size is not None and part == "attention" and num_heads % size:

@@ -134,6 +134,12 @@ def _upcycling_problems(config: Any) -> Iterator[str]:
     for name in ("num_moe_experts", "moe_router_topk"):
         if getattr(config, name) % parts:
             yield f"{{moe_upcycling_granularity}} does not divide {{{name}}}"
+    groups = config.moe_router_num_groups
+    if groups and not config.num_moe_experts % groups and config.num_moe_experts // groups % parts:
+        yield (
+            f"{{moe_upcycling_granularity}} does not divide the {config.num_moe_experts // groups} experts of a group "
+            "({moe_router_num_groups}), so the parts of one MLP would lie in two groups"
+        )
     dense = config.ffn_hidden_size or 4 * (config.hidden_size or 0)
     if (config.moe_ffn_hidden_size or dense) * parts != dense:
         yield (

@@ -35,7 +35,7 @@ class TokenMixerConfig:
     """Coefficient of the indexer's loss: the Kullback-Leibler divergence of the indexer's distribution over keys from
     attention's, averaged over tokens. Default, and 0: no loss, so the indexer keeps its weights."""
 
-    dsa_indexer_use_sparse_loss: bool = flag(False, only_with=_DSA, or_with=_HYBRID)
+    dsa_indexer_use_sparse_loss: bool = flag(False, only_with="dsa_indexer_loss_coeff")
     """Compute the indexer's loss over the selected keys only, not over all keys that a query may see."""
 
     dsa_indexer_k_norm_epsilon: float | None = flag(None, only_with=_DSA, or_with=_HYBRID)

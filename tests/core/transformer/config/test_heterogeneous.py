@@ -95,6 +95,7 @@ def test_costs_are_those_of_each_layer() -> None:
         ({"ffn": {"intermediate_size": 1.5}}, "ffn.intermediate_size is 1.5; it must be a positive whole number"),
         ({"ffn": {"ffn_mult": True}}, "block_configs[1].ffn.ffn_mult is true; it must be a positive number"),
         ({"ffn": {"ffn_mult": 1e999}}, "block_configs[1].ffn.ffn_mult is Infinity; it must be a positive number"),
+        ({"ffn": {"ffn_mult": 1e308}}, "block_configs[1].ffn.ffn_mult is 1e+308; a layer is not that large"),
         ({"ffn": {"ffn_mult": 5.25, "intermediate_size": 64}}, "ffn_mult 5.25 makes it 256"),
         ({"attention": {"num_query_groups": 3}}, "num_query_groups 3 does not divide the 8 attention heads"),
         ({"attention": {"n_heads_in_group": 5}}, "n_heads_in_group 5 does not divide the 8 attention heads"),

@@ -91,6 +91,16 @@ def test_rows_of_a_group_are_equal(init: Any) -> None:
         ({"moe_upcycling_granularity": 2}, "into parts of 12: moe_ffn_hidden_size 24 must be that"),
         ({"moe_upcycling_granularity": 3}, "moe_upcycling_granularity 3 does not divide num_moe_experts 4"),
         (
+            {
+                "moe_upcycling_granularity": 2,
+                "moe_ffn_hidden_size": 12,
+                "num_moe_experts": 6,
+                "moe_router_num_groups": 2,
+                "moe_router_group_topk": 1,
+            },
+            "moe_upcycling_granularity 2 does not divide the 3 experts of a group (moe_router_num_groups 2)",
+        ),
+        (
             {"moe_shared_expert_intermediate_size": 8},
             "moe_shared_expert_intermediate_size 8 does not go with moe_use_up",
         ),
