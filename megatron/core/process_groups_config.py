@@ -21,6 +21,7 @@ from megatron.core.rank_grid import all_ranks as all_ranks
 from megatron.core.rank_grid import first_and_last as first_and_last
 from megatron.core.rank_grid import first_only as first_only
 from megatron.core.utils.torch_groups import create_group_among_members
+from megatron.core.utils.torch_private import set_group_timeout
 
 EmbeddingRanks = Callable[[Sequence[int]], Sequence[int]]
 
@@ -201,6 +202,15 @@ class ProcessGroupCollection:
             ranks = tuple(sorted((source, destination)))
             channels[source, destination] = create_group_among_members(ranks, self.__dict__.get("_timeout"))
         return channels[source, destination]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long a collective of these groups may wait, of those made later too."""
+        self.__dict__["_timeout"] = timeout
+        if not dist.is_initialized():
+            return
+        made = [*self.__dict__.get("_made", {}).values(), *self.__dict__.get("_channels", {}).values()]
+        for group in (dist.group.WORLD, *made):
+            set_group_timeout(timeout, group)
 
     def close(self) -> None:
         """Destroys the torch groups that were made, so that the process can build another collection."""

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
-from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint
+from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
 from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
+from megatron.core.dist_checkpointing.coordination import RankCoordinator
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
@@ -62,8 +63,9 @@ class Checkpoints:
         self.spikes: LossSpikes | None = None
         """Judges losses; its state is part of every checkpoint."""
         self.memory = StagingMemory()
-        self.pending: tuple[int, PendingSave] | None = None
-        """Iteration and save that `begin_save` started and `finish_save` has not ended."""
+        self.pending: tuple[int | None, PendingSave] | None = None
+        """Iteration and save that `begin_save` started and `finish_save` has not ended. The iteration is None for a
+        temporary checkpoint."""
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
@@ -73,13 +75,17 @@ class Checkpoints:
         model: Sequence[nn.Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
+        *,
+        temporary: bool = False,
     ) -> None:
-        """Writes a checkpoint of this state under --save; it is complete on disk on return. Raises UserError, the same
-        on all ranks, if it cannot be written; earlier checkpoints are then untouched."""
-        root = self._root(state)
-        chunks, facts = self._contents(state, model, optimizer, scheduler)
-        self._report_saved(state.iteration, save(root, chunks, **facts))
-        self.last_saved = state.iteration
+        """Writes a checkpoint of this state under --save; it is complete on disk on return. A temporary one goes to its
+        own folder and replaces the one before. Raises UserError, the same on all ranks, if it cannot be written;
+        earlier checkpoints are then untouched."""
+        root = self._root(state, temporary)
+        chunks, facts = self._contents(state, model, optimizer, scheduler, temporary)
+        self._report_saved(state.iteration, root, save(root, chunks, **facts))
+        if not temporary:
+            self.last_saved = state.iteration
 
     def save_copy(
         self,
@@ -100,19 +106,23 @@ class Checkpoints:
         model: Sequence[nn.Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
+        *,
+        temporary: bool = False,
     ) -> None:
         """Copies this state to host memory and starts to write it, while training continues; `finish_save` ends it.
         Raises UserError like `save`."""
         assert self.pending is None, "the save before is not finished"
-        root = self._root(state)
-        chunks, facts = self._contents(state, model, optimizer, scheduler)
-        announce = partial(self._report_saved, state.iteration)
-        self.pending = state.iteration, begin_save(root, chunks, self.memory, announce=announce, **facts)
-        self.last_saved = state.iteration
+        root = self._root(state, temporary)
+        chunks, facts = self._contents(state, model, optimizer, scheduler, temporary)
+        announce = partial(self._report_saved, state.iteration, root)
+        pending = begin_save(root, chunks, self.memory, announce=announce, **facts)
+        self.pending = None if temporary else state.iteration, pending
+        if not temporary:
+            self.last_saved = state.iteration
 
     def finish_save(self) -> int | None:
         """Waits until the checkpoint of the last `begin_save` is complete on disk, and returns its iteration; None if
-        there is none. Raises UserError like `save`."""
+        there is none or if it is temporary. Raises UserError like `save`."""
         if self.pending is None:
             return None
         (iteration, pending), self.pending = self.pending, None
@@ -125,9 +135,9 @@ class Checkpoints:
         if self.pending is not None:
             self.pending[1].wait(_LAST_CHANCE_SECONDS)
 
-    def _root(self, state: TrainState) -> Path:
+    def _root(self, state: TrainState, temporary: bool) -> Path:
         assert self.flags.save is not None
-        root = Path(self.flags.save)
+        root = (_temporary_folder(self.flags, self.flags.save) if temporary else None) or Path(self.flags.save)
         self._say(f"saving checkpoint at iteration {state.iteration:7d} to {root} in {FORMAT} format")
         return root
 
@@ -137,6 +147,7 @@ class Checkpoints:
         model: Sequence[nn.Module],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
+        temporary: bool = False,
     ) -> tuple[Iterator[Chunk], dict[str, Any]]:
         """Returns this rank's chunks, and everything else that a save takes."""
         keep_optimizer = not self.flags.no_save_optim
@@ -149,13 +160,13 @@ class Checkpoints:
         common |= {} if self.spikes is None else {"loss_spikes": self.spikes.state_dict()}
         layout = {name: self.groups.size(name) for name in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
         description = describe_run(self.config) | ({"data": dict(self.data)} if self.data else {})
-        facts = {"config": description, "layout": layout, "keep_last": self.flags.keep_last}
-        facts["keep_every"] = self.flags.save_retain_interval
+        kept = (1, None) if temporary else (self.flags.keep_last, self.flags.save_retain_interval)
+        facts = {"config": description, "layout": layout, "keep_last": kept[0], "keep_every": kept[1]}
         return chunks, {"step": state.iteration, "common": common, **facts}
 
-    def _report_saved(self, iteration: int, saved: SaveResult) -> None:
+    def _report_saved(self, iteration: int, root: Path, saved: SaveResult) -> None:
         self._say(
-            f"  successfully saved checkpoint from iteration {iteration:7d} to {self.flags.save} {self._place()} "
+            f"  successfully saved checkpoint from iteration {iteration:7d} to {root} {self._place()} "
             f"({saved.nbytes / 1e6:.1f} MB in {saved.seconds:.2f} s)",
             *(f"  {note}" for note in saved.notes),
         )
@@ -179,9 +190,12 @@ class Checkpoints:
         if self.config.transformer.moe_use_upcycling:
             return self._load_upcycled(state, model, optimizer, scheduler)
         if flags.load is not None:
-            loaded = self._read(Path(flags.load), model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
+            root = self._folder_to_load(flags.load)
+            loaded = self._read(root, model, optimizer, weights_only=flags.finetune, step=flags.ckpt_step)
             if loaded is not None:
                 self._restore(loaded, state, optimizer, scheduler)
+                if flags.override_ckpt_iteration is not None:
+                    self._override_iteration(state, flags.override_ckpt_iteration)
                 return True
         if flags.pretrained_checkpoint is not None:
             if self._read(Path(flags.pretrained_checkpoint), model, optimizer, weights_only=True) is not None:
@@ -210,6 +224,17 @@ class Checkpoints:
         loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
         self._restore(loaded, state, optimizer, scheduler)
+
+    def _folder_to_load(self, root: str) -> Path:
+        """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
+        temporary = _temporary_folder(self.flags, root)
+        if temporary is None or self.flags.ckpt_step is not None:
+            return Path(root)
+        newest = RankCoordinator().run_on_first(lambda: [newest_iteration(Path(root)), newest_iteration(temporary)])
+        if newest[1] <= newest[0]:
+            return Path(root)
+        self._say(f"the temporary checkpoint of iteration {newest[1]} in {temporary} is newer than those in {root}")
+        return temporary
 
     def _load_upcycled(
         self,
@@ -339,6 +364,13 @@ class Checkpoints:
         if self.flags.save is not None and Path(self.flags.save).resolve() == loaded.folder.parent.resolve():
             self.last_saved = state.iteration
 
+    def _override_iteration(self, state: TrainState, iteration: int) -> None:
+        """Makes the counts those after another iteration than the checkpoint's."""
+        self._say(f"--override-ckpt-iteration: goes on after iteration {iteration}, not {state.iteration}")
+        state.iteration, self.last_saved = iteration, None
+        state.consumed_train_samples = iteration * self.config.training.global_batch_size
+        state.consumed_tokens = state.consumed_train_samples * (self.config.data.seq_length or 0)
+
     def take_data(self, digests: Mapping[str, str]) -> None:
         """Stores the digests of the run's data in later checkpoints, and prints what differs from the checkpoint that
         was loaded."""
@@ -364,6 +396,14 @@ class Checkpoints:
     def _say(self, *sentences: str) -> None:
         if self.groups.global_rank == 0 and sentences:
             print("\n".join(sentences), flush=True)
+
+
+def _temporary_folder(flags: CheckpointConfig, root: str) -> Path | None:
+    """Returns the folder of the temporary checkpoints that belong to those in `root`; None without them."""
+    if flags.non_persistent_save_interval is None:
+        return None
+    assert flags.non_persistent_ckpt_type in (None, "global")
+    return Path(flags.non_persistent_global_ckpt_dir or Path(root, "non_persistent"))
 
 
 def _state_to_read(optimizer: MegatronOptimizer, all_of_it: bool) -> Iterator[Chunk]:

@@ -66,6 +66,8 @@ def train(trainer: Trainer) -> ExitDecision | None:
             decision = go_back(trainer, decision)
         if trainer.save_is_due(decision):
             trainer.save()
+        elif decision is None and trainer.temporary_save_is_due():
+            trainer.save(temporary=True)
     if decision is not None:
         trainer.report_exit(decision)
     return decision

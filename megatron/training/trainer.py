@@ -235,7 +235,7 @@ class Trainer:
         for every rank's answer, because a checkpoint of a step that was not finite would silently skip that step's
         data."""
         decision = self.exit.after_step(self.state.iteration)
-        if self.save_is_due(decision) or self.is_done():
+        if self.save_is_due(decision) or self.temporary_save_is_due() or self.is_done():
             self.log.flush()  # by now the host knows all that the device found
             decision = self.exit.resolve_pending()
         return decision
@@ -254,22 +254,33 @@ class Trainer:
         interval = checkpoint.save_interval
         return bool(interval and self.state.iteration % interval == 0)
 
-    def save(self) -> None:
-        """Writes a checkpoint of this iteration. With --async-save this only begins: the checkpoint is complete after
-        `finish_save`. The time that is printed is that for which training waits."""
+    def temporary_save_is_due(self) -> bool:
+        """Whether --non-persistent-save-interval asks for a checkpoint after this iteration, and --save-interval does
+        not."""
+        checkpoint, iteration = self.config.checkpoint, self.state.iteration
+        if checkpoint.save is None or checkpoint.non_persistent_save_interval is None or self.is_done():
+            return False
+        persistent = checkpoint.save_interval and iteration % checkpoint.save_interval == 0
+        return not persistent and iteration % checkpoint.non_persistent_save_interval == 0
+
+    def save(self, *, temporary: bool = False) -> None:
+        """Writes a checkpoint of this iteration, into the folder of temporary ones if `temporary`. With --async-save
+        this only begins: the checkpoint is complete after `finish_save`. The time that is printed is that for which
+        training waits."""
         timers = self.log.timers
         self.finish_save()
         with self.log.paused(), self.in_phase("saving"):
             parts = (self.state, self.model, self.optimizer, self.scheduler)
             if self.config.checkpoint.async_save:
                 with timed(timers, "save-checkpoint", 0, barrier=True):
-                    self.checkpoints.begin_save(*parts)
+                    self.checkpoints.begin_save(*parts, temporary=temporary)
                 timers.log(["save-checkpoint"])
                 return
             with timed(timers, "save-checkpoint", 0, barrier=True):
-                self.checkpoints.save(*parts)
+                self.checkpoints.save(*parts, temporary=temporary)
             timers.log(["save-checkpoint"])
-            self._after_save(self.state.iteration)
+            if not temporary:
+                self._after_save(self.state.iteration)
 
     def finish_save(self) -> None:
         """Waits for the checkpoint that --async-save still writes, if there is one. Every rank calls it at the same

@@ -134,6 +134,39 @@ def test_ckpt_step(saved, tmp_path):
         SmallRun.make(f"--load {tmp_path} --ckpt-step 3").load()
 
 
+def test_a_temporary_checkpoint_is_loaded_while_it_is_the_newest(tmp_path, capsys):
+    """--non-persistent-save-interval: one is kept beside the others. --ckpt-step counts in the folder of --load."""
+    flags = f"--save {tmp_path} --load {tmp_path} --non-persistent-save-interval 1 --non-persistent-ckpt-type global"
+    run, folder = SmallRun.make(flags), tmp_path / "non_persistent"
+    for temporary in (False, True, True):
+        run.train(1)
+        run.checkpoints.save(run.state, [run.model], run.optimizer, run.scheduler, temporary=temporary)
+    assert [path.name for path in folder.glob("iter_*")] == ["iter_0000003"] and run.checkpoints.last_saved == 1
+    assert f"saved checkpoint from iteration       3 to {folder} " in capsys.readouterr().out
+    again = SmallRun.make(flags, seed=77)
+    assert again.load() and equal(again.everything(), run.everything()) and again.checkpoints.last_saved is None
+    assert "the temporary checkpoint of iteration 3 in" in capsys.readouterr().out
+    loaded = {}
+    for more in ("--ckpt-step 1", f"--non-persistent-global-ckpt-dir {tmp_path / 'none'}"):
+        other = SmallRun.make(f"{flags} {more}")
+        other.load()
+        loaded[more] = other.state.iteration
+    assert set(loaded.values()) == {1}
+    run.train(1).save()  # now that of --save is newer
+    again.load()
+    assert again.state.iteration == 4 and again.checkpoints.last_saved == 4
+
+
+def test_another_iteration_than_that_of_the_checkpoint(saved, tmp_path, capsys):
+    """--override-ckpt-iteration: data and counts go on there, weights and schedule as they were saved."""
+    run = SmallRun.make(f"--load {tmp_path} --save {tmp_path} --override-ckpt-iteration 3 --global-batch-size 6")
+    run.load()
+    assert (run.state.iteration, run.state.consumed_train_samples, run.checkpoints.last_saved) == (3, 18, None)
+    assert run.state.consumed_tokens == 18 * 128 and run.scheduler.num_steps == saved.scheduler.num_steps
+    assert equal(run.weights(), saved.weights())
+    assert "--override-ckpt-iteration: goes on after iteration 3, not 4" in capsys.readouterr().out
+
+
 def test_nothing_to_load(tmp_path, capsys):
     assert SmallRun.make(f"--load {tmp_path}").load() is False
     assert capsys.readouterr().out == f"no checkpoint in {tmp_path}: starting a new run\n"

@@ -20,6 +20,7 @@ class FakeTrainer:
     """Iterates `train_iters` times; the ranks agree to exit after iteration `exit_after`."""
 
     skipped = 0
+    temporary = False
 
     def __init__(self, train_iters: int, exit_after: int | None = None) -> None:
         self.calls: list[str] = []
@@ -60,8 +61,11 @@ class FakeTrainer:
     def save_is_due(self, decision: ExitDecision | None) -> bool:
         return decision is not None or self.is_done()
 
-    def save(self) -> None:
-        self.calls.append("save")
+    def temporary_save_is_due(self) -> bool:
+        return self.temporary and self.state.iteration == 1
+
+    def save(self, *, temporary: bool = False) -> None:
+        self.calls.append("temporary save" if temporary else "save")
 
     def report_exit(self, decision: ExitDecision) -> None:
         self.calls.append(decision.message)
@@ -77,6 +81,15 @@ def test_the_loop_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ["before_step 0", "record step", "after_step 1", "evaluate valid"]
     second = ["before_step 1", "record step", "after_step 2", "save"]
     assert decision is None and calls == ["log.start", "on_start 0", *first, *second]
+
+
+def test_a_temporary_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeTrainer(2)
+    run.temporary = True
+    assert [call for call in calls_of(run, monkeypatch)[1] if "save" in call] == ["temporary save", "save"]
+    left = FakeTrainer(2, exit_after=1)
+    left.temporary = True
+    assert [call for call in calls_of(left, monkeypatch)[1] if "save" in call] == ["save"]
 
 
 def test_a_skipped_iteration_is_an_iteration_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

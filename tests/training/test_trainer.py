@@ -22,6 +22,7 @@ def trainer(
     *,
     save: str | None = "folder",
     save_interval: int | None = 2,
+    temporary: int | None = None,
     eval_interval: int | None = 2,
     start: int | None = None,
     valid: Any = "data",
@@ -32,7 +33,7 @@ def trainer(
     noted = [] if calls is None else calls
     config = SimpleNamespace(
         training=SimpleNamespace(train_iters=10, iterations_to_skip=[6, "8-9"]),
-        checkpoint=SimpleNamespace(save=save, save_interval=save_interval),
+        checkpoint=SimpleNamespace(save=save, save_interval=save_interval, non_persistent_save_interval=temporary),
         evaluation=SimpleNamespace(eval_interval=eval_interval, skip_train=False, start_eval_at_iter=start),
     )
     log = SimpleNamespace(
@@ -75,6 +76,15 @@ def test_saves_are_due_by_interval_or_because_of_an_exit_and_once() -> None:
     saved = trainer(4)
     saved.checkpoints.last_saved = 4
     assert not saved.save_is_due(None) and not saved.save_is_due(SAVING)
+
+
+def test_temporary_saves_are_due_between_the_others() -> None:
+    due = [number for number in range(1, 11) if trainer(number, save_interval=4, temporary=2).temporary_save_is_due()]
+    assert due == [2, 6]  # not 10: the last iteration has a checkpoint of its own
+    assert not trainer(6, save=None, temporary=2).temporary_save_is_due()
+    calls: list[str] = []
+    run = trainer(6, save_interval=4, temporary=2, decisions=(None, UNSAVED), calls=calls)
+    assert run.check_exit() is UNSAVED and calls == ["flush"]  # a step that was not finite is not saved
 
 
 def test_evaluations_are_due_by_interval_if_there_is_data() -> None:

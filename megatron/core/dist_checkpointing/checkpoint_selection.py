@@ -77,6 +77,15 @@ def find_checkpoint(root: Path, step: Step | None = None, log: Log = print) -> C
     return None
 
 
+def newest_iteration(root: Path) -> int:
+    """Returns the iteration of the newest complete checkpoint in `root`; -1 if there is none."""
+    try:
+        found = find_checkpoint(root, log=lambda _: None)
+    except UserError:
+        return -1
+    return -1 if found is None else found.manifest.iteration
+
+
 def _requested(root: Path, available: Sequence[Folder], step: Step) -> list[Folder]:
     chosen = [folder for folder in available if folder.step == step]
     if not chosen:

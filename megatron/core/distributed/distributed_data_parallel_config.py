@@ -1,9 +1,10 @@
 """Settings of the reduction of gradients over data parallel ranks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron.core.config_fields import flag, not_a_flag, not_yet, refuse, unsupported_values
+from megatron.core.config_fields import flag, not_a_flag, refuse, unsupported_values
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -42,8 +43,8 @@ class DistributedDataParallelConfig:
     check_for_nan_in_grad: bool = not_a_flag(False)
     """Check for NaN and infinite gradients before they are reduced."""
 
-    check_for_large_grads: bool = not_yet(False)
-    """Check for unexpectedly large gradients before they are reduced."""
+    check_for_large_grads: bool = False
+    """Print a line if the norm of the gradient is at least 10 times the largest of the first 100 iterations."""
 
     bucket_size: int | None = flag(None, on="--ddp-bucket-size")
     """Number of elements that are reduced together, rounded to whole layers. Default: chosen by the number of ranks."""
@@ -112,9 +113,10 @@ class DistributedDataParallelConfig:
     """With --use-megatron-fsdp: alternate between two buffers for gathered weights."""
 
     outer_dp_sharding_strategy: Literal["no_shard", "optim"] = flag(
-        "no_shard", supported=["no_shard"], only_with="use_megatron_fsdp"
+        "no_shard", no_effect="with one optimizer instance the state is sharded over all data parallel ranks"
     )
-    """With --use-megatron-fsdp: what is sharded over the outer groups of data parallel ranks."""
+    """With --use-megatron-fsdp: what is sharded over the outer groups of data parallel ranks, which
+    --num-distributed-optimizer-instances makes."""
 
     disable_symmetric_registration: bool = flag(False, only_with="nccl_ub")
     """With --use-nccl-ub: register buffers locally on each rank instead of symmetrically on all."""
@@ -126,4 +128,13 @@ class DistributedDataParallelConfig:
     """Weight gradients are computed later than input gradients."""
 
     def __post_init__(self) -> None:
-        refuse(unsupported_values(self), self)
+        refuse([*unsupported_values(self), *validate(self)], self)
+
+
+def validate(config: Any) -> Iterator[str]:
+    """Yields a problem for each impossible choice. `config` has the fields of DistributedDataParallelConfig."""
+    if config.outer_dp_sharding_strategy == "optim" and config.num_distributed_optimizer_instances > 1:
+        yield (
+            "{outer_dp_sharding_strategy} with {num_distributed_optimizer_instances}: not yet; without "
+            "{num_distributed_optimizer_instances:name} the state is sharded over all data parallel ranks"
+        )

@@ -171,8 +171,15 @@ class OptimizerConfig:
     muon_extra_scale_factor: float = flag(1.0, only_with=_MUON)
     """Muon: additional factor of the update. 0.2 with --muon-scale-mode spectral gives updates as large as AdamW's."""
 
-    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", supported=["adam"], only_with=_MUON)
-    """Muon: update rule of embeddings, output layer, norms and biases. adam is AdamW."""
+    muon_scalar_optimizer: Literal["adam", "lion"] = flag("adam", only_with=_MUON)
+    """Muon: update rule of embeddings, output layer, norms and biases. adam is AdamW; lion needs one moment instead of
+    two, and a smaller learning rate."""
+
+    lion_beta1: float = flag(0.95, only_with="muon_scalar_optimizer=lion")
+    """Lion: weight of the running mean of gradients in the direction of an update."""
+
+    lion_beta2: float = flag(0.98, only_with="muon_scalar_optimizer=lion")
+    """Lion: decay rate of the running mean of gradients."""
 
     muon_use_syrk: bool = flag(
         False,
@@ -236,7 +243,7 @@ class OptimizerConfig:
 
 def validate(config: Any) -> Iterator[str]:
     """Yields a problem for each impossible value. `config` has the fields of OptimizerConfig."""
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum"):
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "muon_momentum", "lion_beta1", "lion_beta2"):
         if not 0.0 <= getattr(config, name) < 1.0:
             yield f"{{{name}}} must be at least 0 and less than 1"
     for name in ("lr", "min_lr", "weight_decay"):

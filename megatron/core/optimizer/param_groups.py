@@ -67,6 +67,20 @@ def settings_of(
     return GroupSettings(**chosen)
 
 
+def describe_groups(
+    units: Sequence[Unit],
+    config: OptimizerConfig,
+    overrides: Mapping[ParamKey, ParamGroupOverride] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Returns the settings of the group of each parameter in the units, by the parameter's canonical name. Settings
+    that are those of the whole run are left out."""
+    found = {}
+    for info in (slot.info for unit in units for slot in unit.slots):
+        settings = dataclasses.asdict(settings_of(info, config, overrides))
+        found[info.name] = {key: value for key, value in settings.items() if value is not None}
+    return found
+
+
 def _is_qk_norm_weight(info: ParameterInfo) -> bool:
     path = info.name.split(".")
     return path[-1] == "weight" and len(path) > 1 and path[-2] in _QK_NORMS

@@ -1,4 +1,4 @@
-"""Update rules: Adam, AdamW and SGD over flat segments. All decisions are made on the device.
+"""Update rules: Adam, AdamW, SGD and Lion over flat segments. All decisions are made on the device.
 
 Float32 goes through torch's fused kernels, one launch for a list of segments, or on a GPU, for Adam, through a kernel
 of our own (`adam_triton`), one launch for each segment. Float64, the parity mode, is written out: the fused kernels
@@ -173,6 +173,33 @@ class Sgd:
         publish(segments)
 
 
+class Lion:
+    """Lion (Chen et al. 2023, arXiv:2302.06675), with decoupled weight decay or not, as `Adam`.
+
+    g = gradient / divisor (+ weight_decay * w, not decoupled)
+    w = w (1 - lr weight_decay) (decoupled) - lr sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g
+    """
+
+    moments: tuple[str, ...] = ("exp_avg",)
+
+    def __init__(self, beta1: float, beta2: float, decoupled: bool) -> None:
+        self.beta1, self.beta2, self.decoupled = beta1, beta2, decoupled
+
+    def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
+        """Updates by the plain formula, in the type of the weights."""
+        main = segments.dtype
+        rate = lr.to(main)
+        for weight, gradient, (exp_avg,), _ in plain_segments(segments, self.moments):
+            g = gradient.to(main) / step.divisor.to(main)
+            if not self.decoupled:
+                g = g + weight_decay * weight
+            direction = (self.beta1 * exp_avg + (1.0 - self.beta1) * g).sign()
+            kept = weight * (1.0 - lr * weight_decay).to(main) if self.decoupled else weight
+            m = self.beta2 * exp_avg + (1.0 - self.beta2) * g
+            replace(step.skip, (weight, kept - rate * direction), (exp_avg, m))
+        publish(segments)
+
+
 def update_stored(
     rule: Adam, segments: StoredSegments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor
 ) -> None:
@@ -254,4 +281,6 @@ def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     """The rule that a config names; with Muon, that of the parameters that are no matrices of layers."""
     if config.optimizer == "sgd":
         return Sgd(config.sgd_momentum)
+    if config.optimizer in ("muon", "dist_muon") and config.muon_scalar_optimizer == "lion":
+        return Lion(config.lion_beta1, config.lion_beta2, config.decoupled_weight_decay)
     return Adam(config.adam_beta1, config.adam_beta2, config.adam_eps, config.decoupled_weight_decay)

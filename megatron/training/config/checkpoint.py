@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, too_small
 
 _THREAD = "a thread of each rank writes from host memory that is kept between saves"
 _FULL = "ranks always share writing and reading, with equal numbers of bytes"
@@ -140,23 +140,35 @@ class CheckpointConfig:
     verify_integrity: bool = flag(False, no_effect="files carry checksums, and loading checks them, always")
     """Write checksums, and check them when a checkpoint is loaded."""
 
-    non_persistent_save_interval: int | None = not_yet(None)
-    """Steps between two temporary checkpoints, of which only the last is kept."""
+    non_persistent_save_interval: int | None = flag(None, only_with="save")
+    """Steps between two temporary checkpoints, of which only the last is kept. --load takes it if it is newer than the
+    checkpoints of --save-interval."""
 
     non_persistent_ckpt_type: Literal["global", "local", "in_memory"] | None = flag(
-        None, only_with="non_persistent_save_interval"
+        None, supported=[None, "global"], only_with="non_persistent_save_interval"
     )
-    """With --non-persistent-save-interval: where temporary checkpoints are kept."""
+    """With --non-persistent-save-interval: where temporary checkpoints are kept: in a folder that all ranks read
+    (global, the default)."""
+
+    non_persistent_global_ckpt_dir: str | None = flag(None, only_with="non_persistent_save_interval")
+    """With --non-persistent-save-interval: folder of the temporary checkpoints. Default: `non_persistent` in the folder
+    of --save, and of --load."""
+
+    override_ckpt_iteration: int | None = flag(None, only_with="load")
+    """Go on as if the checkpoint of --load had been saved after this iteration: the data continues with that
+    iteration's samples. The learning rate continues where the checkpoint left it."""
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`. Looks at no folder."""
-        yield from too_small(self, ("save_interval", "keep_last", "save_retain_interval"), 1)
-        yield from too_small(self, ("save_hf_interval",), 1)
+        intervals = ("save_interval", "save_retain_interval", "save_hf_interval", "non_persistent_save_interval")
+        yield from too_small(self, (*intervals, "keep_last"), 1)
         if self.save_hf_interval and (not self.save_interval or self.save_hf_interval % self.save_interval):
             yield "{save_hf_interval}: give a multiple of {save_interval:name}, whose checkpoints are exported"
         if self.load_hf is not None and self.pretrained_checkpoint is not None:
             yield "{load_hf:name} and {pretrained_checkpoint:name} both name first weights; give one"
-        yield from too_small(self, ("ckpt_step",), 0)
+        yield from too_small(self, ("ckpt_step", "override_ckpt_iteration"), 0)
+        if self.override_ckpt_iteration is not None and self.finetune:
+            yield "{override_ckpt_iteration}: with {finetune} a run begins at iteration 0; give one of them"
         for field in ("ckpt_step", "finetune", "exit_on_missing_checkpoint"):
             if getattr(self, field) not in (None, False) and self.load is None and self.pretrained_checkpoint is None:
                 yield f"{{{field}}} needs {{load:name}}: the folder to load from"

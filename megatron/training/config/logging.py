@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet, too_small
+from megatron.core.config_fields import flag, too_small
 
 _TENSORBOARD = "tensorboard_dir"
 _WANDB = "wandb_project"
@@ -36,8 +36,8 @@ class LoggingConfig:
     straggler_ctrlr_port: int = flag(65535, no_effect="the detector cannot be switched while the run goes on")
     """Port at which the detector is switched on and off."""
 
-    disable_straggler_on_startup: bool = not_yet(False)
-    """Start with the detector off."""
+    disable_straggler_on_startup: bool = flag(False, only_with="log_straggler")
+    """With --log-straggler: start with the detector off, until a script's own code configures it anew."""
 
     log_style: Literal["megatron", "short"] = "megatron"
     """Form of the log line: that of Megatron-LM, or a short one of at most 120 columns: step, losses, tokens per

@@ -155,7 +155,10 @@ class ModelConfig:
     )
     """Older releases: flash attention."""
 
-    fp16_lm_cross_entropy: bool = not_yet(False)
+    fp16_lm_cross_entropy: bool = flag(
+        False,
+        no_effect="cross entropy reads logits in the model's type and computes in float32, without a copy of them",
+    )
     """Compute the cross entropy in half precision."""
 
     @property

@@ -27,8 +27,9 @@ class ParallelConfig:
     distributed_timeout_minutes: int = 10
     """Minutes that a collective may wait for other ranks."""
 
-    distributed_timeout_seconds_after_init: int | None = not_yet(None)
-    """Seconds that a collective may wait for other ranks after the first step."""
+    distributed_timeout_seconds_after_init: int | None = None
+    """Seconds that a collective may wait for other ranks once the first step is done; --distributed-timeout-minutes is
+    then for the start alone."""
 
     use_tp_pp_dp_mapping: bool = flag(False, only_with=_PIPELINE)
     """Order of ranks: the pipeline axis varies faster than the data parallel axis."""
@@ -82,8 +83,10 @@ class ParallelConfig:
     local_rank: int = flag(0, no_effect="torchrun sets the environment variable LOCAL_RANK")
     """Number of this process on its machine."""
 
-    data_parallel_random_init: bool = not_yet(False)
-    """Initialize each data parallel replica with different weights."""
+    data_parallel_random_init: bool = flag(
+        False, no_effect="replicas have equal weights from the start; Megatron-LM makes them equal by a broadcast"
+    )
+    """Initialize each data parallel replica with different weights, before the first one's are sent to the others."""
 
     te_rng_tracker: bool = flag(
         False, no_effect="random numbers are functions of seed, step and position; there are no generator states"
@@ -92,4 +95,5 @@ class ParallelConfig:
 
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
-        yield from too_small(self, ("distributed_timeout_minutes", *_CHUNKS), 1)
+        timeouts = ("distributed_timeout_minutes", "distributed_timeout_seconds_after_init")
+        yield from too_small(self, (*timeouts, *_CHUNKS), 1)

@@ -7,6 +7,7 @@ missing and impossible values; other rules report these.
 import math
 from collections.abc import Iterator
 
+from megatron.core.distributed import distributed_data_parallel_config
 from megatron.core.rank_grid import nearest_divisors
 from megatron.training.config.settings import Settings
 
@@ -110,6 +111,7 @@ def sharding(s: Settings) -> Iterator[str]:
         yield "{num_distributed_optimizer_instances} must be at least 1"
     elif s.use_distributed_optimizer:
         yield from _instances(s)
+    yield from distributed_data_parallel_config.validate(s)
 
 
 def _instances(s: Settings) -> Iterator[str]:

@@ -33,6 +33,10 @@ class ScheduleConfig:
     lr_warmup_samples: int = 0
     """With --train-samples: length of warm-up in samples."""
 
+    dump_param_to_param_group_map: str | None = None
+    """JSON file to write, with the settings of the parameter group of each parameter: factors of weight decay and
+    learning rate, and rates of its own."""
+
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config_fields import flag, not_yet
+from megatron.core.config_fields import flag
 
 _NO_CODE = "code in a tokenizer folder is never run"
 _PADDING = "rows that pad the vocabulary are not part of the model; --make-vocab-size-divisible-by sets their number"
@@ -109,7 +109,9 @@ class TokenizerConfig:
     tokenizer_hf_use_fast: bool = flag(False, no_effect="HuggingFaceTokenizer always reads tokenizer.json")
     """HuggingFaceTokenizer: read tokenizer.json."""
 
-    tokenizer_hf_no_use_fast: bool = not_yet(False)
+    tokenizer_hf_no_use_fast: bool = flag(
+        False, no_effect="HuggingFaceTokenizer always reads tokenizer.json, which gives the same ids"
+    )
     """HuggingFaceTokenizer: read the files of the slow tokenizer."""
 
     trust_remote_code: bool = flag(False, no_effect=_NO_CODE)
@@ -132,7 +134,10 @@ class TokenizerConfig:
     null_tokenizer_pad_id: int = flag(-1, only_with=_NULL)
     """NullTokenizer: id of the padding token; -1: none."""
 
-    tokenizer_metadata: str | None = not_yet(None)
+    tokenizer_metadata: str | None = flag(
+        None,
+        no_effect="--tokenizer-type and --tokenizer-model say how a tokenizer is read; --chat-template, a template",
+    )
     """JSON file that names the library and class of a tokenizer."""
 
     tokenizer_sentencepiece_legacy: bool = flag(False, only_with=_SENTENCEPIECE)

@@ -1,6 +1,6 @@
 """How long to train, in which batches, and when to evaluate."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,7 +133,14 @@ class TrainingConfig:
             yield "{rampup_batch_size}: start, increment and samples must be at least 1"
             return
         if self.train_samples is None:
-            yield "{rampup_batch_size} counts in samples; give {train_samples:name} instead of {train_iters:name}"
+            count = ""
+            if self.train_iters is not None and self.global_batch_size is not None:
+                size = self.global_batch_size
+                count = f" {samples_of_iterations(self.train_iters, size, self.rampup_batch_size)}"
+            yield (
+                f"{{rampup_batch_size}} counts in samples; give {{train_samples:name}}{count} instead of "
+                "{train_iters}, and samples for the learning rate (--lr-decay-samples, --lr-warmup-samples)"
+            )
         if self.global_batch_size is None:
             return
         if start >= self.global_batch_size:
@@ -144,6 +151,18 @@ class TrainingConfig:
                 f"{{rampup_batch_size}}: from {start} in steps of {increment} the batch does not reach "
                 f"{{global_batch_size}}; it reaches {near} or {near + increment}"
             )
+
+
+def samples_of_iterations(iterations: int, global_batch_size: int, rampup: Sequence[int]) -> int:
+    """Returns the number of samples of this many steps. `rampup` is the value of --rampup-batch-size: first size,
+    increment and the samples of the growth."""
+    start, increment, over = rampup
+    samples_per_size = over / max(1.0, (global_batch_size - start) / increment)
+    consumed = 0
+    while iterations and consumed <= over:
+        consumed += min(start + int(consumed / samples_per_size) * increment, global_batch_size)
+        iterations -= 1
+    return consumed + iterations * global_batch_size
 
 
 @dataclass(kw_only=True, frozen=True)

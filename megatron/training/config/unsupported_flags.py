@@ -90,6 +90,17 @@ _ACCEPTED = {
     "norms are computed in float32 at least": "dsa-indexer-k-norm-fp32",
     "sparse attention is computed by the same kernels as attention with a mask": "dsa-kernel-backend",
     "has no effect: rounding is the default of --rope-scaling-type yarn": "yarn-correction-range-round-to-int",
+    "Muon's state lies in the flat shards of all parameters, in one layout": "no-use-layer-wise-param-layout",
+    "a CUDA graph holds whole micro-batches with all their modules (--cuda-graph-impl local)": "cuda-graph-modules",
+    "main weights are always read together with the weights": "load-main-params-from-ckpt",
+    "has no effect without --non-persistent-ckpt-type local": """
+        non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir replication replication-factor replication-jump""",
+    "has no effect without --enable-mhc-connections": """
+        mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations""",
+    "has no effect without --batch-invariant-mode": "batch-invariant-backend",
+    "has no effect without --fp8-recipe mxfp8": "fp8-output-proj",
+    "has no effect without --moe-router-load-balancing-type quantile_balancing": "moe-router-quantile-balancing-ema",
+    "tokens are sent in the model's type": "moe-combine-bwd-dtype moe-dispatch-fwd-dtype",
 }
 """Reasons why flags change nothing here, and the flags."""
 
@@ -126,7 +137,7 @@ _REFUSED = {
         bert-load biencoder-projection-dim biencoder-shared-query-context-model block-data-path embedding-path
         evidence-data-path ict-head-size ict-load indexer-batch-size indexer-log-interval query-in-block-prob
         retriever-report-topk-accuracies retriever-score-scaling titles-data-path use-one-sent-docs""",
-    "distillation from a teacher is out of scope": """
+    "distillation from a teacher is out of scope; without these flags the model trains on the data alone": """
         export-kd-cfg export-kd-teacher-load logits-load-decode-threads logits-load-dir logits-load-ignore-errors
         logits-load-kd-loss-alpha logits-load-msc-prefetch-depth logits-load-prefetch-factor logits-save-dir
         logits-save-dtype logits-save-top-k logits-save-top-p logits-save-top-p-min-k""",
@@ -153,41 +164,35 @@ _REFUSED = {
         moe-mlp-glu-interleave-size moe-shared-expert-glu-interleave-size""",
     "it belongs to tools/preprocess_data.py": "append-eod chunk-size input output-prefix workers",
     "give --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples": "warmup",
+    "nothing would be trained; --skip-train evaluates, and --lr 0 --min-lr 0 computes steps that change no weight": """
+        freeze-all-layers""",
+    "traces are not sent to a service; --profile writes them, and metrics.jsonl has the metrics of each step": """
+        otel-enabled otel-service-name otel-span-groups""",
+    "without --num-distributed-optimizer-instances everything is sharded over all data parallel ranks": """
+        enable-full-sharding-in-hsdp""",
+    "give --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params, which shards weights over data "
+    "parallel ranks": """
+        expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
+        gtp-remat-reduce-scatter-with-fp32-accumulation tensor-parallel-num-weight-shards""",
+    "give --data-stages FILE, in which the blend changes at given samples": "phase-transition-iterations",
 }
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
 _NOT_YET = {
-    "these formats of 8-bit and 4-bit numbers are not supported": "fp8-output-proj te-precision-config-file",
-    "expert communication in fewer bits is not supported": "moe-combine-bwd-dtype moe-dispatch-fwd-dtype",
-    "CUDA graphs hold whole micro-batches (--cuda-graph-impl local)": "cuda-graph-modules",
+    "these formats of 8-bit and 4-bit numbers are not supported": "te-precision-config-file",
     "activations and optimizer state stay on the device": """
         activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
         delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads moe-paged-stash
         moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size""",
-    "the optimizers are adam, sgd and muon": """
-        lion-beta1 lion-beta2 no-use-layer-wise-param-layout""",
     "every layer of sparse attention has its own indexer": "dsa-indexer-skip-topk-offset dsa-indexer-topk-freq",
     "gated delta products are not supported": """
         gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",
     "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
     "hybrid models predict one token": "mtp-hybrid-override-pattern",
-    "layers have one residual stream": """
-        enable-mhc-connections mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
-        mhc-sinkhorn-iterations""",
+    "layers have one residual stream": "enable-mhc-connections",
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
-    "the router's bias is updated by a fixed step": "moe-router-quantile-balancing-ema",
-    "weights are sharded over data parallel ranks only (--data-parallel-sharding-strategy)": """
-        enable-full-sharding-in-hsdp expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub
-        gtp-remat-nccl-ub gtp-remat-opt-in-modules gtp-remat-reduce-scatter-with-fp32-accumulation
-        tensor-parallel-num-weight-shards""",
     "logits have the number format of the model": "output-logit-dtype",
-    "kernels are chosen for speed, not for equal rounding at every batch size": "batch-invariant-backend",
-    "checkpoints are written to one place, which all ranks read": """
-        non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo non-persistent-local-ckpt-dir replication
-        replication-factor replication-jump""",
-    "a run continues at the iteration of the checkpoint that it loads": "override-ckpt-iteration",
-    "main parameters are read with the optimizer's state": "load-main-params-from-ckpt",
     "tensors of single steps are not written to files": """
         save-activations-interval save-dgrads-interval save-params-interval save-tokens-per-expert-interval
         save-wgrads-interval""",
@@ -197,15 +202,11 @@ _NOT_YET = {
     "the log has the memory and time of steps, without energy and intervals of its own": """
         log-device-memory-used log-energy log-memory-interval""",
     "profiles are those of --profile": "nvtx-ranges pytorch-profiler-collect-chakra",
-    "traces are not sent to OpenTelemetry": "otel-enabled otel-service-name otel-span-groups",
     "the hardware is not tested during a run": "gpu-sniff-test-interval",
     "faults of single ranks are not injected": """
         fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities
         fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds
         fault-injector-ranks fault-injector-seed""",
-    "the parameter groups are those of weight decay and learning rate flags": """
-        dump-param-to-param-group-map freeze-all-layers""",
-    "a run has one phase": "phase-transition-iterations",
 }
 """What is so today, and the flags that would change it."""
 
@@ -235,14 +236,8 @@ _FIELDS_TO_COME = (
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
     ("use-legacy-models", "there are no models but those of megatron.core"),
-    ("fp16-lm-cross-entropy", "cross entropy is computed in float32"),
-    ("data-parallel-random-init", "initial weights are equal on all data parallel ranks"),
     ("hybrid-context-parallel max-seqlen-per-dp-cp-rank", "all ranks of a context parallel group share each sample"),
-    ("non-persistent-*", "checkpoints are written to one place, which all ranks read"),
-    ("tokenizer-*", "a tokenizer is read from one file or folder, by its --tokenizer-type"),
-    ("check-for-large-grads", "gradients are checked for numbers that are not finite only"),
-    ("outer-dp-* megatron-fsdp-*", "state is sharded in float32 within one group of data parallel ranks"),
-    ("*nccl* *registration distributed-timeout-*", "NCCL has its own buffers, settings and one time limit"),
+    ("*nccl* *registration", "NCCL has its own buffers and settings"),
     ("*kitchen*", "it needs a package of NVIDIA"),
     ("batch-invariant-mode", "kernels are chosen for speed, not for equal rounding at every batch size"),
     ("moe-enable-routing-replay", "each forward routes its tokens itself"),

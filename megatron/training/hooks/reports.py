@@ -13,7 +13,7 @@ class StragglerReport(Hook):
 
     def after_step(self, iteration: int) -> None:
         """Prints the comparison on the first rank. Waits for the device."""
-        if iteration % self.interval == 0:
+        if iteration % self.interval == 0 and StragglerDetector().enabled:
             line = StragglerDetector().report()
             if line is not None:
                 print(f"iteration {iteration}: {line}", flush=True)

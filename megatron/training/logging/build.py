@@ -78,7 +78,8 @@ def build_log(
 
 def _writers(config: PretrainConfig, environment: Environment, state: TrainState) -> list[LogWriter]:
     logging = config.logging
-    writers: list[LogWriter] = [SpikeWatch()] if config.resilience.check_for_spiky_loss else []
+    losses, gradients = config.resilience.check_for_spiky_loss, config.ddp.check_for_large_grads
+    writers: list[LogWriter] = [SpikeWatch(losses, gradients)] if losses or gradients else []
     if logging.metrics_path is not None:
         named_by = "--save:" if config.provenance.get("metrics_path") == "derived" else "--metrics-path"
         writers.append(JsonlLog(logging.metrics_path, resumed_iteration=state.iteration, named_by=named_by))

@@ -1,4 +1,4 @@
-"""--check-for-spiky-loss: says which iteration's loss is far above those of the first iterations."""
+"""--check-for-spiky-loss and --check-for-large-grads: which iteration is far above the first ones."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,23 @@ FIRST = 100
 
 
 class SpikeWatch(LogWriter):
-    """Prints a line for each loss of at least `FACTOR` times the largest of the first `FIRST` iterations."""
+    """Prints a line for each loss, or norm of the gradient, of at least `FACTOR` times the largest of the first `FIRST`
+    iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, losses: bool = True, gradients: bool = False) -> None:
+        self.losses, self.gradients = losses, gradients
         self._known = RerunStateMachine()
 
     def steps(self, steps: Sequence[StepRecord], speed: Speed) -> None:
-        """Looks at each iteration's losses."""
+        """Looks at each iteration's losses, or at the norm of its gradient."""
         for step in steps:
-            for name, loss in step.losses.items():
-                if self._known.is_unexpectedly_large(torch.tensor(loss), FACTOR, name, FIRST):
+            values = dict(step.losses) if self.losses else {}
+            if self.gradients and step.grad_norm is not None:
+                values["grad norm"] = step.grad_norm
+            for name, value in values.items():
+                if self._known.is_unexpectedly_large(torch.tensor(value), FACTOR, name, FIRST):
                     print(
-                        f"iteration {step.iteration}: {name} {loss:.6g} is at least {FACTOR:.0f} times the largest of "
+                        f"iteration {step.iteration}: {name} {value:.6g} is at least {FACTOR:.0f} times the largest of "
                         f"the first {FIRST} iterations",
                         flush=True,
                     )

@@ -63,6 +63,7 @@ def build_optimizer(
             config.optimizer,
             model,
             pg_collection=context.environment.groups,
+            dump_param_to_param_group_map=config.schedule.dump_param_to_param_group_map,
             stop_on_nonfinite=stops_on_nonfinite(config),
         )
     own = build_own(context, model)

@@ -34,6 +34,7 @@ from megatron.training.data.recent_steps import RecentSteps
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.gc import ManualGarbageCollection
+from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.profiler import make_profiler
@@ -263,7 +264,10 @@ def timed_forward_step(forward_step: ForwardStep, config: PretrainConfig, enviro
     """Sets up the straggler detector of this process. Returns the forward step, measured with --log-straggler."""
     detector, flags = StragglerDetector(), config.logging
     detector.configure(
-        environment.world_size, environment.rank, mmcnt=flags.straggler_minmax_count, enabled=flags.log_straggler
+        environment.world_size,
+        environment.rank,
+        mmcnt=flags.straggler_minmax_count,
+        enabled=flags.log_straggler and not flags.disable_straggler_on_startup,
     )
     if not flags.log_straggler:
         return forward_step
@@ -282,6 +286,8 @@ def build_hooks(
     hooks: list[Hook] = []
     if config.training.manual_gc:
         hooks.append(ManualGarbageCollection(config.training.manual_gc_interval, config.training.manual_gc_eval))
+    timeout = config.parallel.distributed_timeout_seconds_after_init
+    hooks += [GroupTimeout(environment.groups, timeout)] if timeout is not None else []
     replicas = config.resilience.check_weight_hash_across_dp_replicas_interval
     hooks += [ReplicaCheck(model, replicas)] if replicas is not None else []
     flags = config.logging

@@ -1,6 +1,8 @@
 """The flat optimizer against formulas written out, one parameter at a time, in float64."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -349,3 +351,14 @@ def test_chunks_are_live_memory_without_padding() -> None:
 def test_a_bare_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"SmallModel: wrap it in .*DistributedDataParallel"):
         get_megatron_optimizer(OptimizerConfig(lr=0.1), [SmallModel()])
+
+
+def test_the_settings_of_each_parameter_as_a_file(tmp_path: Path) -> None:
+    """--dump-param-to-param-group-map."""
+    path = tmp_path / "groups.json"
+    ddp, _ = build()
+    get_megatron_optimizer(OptimizerConfig(lr=LR), [ddp], dump_param_to_param_group_map=str(path))
+    groups = json.loads(path.read_text())
+    assert list(groups) == sorted(groups) and {group["wd_mult"] for group in groups.values()} == {0.0, 1.0}
+    with pytest.raises(UserError, match=r"--dump-param-to-param-group-map .*No such file"):
+        get_megatron_optimizer(OptimizerConfig(lr=LR), [ddp], dump_param_to_param_group_map=str(tmp_path / "a" / "b"))

@@ -148,6 +148,17 @@ def test_embeddings_norms_and_head_are_updated_by_adam() -> None:
     assert [group["use_muon"] for group in optimizer.param_groups].count(True) == 2  # one for each grid
 
 
+def test_the_others_are_updated_by_lion_if_asked() -> None:
+    """--muon-scalar-optimizer lion: a step moves each number by the learning rate, and keeps one moment."""
+    _, optimizer = build(muon_scalar_optimizer="lion", weight_decay=0.0)
+    scales = {p: p.detach().clone() for p, state in optimizer.state.items() if set(state) == {"exp_avg"}}
+    assert len(scales) + 4 == len(optimizer.state)  # four matrices of a layer
+    step(optimizer, 0)
+    for parameter, before in scales.items():
+        moved = (parameter.detach() - before)[parameter.main_grad != 0].abs()
+        assert torch.allclose(moved, torch.full_like(moved, LR), rtol=0, atol=1e-12) and len(moved)
+
+
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     ddp, optimizer = build(dtype=torch.float32)
     step(optimizer, 0)

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
         ({"loss_scale": 0.0}, "loss_scale 0.0 must be larger than 0"),
         ({"hysteresis": 0}, "hysteresis 0 must be larger than 0"),
         ({"optimizer": "muon", "muon_num_ns_steps": 0}, "muon_num_ns_steps 0 must be larger than 0"),
-        ({"optimizer": "muon", "muon_scalar_optimizer": "lion"}, "muon_scalar_optimizer lion: not yet"),
+        ({"lion_beta1": -0.1}, "lion_beta1 -0.1 must be at least 0 and less than 1"),
         (
             {"use_precision_aware_optimizer": True, "optimizer": "sgd"},
             "use_precision_aware_optimizer needs optimizer adam",

@@ -9,7 +9,14 @@ from megatron.core.distributed.sharding_strategy import Sharding
 from megatron.core.distributed.units import plan_units
 from megatron.core.initializers import Constant
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import GroupSettings, ParameterRange, ParamKey, parameter_ranges, settings_of
+from megatron.core.optimizer.param_groups import (
+    GroupSettings,
+    ParameterRange,
+    ParamKey,
+    describe_groups,
+    parameter_ranges,
+    settings_of,
+)
 from megatron.core.parameters import Box, ParameterInfo
 
 CONFIG = OptimizerConfig(lr=0.1)
@@ -74,6 +81,14 @@ def test_neighbours_with_the_same_settings_are_one_range() -> None:
         GroupSettings(): [ParameterRange(0, 0, 128), ParameterRange(1, 0, 64), ParameterRange(2, 0, 64)],
         GroupSettings(wd_mult=0.0): [ParameterRange(1, 64, 192), ParameterRange(2, 64, 192)],
     }
+
+
+def test_the_settings_of_each_parameter_by_name() -> None:
+    found = describe_groups(units(), CONFIG, {ParamKey("layers.1.norm"): {"max_lr": 0.5}})
+    rest = {"is_decoupled_lr": False, "is_expert_parallel": False}
+    assert found["layers.0.weight"] == {"wd_mult": 1.0, "lr_mult": 1.0, **rest}
+    assert found["layers.1.norm"] == {"wd_mult": 0.0, "lr_mult": 1.0, "max_lr": 0.5, **rest}
+    assert len(found) == 7
 
 
 def test_ranges_cover_every_unit_once_and_decayed_groups_come_first() -> None:

@@ -7,13 +7,24 @@ import torch
 from torch import Tensor
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import Adam, Segments, Sgd, StepInputs, UpdateRule, build_update_rule, replace
+from megatron.core.optimizer.update_rules import (
+    Adam,
+    Lion,
+    Segments,
+    Sgd,
+    StepInputs,
+    UpdateRule,
+    build_update_rule,
+    replace,
+)
 
 LR, DECAY, DIVISOR, COUNT = 0.05, 0.1, 8.0, 3
 RULES: dict[str, UpdateRule] = {
     "adamw": Adam(0.9, 0.95, 1e-8, decoupled=True),
     "adam": Adam(0.9, 0.95, 1e-8, decoupled=False),
     "sgd": Sgd(0.9),
+    "lion": Lion(0.8, 0.9, decoupled=True),
+    "coupled lion": Lion(0.8, 0.9, decoupled=False),
 }
 
 
@@ -39,10 +50,13 @@ def expected(name: str, w: float, g: float, state: tuple[float, ...]) -> tuple[f
         (b,) = state
         b = 0.9 * b + g + DECAY * w
         return w - LR * b, b
-    if name == "adam":
+    if name in ("adam", "coupled lion"):
         g += DECAY * w
     else:
         w *= 1 - LR * DECAY
+    if name.endswith("lion"):
+        (m,) = state
+        return w - LR * math.copysign(1.0, 0.8 * m + 0.2 * g), 0.9 * m + 0.1 * g
     m, v = 0.9 * state[0] + 0.1 * g, 0.95 * state[1] + 0.05 * g * g
     return w - LR * (m / (1 - 0.9**COUNT)) / (math.sqrt(v / (1 - 0.95**COUNT)) + 1e-8), m, v
 
@@ -92,5 +106,8 @@ def test_a_config_names_its_rule() -> None:
     assert isinstance(adam, Adam) and adam.decoupled and (adam.beta1, adam.beta2, adam.eps) == (0.8, 0.7, 1e-3)
     coupled = build_update_rule(OptimizerConfig(decoupled_weight_decay=False))
     assert isinstance(coupled, Adam) and not coupled.decoupled
+    lion = build_update_rule(OptimizerConfig(optimizer="muon", muon_scalar_optimizer="lion", lion_beta2=0.7))
+    assert isinstance(lion, Lion) and lion.decoupled and (lion.beta1, lion.beta2) == (0.95, 0.7)
+    assert isinstance(build_update_rule(OptimizerConfig(muon_scalar_optimizer="lion")), Adam)  # without Muon: no effect
     sgd = build_update_rule(OptimizerConfig(optimizer="sgd", sgd_momentum=0.3))
     assert isinstance(sgd, Sgd) and sgd.momentum == 0.3

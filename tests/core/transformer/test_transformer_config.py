@@ -34,6 +34,8 @@ CONFIGS: dict[str, type] = {
 OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_model_parallel_split_rank"} | {
     "fp8_weight_cache",
     "moe_local_token_overlap",
+    "lion_beta1",
+    "lion_beta2",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",
@@ -214,5 +216,6 @@ def test_groups_of_keys_and_values_may_be_fewer_than_tensor_parallel_ranks(group
 
 def test_sharding_over_groups_of_shards_is_still_to_come() -> None:
     assert DistributedDataParallelConfig(use_megatron_fsdp=True).data_parallel_sharding_strategy == "no_shard"
-    with pytest.raises(UserError, match="outer_dp_sharding_strategy optim: not yet"):
-        DistributedDataParallelConfig(use_megatron_fsdp=True, outer_dp_sharding_strategy="optim")
+    one = DistributedDataParallelConfig(use_megatron_fsdp=True, outer_dp_sharding_strategy="optim")
+    with pytest.raises(UserError, match=r"outer_dp_sharding_strategy optim with .* 2: not yet"):
+        dataclasses.replace(one, num_distributed_optimizer_instances=2)

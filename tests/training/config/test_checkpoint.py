@@ -13,6 +13,11 @@ from megatron.training.config.checkpoint import CheckpointConfig
         ({"keep_last": 0}, "--keep-last 0 must be at least 1"),
         ({"load": "x", "ckpt_step": -1}, "--ckpt-step -1 must be at least 0"),
         ({"finetune": True}, "--finetune needs --load: the folder to load from"),
+        ({"non_persistent_save_interval": 0}, "--non-persistent-save-interval 0 must be at least 1"),
+        (
+            {"load": "x", "finetune": True, "override_ckpt_iteration": 3},
+            "--override-ckpt-iteration 3: with --finetune a run begins at iteration 0",
+        ),
     ],
 )
 def test_impossible_values(values: dict[str, object], problem: str) -> None:

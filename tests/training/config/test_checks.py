@@ -107,7 +107,6 @@ RULES = [
     ("--log-interval 0", "--log-interval 0 must be at least 1"),
     ("--profile --profile-step-end 5", "--profile-step-end 5 must be larger than --profile-step-start 10"),
     ("--exit-signal SIGKILL", "--exit-signal SIGKILL cannot be caught by any program; SIGTERM or SIGUSR1 can"),
-    ("--check-for-large-grads", "--check-for-large-grads: not yet"),
     ("--layout-invariant", "--layout-invariant needs --global-batch-size: without it, the batch grows"),
     ("--split 90,20,x", "--split 90,20,x: 'x' is not a number; expected shares such as 969,30,1"),
     ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),

@@ -63,6 +63,11 @@ OURS = {
     "--encoder-pipeline-model-parallel-size",
     "--encoder-tensor-model-parallel-size",
     # newer than the releases
+    "--override-ckpt-iteration",
+    "--lion-beta1",
+    "--lion-beta2",
+    "--non-persistent-global-ckpt-dir",
+    "--dump-param-to-param-group-map",
     "--validation-set-names",
     "--hybrid-layer-pattern",
     "--mamba-conv-kernel-dim",

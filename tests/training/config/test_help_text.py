@@ -60,7 +60,8 @@ def test_help_is_short_and_has_topics() -> None:
 def test_help_about_flags_that_do_nothing_here() -> None:
     texts = {
         "--use-flash-attn": "Accepted without effect: --attention-backend chooses",
-        "--data-parallel-random-init": "Not supported yet: initial weights are equal",
+        "--data-parallel-random-init": "Accepted without effect: replicas have equal",
+        "--mrope-section": "Not supported yet: positions have one coordinate",
         "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
         "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
         "--mtp-hybrid-override-pattern": "--mtp-hybrid-override-pattern: not yet: hybrid models predict",

@@ -190,6 +190,14 @@ def test_other_spellings_of_full_sharding() -> None:
     assert whole.ddp.use_megatron_fsdp and not whole.ddp.use_distributed_optimizer
 
 
+def test_one_instance_shards_over_all_ranks() -> None:
+    """--outer-dp-sharding-strategy optim is what one instance does; with several it is not supported yet."""
+    flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --outer-dp-sharding-strategy optim"
+    assert problems_of(flags, ranks=4) == []
+    (problem,) = problems_of(f"{flags} --num-distributed-optimizer-instances 2", ranks=4)
+    assert "not yet; without --num-distributed-optimizer-instances" in problem
+
+
 def test_types_in_which_gradients_are_sent() -> None:
     sharded = "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads"
     assert configured(sharded, ranks=2).ddp.grad_reduce_in_fp32

@@ -1,11 +1,15 @@
 """Hooks that print reports."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from support.command_lines import configured
 
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine, initialize_rerun_state_machine
 from megatron.core.straggler_detector import StragglerDetector
 from megatron.training.hooks.reports import RerunReport, StragglerReport
+from megatron.training.setup.set_up import timed_forward_step
 
 
 def test_slow_ranks_are_named_at_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +22,15 @@ def test_slow_ranks_are_named_at_the_interval(capsys: pytest.CaptureFixture[str]
     StragglerDetector().configure(1, 0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("iteration 2: stragglers: forward step: fastest rank 0")
+
+
+def test_a_detector_that_starts_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    """--disable-straggler-on-startup: nothing is measured or printed until a script's code enables the detector."""
+    config = configured("--log-straggler --disable-straggler-on-startup")
+    timed_forward_step(lambda: None, config, SimpleNamespace(world_size=1, rank=0))()  # type: ignore[arg-type]
+    StragglerReport(1).after_step(1)
+    assert capsys.readouterr().out == "" and StragglerDetector().configured
+    StragglerDetector().configure(1, 0)
 
 
 def test_changed_results_are_named_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,21 @@
+"""--distributed-timeout-seconds-after-init: another time limit of collectives once the first step is done."""
+
+from datetime import timedelta
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.hooks.hook import Hook
+
+
+class GroupTimeout(Hook):
+    """Sets the time limit after the first step, in which kernels are compiled and communicators are made."""
+
+    def __init__(self, groups: ProcessGroupCollection, seconds: int) -> None:
+        self.groups = groups
+        self.seconds = seconds
+        self._is_set = False
+
+    def after_step(self, iteration: int) -> None:
+        """Sets the limit of all groups, once."""
+        if not self._is_set:
+            self.groups.set_timeout(timedelta(seconds=self.seconds))
+            self._is_set = True
