@@ -274,10 +274,16 @@ class ModelParallelConfig:
     # Offloading of activations ---------------------------------------------------------------------------------------
 
     cpu_offloading: bool = not_a_flag(False)
-    """Keep activations of some layers in host memory."""
+    """Has no effect: `cpu_offloading_num_layers` says what is kept in host memory."""
 
-    cpu_offloading_num_layers: int = not_yet(0)
-    """Number of layers whose activations are kept in host memory."""
+    cpu_offloading_num_layers: int = 0
+    """Keep all activations of the first so many layers of each model chunk in host memory from forward to backward;
+    with full recomputation, their inputs. Copies overlap with computation."""
+
+    cpu_offloading_retain_pinned_cpu_buffers: bool = flag(
+        False, no_effect="pinned host memory that is freed is kept and used again, always"
+    )
+    """Use the host memory of one step again in the next."""
 
     _cpu_offloading_context: AbstractContextManager[Any] | None = not_a_flag(None)
     """The context manager inside which activations are moved."""

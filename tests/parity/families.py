@@ -102,6 +102,8 @@ _PLAIN = Family(
         ("tp4", "cp2-p2p"),
         ("pp2-zb-v", "cp4-p2p"),
         ("pp2-variable", "sp2", "cp2-a2a"),
+        ("sp2", "pp2-interleaved", "offload"),
+        ("pp2-zb-h1", "dp2-optim_grads_params", "offload"),
     ],
 )
 
@@ -157,6 +159,7 @@ _EXPERTS = Family(
         ("dp2", "ep2-overlap", "recompute-shared"),
         ("cp2-p2p", "ep2", "recompute-moe"),
         ("dp2", "ep2-overlap-late"),
+        ("pp2", "dp2", "ep2", "offload-experts"),
         ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late"),
         ("dp2-optim_grads_params", "ep2-own", "recompute-experts"),
     ],
@@ -172,6 +175,7 @@ _EXPERTS = Family(
         ("sp2", "cp2-p2p", "recompute-full", "ep2-overlap"),
         ("sp2", "pp2-zb-h1", "dp2-optim", "ep2-own"),
         ("sp2", "cp2-p2p", "recompute-moe", "ep2-own"),
+        ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late", "offload-experts"),
     ],
 )
 

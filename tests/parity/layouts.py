@@ -68,6 +68,7 @@ def _experts(ranks: int, tensor: int | None = None, name: str = "", **settings: 
 _STATE = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 _PARTS = {"recompute_granularity": "selective"}
+_OFFLOADED = {"fine_grained_activation_offloading": True, "min_offloaded_tensor_size": 1}
 _SPREAD = {**_FULL, "recompute_method": "uniform", "distribute_saved_activations": True}
 
 DIMENSIONS: dict[str, list[Choice]] = {
@@ -167,6 +168,24 @@ FURTHER: dict[str, list[Choice]] = {
         Choice("recompute-moe", settings={**_PARTS, "recompute_modules": ["moe", "layernorm"]}),
         Choice("recompute-experts", settings={**_PARTS, "recompute_modules": ["moe_act", "core_attn"]}),
         Choice("recompute-shared", settings={**_PARTS, "recompute_modules": ["shared_experts", "moe_act"]}),
+        Choice(
+            "offload",
+            settings={
+                **_PARTS,
+                "recompute_modules": ["layernorm"],
+                **_OFFLOADED,
+                "offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+            },
+        ),
+        Choice(
+            "offload-experts",
+            settings={
+                **_PARTS,
+                "recompute_modules": ["moe_act"],
+                **_OFFLOADED,
+                "offload_modules": ["mlp_norm", "core_attn", "expert_fc1", "moe_act"],
+            },
+        ),
         Choice("recompute-latents", settings={**_PARTS, "recompute_modules": ["mla_up_proj", "layernorm"]}),
     ],
     "experts": [

@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.tokens import SequencePart, Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.recompute import recompute_predictions
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -136,6 +137,7 @@ class MultiTokenPredictionBlock(MegatronModule):
             for depth, layer_spec in enumerate(submodules.layer_specs, 1)
         )
         recompute_predictions(self, config, layers_before, groups.tp)
+        offload_activations(self, config, groups)
 
     def forward(self, hidden: Tensor, embedded: Sequence[Tensor], inputs: LayerInputs) -> list[Tensor]:
         """Returns the hidden states [s, b, h] of each depth, from the decoder's hidden states [s, b, h] and, for each
@@ -148,7 +150,7 @@ class MultiTokenPredictionBlock(MegatronModule):
         return found
 
     def run_layers(self, layers: Sequence[nn.Module], hidden: Tensor, embedded: Tensor, inputs: LayerInputs) -> Tensor:
-        """Runs one depth, [t, h] -> [t, h]. Full recompute wraps this function."""
+        """Runs one depth, [t, h] -> [t, h]. Full recompute and offloading wrap this function."""
         (layer,) = layers
         return layer(hidden, embedded, inputs)
 

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.layer_inputs import LayerInputs, sequence_slice
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.offload import offload_activations
 from megatron.core.transformer.recompute import recompute_activations
 from megatron.core.transformer.spec_utils import ModuleSpec, Spec, build_module, import_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -82,6 +83,7 @@ class TransformerBlock(MegatronModule):
             if config.sequence_parallel:
                 add_partial_gradient_axis("tp", self.final_layernorm)
         recompute_activations(self, config, self.pg_collection.tp)
+        offload_activations(self, config, self.pg_collection)
 
     def has_final_layernorm_in_this_stage(self) -> bool:
         """True if this stage has the norm after the last layer; with `norm_placement` post_residual no stage has."""
@@ -122,7 +124,7 @@ class TransformerBlock(MegatronModule):
         return hidden.view(s, b, h)
 
     def run_layers(self, layers: Iterable[nn.Module], hidden: Tensor, inputs: LayerInputs) -> Tensor:
-        """Runs `layers_at_once` layers, [t, h] -> [t, h]. Full recompute wraps this function."""
+        """Runs `layers_at_once` layers, [t, h] -> [t, h]. Full recompute and offloading wrap this function."""
         for layer in layers:
             hidden = layer(hidden, inputs)
         return hidden

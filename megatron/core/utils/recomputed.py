@@ -4,6 +4,7 @@ backward.
 Results are bit-equal to those of a run that keeps everything. Dropout masks are functions of the token's position, the
 state of torch's generators (which a user's module may use) is restored, and effects that must not happen twice use
 `run_once_under_recompute`. The classes wrap a function and are called in its place. A copy of the model copies them.
+What they keep passes through `keep_saved`, so that it can be offloaded.
 """
 
 import functools
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.collectives import Group, gather_rows, group_rank, group_size
+from megatron.core.utils.offloaded import keep_saved, restore_saved
 from megatron.core.utils.recompute_cache import RecomputeCache, run_once_under_recompute
 
 
@@ -51,17 +53,17 @@ class Recomputed:
         share = tensor.new_zeros(length)
         mine = tensor.detach().reshape(-1)[group_rank(group) * length :][:length]
         share[: mine.numel()] = mine
-        return _Share(share, tensor.shape)
+        return _Share(keep_saved(share), tensor.shape)
 
     def _give(self, kept: "_Share") -> Tensor:
-        return gather_rows(kept.flat, self.spread_over)[: kept.shape.numel()].view(kept.shape)
+        return gather_rows(restore_saved(kept.flat), self.spread_over)[: kept.shape.numel()].view(kept.shape)
 
 
 @dataclass(frozen=True)
 class _Share:
     """One rank's part of a tensor."""
 
-    flat: Tensor
+    flat: Any
     shape: torch.Size
 
 
@@ -100,17 +102,17 @@ class DiscardedOutput:
         finally:
             self._made = []
 
-    def _keep(self, tensor: Tensor) -> "Tensor | _Recipe":
+    def _keep(self, tensor: Tensor) -> Any:
         for function, inputs, output in self._made:
             if _same_memory(tensor, output):
-                return _Recipe(function, inputs.detach(), tensor.shape)
-        return tensor
+                return _Recipe(function, keep_saved(inputs.detach()), tensor.shape)
+        return keep_saved(tensor)
 
-    def _give(self, kept: "Tensor | _Recipe") -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+    def _give(self, kept: Any) -> Tensor:
+        if not isinstance(kept, _Recipe):
+            return restore_saved(kept)
         with torch.no_grad():
-            return kept.function(kept.inputs).view(kept.shape)
+            return kept.function(restore_saved(kept.inputs)).view(kept.shape)
 
 
 class DiscardedResults:
@@ -150,25 +152,25 @@ class _Again:
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Any, results: tuple[Tensor, ...]) -> None:
         self.function, self.results = function, results
-        self.inputs = tuple(value.detach() if isinstance(value, Tensor) else value for value in inputs)
+        self.inputs = tuple(keep_saved(value.detach()) if isinstance(value, Tensor) else value for value in inputs)
         self._wanted = self._given = 0
         self._computed: tuple[Tensor, ...] = ()
 
-    def keep(self, tensor: Tensor) -> "Tensor | _View":
-        """Returns what autograd saves for a tensor: a `_View` if it is a view of a result, else the tensor."""
+    def keep(self, tensor: Tensor) -> Any:
+        """Returns what autograd saves for a tensor: a `_View` if it is a view of a result."""
         place = tensor.untyped_storage().data_ptr()
         for number, result in enumerate(self.results):
             if place and result.untyped_storage().data_ptr() == place and result.dtype is tensor.dtype:
                 self._wanted += 1
                 offset = int(tensor.storage_offset() - result.storage_offset())
                 return _View(self, number, tensor.shape, tensor.stride(), offset)
-        return tensor
+        return keep_saved(tensor)
 
     def view(self, view: "_View") -> Tensor:
         """Returns a view of a result. The first call computes all results; they are freed after the last saved view."""
         if not self._computed:
             with torch.no_grad():
-                self._computed = self.function(*self.inputs)
+                self._computed = self.function(*map(restore_saved, self.inputs))
         result = self._computed[view.number]
         self._given += 1
         if self._given == self._wanted:
@@ -188,8 +190,8 @@ class _View:
     """Storage offset of the view relative to the result, in elements."""
 
 
-def _give(kept: "Tensor | _View") -> Tensor:
-    return kept if isinstance(kept, Tensor) else kept.call.view(kept)
+def _give(kept: Any) -> Tensor:
+    return kept.call.view(kept) if isinstance(kept, _View) else restore_saved(kept)
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class _Recipe:
     """The function and argument that give a discarded result."""
 
     function: Callable[[Tensor], Tensor]
-    inputs: Tensor
+    inputs: Any
     shape: torch.Size
 
 

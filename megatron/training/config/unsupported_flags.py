@@ -175,15 +175,16 @@ _REFUSED = {
         expert-tensor-parallel-num-weight-shards gtp-expert-remat-nccl-ub gtp-remat-nccl-ub gtp-remat-opt-in-modules
         gtp-remat-reduce-scatter-with-fp32-accumulation tensor-parallel-num-weight-shards""",
     "give --data-stages FILE, in which the blend changes at given samples": "phase-transition-iterations",
+    "a CUDA graph holds a whole micro-batch, whose activations stay on the device; offload without CUDA graphs": """
+        delay-offload-until-cuda-graph""",
 }
 """Reasons why flags are refused, with what to give instead where there is something, and the flags."""
 
 _NOT_YET = {
     "these formats of 8-bit and 4-bit numbers are not supported": "te-precision-config-file",
-    "activations and optimizer state stay on the device": """
-        activation-offload-fraction cpu-offloading-retain-pinned-cpu-buffers delay-offload-until-cuda-graph
-        delta-offload-bytes-across-pp-ranks fine-grained-offloading-max-inflight-offloads moe-paged-stash
-        moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-page-size""",
+    "tensors are offloaded whole, each to host memory of its own (--fine-grained-activation-offloading)": """
+        moe-paged-stash moe-paged-stash-buffer-size-factor-cpu moe-paged-stash-buffer-size-factor-cuda
+        moe-paged-stash-page-size""",
     "every layer of sparse attention has its own indexer": "dsa-indexer-skip-topk-offset dsa-indexer-topk-freq",
     "gated delta products are not supported": """
         gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",

@@ -36,6 +36,11 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "moe_local_token_overlap",
     "lion_beta1",
     "lion_beta2",
+    # newer than the releases
+    "activation_offload_fraction",
+    "delta_offload_bytes_across_pp_ranks",
+    "fine_grained_offloading_max_inflight_offloads",
+    "cpu_offloading_retain_pinned_cpu_buffers",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",

@@ -45,6 +45,7 @@ QWEN3_NEXT = (
     f"{MIXTRAL} {DELTA} --qk-layernorm --attention-output-gate --apply-layernorm-1p --moe-shared-expert-gate "
     "--moe-shared-expert-intermediate-size 16"
 )
+OFFLOADING = "--fine-grained-activation-offloading --offload-modules core_attn"
 HYBRID = "--mamba-head-dim 8 --mamba-num-groups 2"
 NEMOTRON = (
     f"{HYBRID} --squared-relu --disable-bias-linear --normalization RMSNorm --position-embedding-type none "
@@ -128,7 +129,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "mamba_state_dim": (f"{HYBRID} --is-hybrid-model --mamba-state-dim 8",),
     "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 16",),
     "max_position_embeddings": ("--max-position-embeddings 32",),
-    "min_offloaded_tensor_size": ("--min-offloaded-tensor-size 8",),
+    "min_offloaded_tensor_size": (f"{OFFLOADING} --min-offloaded-tensor-size 8",),
     "mlp_chunks_for_prefill": ("--mlp-chunks-for-prefill 2",),
     "moe_aux_loss_coeff": ("--moe-aux-loss-coeff 0.1",),
     "moe_expert_capacity_factor": ("--moe-expert-capacity-factor 0.5",),
@@ -196,7 +197,15 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "--group-query-attention --num-query-groups 2",
     ),
     "group_query_attention": ("--group-query-attention --num-query-groups 1",),
-    "offload_modules": ("--offload-modules core_attn",),
+    "offload_modules": (OFFLOADING,),
+    "fine_grained_activation_offloading": (OFFLOADING,),
+    "activation_offload_fraction": (f"{OFFLOADING} --activation-offload-fraction 0.5",),
+    "delta_offload_bytes_across_pp_ranks": (f"{OFFLOADING} --delta-offload-bytes-across-pp-ranks 8",),
+    "fine_grained_offloading_max_inflight_offloads": (
+        f"{OFFLOADING} --fine-grained-offloading-max-inflight-offloads 2",
+    ),
+    "cpu_offloading_num_layers": ("--cpu-offloading-num-layers 1",),
+    "cpu_offloading_retain_pinned_cpu_buffers": ("--cpu-offloading-retain-pinned-cpu-buffers",),
     "qk_clip_alpha": ("--qk-clip --qk-clip-alpha 0.25",),
     "qk_clip_threshold": ("--qk-clip --qk-clip-threshold 1",),
     "qk_norm_scope": ("--qk-layernorm --qk-norm-scope full",),

@@ -9,6 +9,9 @@ from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed by themselves."""
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
+OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
+"""Parts of a layer whose inputs can be kept in host memory."""
+_FINE = "fine_grained_activation_offloading"
 
 
 @dataclass(kw_only=True)
@@ -33,16 +36,27 @@ class MemoryConfig:
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
     """With full recomputation: distribute the kept layer inputs over tensor parallel ranks."""
 
-    fine_grained_activation_offloading: bool = not_yet(False)
-    """Keep the inputs of --offload-modules in host memory until backward."""
+    fine_grained_activation_offloading: bool = False
+    """Keep the inputs of --offload-modules in host memory from forward to backward. Copies overlap with computation."""
 
-    offload_modules: list[str] | None = flag(
-        default_factory=list, only_with="fine_grained_activation_offloading", nargs="+"
-    )
-    """With --fine-grained-activation-offloading: parts of a layer whose inputs are offloaded."""
+    offload_modules: list[str] | None = flag(default_factory=list, only_with=_FINE, nargs="+")
+    """With --fine-grained-activation-offloading: parts of a layer whose inputs are kept in host memory, any of
+    attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, moe_act."""
 
-    min_offloaded_tensor_size: int = flag(1048576, only_with="fine_grained_activation_offloading")
-    """With --fine-grained-activation-offloading: smallest number of elements of a tensor that is offloaded."""
+    min_offloaded_tensor_size: int = flag(1048576, only_with=_FINE)
+    """With --fine-grained-activation-offloading: tensors with fewer elements stay on the device."""
+
+    activation_offload_fraction: float = flag(1.0, only_with=_FINE)
+    """With --fine-grained-activation-offloading: fraction of the --offload-modules of a stage's layers that are
+    offloaded, spread evenly."""
+
+    delta_offload_bytes_across_pp_ranks: int = flag(0, only_with=_FINE)
+    """With --fine-grained-activation-offloading: each pipeline rank offloads so many bytes of a micro-batch less than
+    the rank before it, which holds more micro-batches."""
+
+    fine_grained_offloading_max_inflight_offloads: int | None = flag(None, only_with=_FINE)
+    """With --fine-grained-activation-offloading: number of layers, for each of the --offload-modules, whose copies to
+    the host may still run when the next layer's copy starts. More overlap, and more memory. Default: 1."""
 
     enable_cuda_graph: bool = False
     """Former spelling of --cuda-graph-impl local."""
@@ -90,6 +104,7 @@ def validate(config: Any) -> Iterator[str]:
             if getattr(config, field) is not None:
                 yield f"{{{field}}} goes with {{recompute_granularity:name}} full only"
         yield from _module_problems(config)
+    yield from _offloading_problems(config)
     if config.distribute_saved_activations:
         if config.recompute_granularity != "full":
             yield "{distribute_saved_activations} spreads inputs of layers: it needs {recompute_granularity:name} full"
@@ -100,6 +115,46 @@ def validate(config: Any) -> Iterator[str]:
 def captures_micro_batches(config: Any) -> bool:
     """Whether micro-batches are replayed as CUDA graphs."""
     return config.enable_cuda_graph or config.cuda_graph_impl == "local"
+
+
+def _offloading_problems(config: Any) -> Iterator[str]:
+    amounts = ("min_offloaded_tensor_size", "delta_offload_bytes_across_pp_ranks")
+    yield from too_small(config, (*amounts, "fine_grained_offloading_max_inflight_offloads"), 0)
+    yield from too_small(config, ("cpu_offloading_num_layers",), 0)
+    if not 0.0 <= config.activation_offload_fraction <= 1.0:
+        yield "{activation_offload_fraction} must be from 0 to 1"
+    fine, by_layer = config.fine_grained_activation_offloading, config.cpu_offloading_num_layers > 0
+    if fine and by_layer:
+        yield "{fine_grained_activation_offloading} and {cpu_offloading_num_layers}: choose one"
+    if (fine or by_layer) and captures_micro_batches(config):
+        name = "fine_grained_activation_offloading" if fine else "cpu_offloading_num_layers"
+        yield f"{{{name}}}: a captured micro-batch keeps its activations on the device; drop it or the CUDA graphs"
+    if fine and config.recompute_granularity == "full":
+        yield (
+            "{fine_grained_activation_offloading}: full recomputation keeps the layers' inputs only; "
+            "{cpu_offloading_num_layers:name} moves these"
+        )
+    if fine and not config.offload_modules:
+        parts = ", ".join(OFFLOAD_MODULES)
+        yield f"{{fine_grained_activation_offloading}} needs {{offload_modules:name}}, any of {parts}"
+    for name in config.offload_modules or () if fine else ():
+        reason = _why_not_offloaded(config, name)
+        if reason:
+            yield f"{{offload_modules}}: {name} {reason}"
+
+
+def _why_not_offloaded(config: Any, module: str) -> str | None:
+    """Returns why no layer keeps inputs of this part; None if some layers do."""
+    if module not in OFFLOAD_MODULES:
+        return f"is no such part of a layer; {', '.join(OFFLOAD_MODULES)} are"
+    if module in ("expert_fc1", "moe_act"):
+        if config.num_moe_experts is None:
+            return "is a part of a layer of experts, and {num_moe_experts:name} is not set"
+        if config.moe_layer_recompute or "moe" in (config.recompute_modules or ()):
+            return "is recomputed with the whole layer of experts; drop one"
+    if module in ("attn_norm", "mlp_norm") and config.norm_placement.startswith("post"):
+        return "is the norm before a branch, and {norm_placement} has none"
+    return None
 
 
 def _module_problems(config: Any) -> Iterator[str]:

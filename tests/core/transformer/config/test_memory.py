@@ -8,6 +8,8 @@ from megatron.core.exceptions import UserError
 from megatron.core.transformer.config.memory import validate
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+FINE: dict[str, Any] = {"fine_grained_activation_offloading": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 
@@ -19,6 +21,27 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
             {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
             "recompute_modules moe: moe is a part of a layer of",
         ),
+        (FINE, "fine_grained_activation_offloading needs offload_modules, any of attn_norm, qkv_linear"),
+        (FINE | {"offload_modules": ["mlp"]}, "offload_modules mlp: mlp is no such part of a layer"),
+        (
+            FINE | {"offload_modules": ["moe_act"]},
+            "moe_act is a part of a layer of experts, and num_moe_experts is not",
+        ),
+        (
+            FINE | {"offload_modules": ["mlp_norm"], "norm_placement": "post"},
+            "mlp_norm is the norm before a branch, and norm_placement post has none",
+        ),
+        (
+            FINE | {"offload_modules": ["core_attn"], "cpu_offloading_num_layers": 1},
+            "fine_grained_activation_offloading and cpu_offloading_num_layers 1: choose one",
+        ),
+        (FINE | FULL | {"offload_modules": ["core_attn"]}, "full recomputation keeps the layers' inputs only"),
+        (
+            {"cpu_offloading_num_layers": 1, "cuda_graph_impl": "local"},
+            "cpu_offloading_num_layers 1: a captured micro-batch keeps its activations on the device",
+        ),
+        ({"cpu_offloading_num_layers": -1}, "cpu_offloading_num_layers -1 must be at least 0"),
+        ({"activation_offload_fraction": 1.5}, "activation_offload_fraction 1.5 must be from 0 to 1"),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:
