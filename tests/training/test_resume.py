@@ -8,6 +8,9 @@ PRECISIONS = {
     "fp32": "",
     "fp16": "--fp16 --initial-loss-scale 1048576 --loss-scale-window 3 --hysteresis 1",
 }
+MAIN_GRADS = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --megatron-fsdp-main-grads-dtype bf16"
+)
 FLAGS = "--train-iters 20 --eval-interval 6 --eval-iters 2 --clip-grad 0.5 --lr-warmup-iters 3 --min-lr 1e-3"
 
 
@@ -47,6 +50,15 @@ def test_saves_in_the_background_are_those_of_their_steps(tmp_path, corpus, caps
     assert "successfully saved checkpoint from iteration      20" in capsys.readouterr().out
     # The counts of validation samples differ: the last evaluation comes after the last save.
     assert differences(train(f"{flags} --load {tmp_path}").at_start, second.at_end) == ["state"]
+
+
+@pytest.mark.parametrize("flags", ["--use-precision-aware-optimizer --main-grads-dtype bf16", MAIN_GRADS])
+def test_gradients_accumulated_in_bfloat16(corpus, flags):
+    """Losses of the first steps are those of gradients in float32, up to rounding. The optimizer's state is alike."""
+    same = f"--bf16 --data-path {corpus} --train-iters 4 --eval-iters 0 --lr 1e-3"
+    wide, narrow = train(same), train(f"{same} {flags}")
+    assert narrow.losses == pytest.approx(wide.losses, rel=2e-3) and narrow.losses != wide.losses
+    assert narrow.steps[0].grad_norm == pytest.approx(wide.steps[0].grad_norm, rel=1e-2)
 
 
 def losses_of_evaluations(*outcomes: Outcome) -> list[tuple[int, str, float]]:

@@ -39,7 +39,7 @@ class Bucket:
         self.reduction = reduction
         self.wire_dtype = wire_dtype
         numel = sum(unit.plan.numel for unit in units)
-        self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.main_dtype, device=units[0].device)
+        self.grad_buffer = torch.zeros(numel, dtype=units[0].plan.grad_dtype, device=units[0].device)
         self.num_accumulated = 0
         """Contributions from micro-batches that may start reductions (the last one of a step)."""
         self.expected: int | None = None

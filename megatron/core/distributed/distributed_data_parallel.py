@@ -31,7 +31,8 @@ class DistributedDataParallel(nn.Module):
     After `finish_grad_sync` every parameter's `main_grad` has the mean over data (and context) parallel ranks of the
     gradients accumulated since `zero_grad_buffer`; with `config.calculate_per_token_loss`, their sum. If gradients or
     optimizer state are sharded, only this rank's shard of it is valid: `unit.parameter_slices` in
-    `unit.gradient_shard`. Gradients are accumulated in float32 or wider. They are summed in the same type with
+    `unit.gradient_shard`. Gradients are accumulated in float32 or wider, unless
+    `ddp_config.main_grads_dtype` is the model's type. They are summed in the main type with
     `ddp_config.grad_reduce_in_fp32`, else in the model's type. Replicas stay equal to the bit. `param.grad` is None
     after backward.
 
@@ -58,7 +59,8 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.pg_collection = (pg_collection or default_collection()).freeze()
         self.shardings = shardings(ddp_config, self.pg_collection)
-        plans = plan_units(module, {grid: sharding.shards for grid, sharding in self.shardings.items()})
+        shards = {grid: sharding.shards for grid, sharding in self.shardings.items()}
+        plans = plan_units(module, shards, ddp_config.main_grads_dtype)
         self.units = [self._unit(plan, device or _default_device()) for plan in plans]
         materialize_rest(module, device or _default_device(), config)
         reductions = {grid: self._reduction(grid) for grid in {plan.grid for plan in plans}}

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from megatron.core.config_fields import flag, not_a_flag, refuse, unsupported_values
 
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -123,6 +125,9 @@ class DistributedDataParallelConfig:
 
     fsdp_manual_registration: bool = flag(False, only_with="nccl_ub")
     """With --use-nccl-ub: register the buffers of sharded parameters manually."""
+
+    main_grads_dtype: torch.dtype = not_a_flag(torch.float32)
+    """Type of the main gradients of bfloat16 parameters: float32, or bfloat16, as in OptimizerConfig."""
 
     delay_wgrad_compute: bool = not_a_flag(False)
     """Weight gradients are computed later than input gradients."""

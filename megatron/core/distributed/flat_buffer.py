@@ -44,10 +44,10 @@ class Unit:
         if self.shards_weights:
             self.weight_shard = self.weight_shard.clone()
             self.reshard()
-        self.grad_buffer = torch.empty(0, dtype=plan.main_dtype, device=self.device)
-        """[numel] in the main type: the whole gradients that this rank accumulates."""
+        self.grad_buffer = torch.empty(0, dtype=plan.grad_dtype, device=self.device)
+        """[numel] in the gradients' type: the whole gradients that this rank accumulates."""
         self.gradient_shard = self.grad_buffer
-        """[shard] in the main type: their sum over data parallel ranks, after the reduction."""
+        """[shard] in the gradients' type: their sum over data parallel ranks, after the reduction."""
 
     @property
     def slots(self) -> tuple[ParameterSlot, ...]:
@@ -117,12 +117,12 @@ class Unit:
         on_accumulated: Callable[[nn.Parameter], None],
         before_write: Callable[[], None] | None = None,
     ) -> None:
-        """Lets the parameters accumulate their gradients into `buffer` ([numel] in the main type).
+        """Lets the parameters accumulate their gradients into `buffer` ([numel] in the gradients' type).
 
         `before_write` is called before each contribution is written, `on_accumulated(parameter)` after it. `shard` will
         have this rank's part of the sum.
         """
-        assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.main_dtype
+        assert buffer.shape == (self.plan.numel,) and buffer.dtype == self.plan.grad_dtype
         self.grad_buffer, self.gradient_shard = buffer, shard
         for slot in self.slots:
             attach_main_grad(slot.parameter, slot.view_in(buffer), on_accumulated, before_write)

@@ -31,7 +31,7 @@ class TransientGradients:
         self.shard = shard
         self.reduction = reduction
         self.wire_dtype = wire_dtype
-        self.whole = torch.empty(unit.plan.numel, dtype=unit.plan.main_dtype, device=unit.device)
+        self.whole = torch.empty(unit.plan.numel, dtype=unit.plan.grad_dtype, device=unit.device)
         self._nbytes = self.whole.untyped_storage().nbytes()
         self.num_accumulated = 0
         """Contributions in the whole gradients."""
@@ -117,7 +117,7 @@ class ReduceScatterGradients:
         parts: dict[Unit, Tensor] = {}
         for (grid, _), alike in kinds.items():
             sizes = [unit.weight_shard.numel() for unit in alike]
-            flat = torch.zeros(sum(sizes), dtype=alike[0].plan.main_dtype, device=alike[0].device)
+            flat = torch.zeros(sum(sizes), dtype=alike[0].plan.grad_dtype, device=alike[0].device)
             parts |= zip(alike, flat.split(sizes), strict=True)
             self.shards.append(GradientShards(flat, reductions[grid], wire_dtype(alike[0])))
         return parts

@@ -42,8 +42,9 @@ class Reduction:
     average_in_collective: bool = False
     """Let the collective apply the factor 1 / (size of the group), if the backend can average."""
     sum_in_main_dtype: bool = False
-    """Sum shards in the gradients' own type even if they are sent in a narrower one: each rank receives all addends of
-    its shard by an all-to-all, instead of sums that are rounded on the way. Sends as many bytes as a reduce-scatter."""
+    """Sum shards in float32 (or the gradients' own type, if it is wider) even if they are sent in a narrower one: each
+    rank receives all addends of its shard by an all-to-all, instead of sums that are rounded on the way. Sends as many
+    bytes as a reduce-scatter."""
 
     def start_all_reduce(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
         """Starts the sum of `gradients` [n], sent in `wire_dtype`. The result is written to `gradients`, which must not
@@ -56,28 +57,29 @@ class Reduction:
     def start_reduce_scatter(self, gradients: Tensor, wire_dtype: torch.dtype) -> PendingReduction:
         """Starts the sum of this rank's shard of `gradients` [n * ranks], sent in `wire_dtype`.
 
-        The result [n] has that type or the gradients' own. It can be a view of `gradients`, which must not be used
-        before the result has arrived.
+        The result [n] has that type, the gradients' own or float32. It can be a view of `gradients`, which must not be
+        used before the result has arrived.
         """
         wire, op = self._scaled(gradients, wire_dtype)
         ranks = group_size(self.group)
-        if self.sum_in_main_dtype and wire is not gradients and op is ReduceOp.SUM:
+        main = torch.promote_types(gradients.dtype, torch.float32)
+        if self.sum_in_main_dtype and wire.dtype != main and ranks > 1 and op is ReduceOp.SUM:
             addends = start_all_to_all_rows(wire, self.group)
-            return PendingReduction(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=gradients.dtype))
+            return PendingReduction(addends, lambda all_of: all_of.view(ranks, -1).sum(0, dtype=main))
         size = gradients.numel() // ranks
         shard = wire[group_rank(self.group) * size :][:size]
         return PendingReduction(start_reduce_scatter_rows(wire, self.group, out=shard, op=op))
 
     def _scaled(self, gradients: Tensor, wire_dtype: torch.dtype) -> tuple[Tensor, ReduceOp.RedOpType]:
-        """Returns the tensor to send (the gradients, scaled in place, or a scaled copy in a narrower type) and the
+        """Returns the tensor to send (the gradients, scaled in place, or a scaled copy in another type) and the
         reduction operation."""
         ranks, scale = group_size(self.group), self.scale
-        narrow = wire_dtype != gradients.dtype and ranks > 1
+        other = wire_dtype != gradients.dtype and ranks > 1
         averaging = self.average_in_collective and averages_in_collective(gradients, self.group)
-        averaging = averaging and not (narrow and self.sum_in_main_dtype)
+        averaging = averaging and not (wire_dtype.itemsize < 4 and self.sum_in_main_dtype)
         if averaging:
             scale *= ranks
         op = ReduceOp.AVG if averaging else ReduceOp.SUM
-        if narrow:
+        if other:
             return torch.mul(gradients, scale, out=gradients.new_empty(gradients.shape, dtype=wire_dtype)), op
         return (gradients.mul_(scale) if scale != 1.0 else gradients), op

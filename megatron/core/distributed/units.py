@@ -82,12 +82,18 @@ class UnitPlan:
     slots: tuple[ParameterSlot, ...]
     numel: int
     """Elements of each whole buffer: the parameters, their alignment, and padding that makes all shards equal."""
+    narrow_gradients: bool = False
+    """Whether gradients are accumulated in the model's type although it is narrower than float32."""
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """Type of gradients and of the weights that the optimizer updates: float32, or the model's type if that is
-        wider."""
+        """Type of the weights that the optimizer updates: float32, or the model's type if that is wider."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Type of the main gradients: the main type, or the model's with `narrow_gradients`."""
+        return self.dtype if self.narrow_gradients else self.main_dtype
 
     @property
     def needs_main_weights(self) -> bool:
@@ -107,19 +113,25 @@ class UnitPlan:
         return tuple(found)
 
 
-def plan_units(module: nn.Module, shards: Mapping[str, int] | None = None) -> list[UnitPlan]:
+def plan_units(
+    module: nn.Module, shards: Mapping[str, int] | None = None, main_grads_dtype: torch.dtype = torch.float32
+) -> list[UnitPlan]:
     """Returns the units of a model chunk, in the order of its modules. Parameters without gradient belong to no unit.
 
     The parameters of a unit share their name up to its first number (`decoder.layers.3`) or, without a number, its
     first word (`embedding`). A weight that another stage holds too is a unit of its own, so that both stages shard it
     alike. In a unit, parameters with weight decay come first, so that weight decay acts on one range. `shards` is the
-    number of equal shards of each grid's units (default 1).
+    number of equal shards of each grid's units (default 1). Parameters of the type `main_grads_dtype`, if it is not
+    float32, accumulate their gradients in it.
     """
     members: dict[tuple[str, str, torch.dtype], list[tuple[nn.Parameter, ParameterInfo]]] = {}
     for parameter, info in named_infos(module):
         if parameter.requires_grad:
             members.setdefault((unit_name(info), info.grid, parameter.dtype), []).append((parameter, info))
-    return [_plan(*key, parameters, (shards or {}).get(key[1], 1)) for key, parameters in members.items()]
+    plans = [_plan(*key, parameters, (shards or {}).get(key[1], 1)) for key, parameters in members.items()]
+    if main_grads_dtype is torch.float32:
+        return plans
+    return [dataclasses.replace(plan, narrow_gradients=plan.dtype is main_grads_dtype) for plan in plans]
 
 
 def unit_name(info: ParameterInfo) -> str:

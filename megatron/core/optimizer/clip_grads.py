@@ -49,11 +49,14 @@ def grad_norm(
 ) -> Tensor:
     """Returns the 2-norm of the whole model's gradient: a float64 scalar tensor, not finite if any gradient is not.
 
-    Norms of single parameters are computed in the gradients' type; their squares are summed in float64.
+    Norms of single parameters are computed in the gradients' type, float32 at least; their squares are summed in
+    float64.
     """
 
     def of_grid(gradients: list[Tensor]) -> Tensor:
-        return torch.stack(foreach_norm(gradients)).double().square().sum()
+        if gradients[0].dtype.itemsize >= 4:
+            return torch.stack(foreach_norm(gradients)).double().square().sum()
+        return torch.stack(foreach_norm(gradients, 2, torch.float32)).double().square().sum()
 
     return _sum_over_model(units, groups, of_grid, chunk).sqrt()
 

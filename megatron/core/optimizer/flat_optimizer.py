@@ -43,6 +43,7 @@ from megatron.core.optimizer.update_rules import (
     UpdateRule,
     build_update_rule,
     update_stored,
+    with_main_gradients,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -223,7 +224,8 @@ class FlatOptimizer(MegatronOptimizer):
                     assert isinstance(self.rule, Adam)
                     update_stored(self.rule, alike, step, rate, group["weight_decay"])
                 else:
-                    self.rule.update(alike, step, rate, group["weight_decay"])
+                    for part in with_main_gradients(alike):
+                        self.rule.update(part, step, rate, group["weight_decay"])
         for state in self.states:
             state.unit.mark_updated()
         for chunk in self.chunks:

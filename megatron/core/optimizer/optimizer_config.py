@@ -78,10 +78,10 @@ class OptimizerConfig:
     main_grads_dtype: torch.dtype = flag(
         torch.float32,
         words=_words("fp32", "bf16"),
-        supported=(torch.float32,),
         only_with="use_precision_aware_optimizer",
     )
-    """With --use-precision-aware-optimizer: type of the main gradients."""
+    """With --use-precision-aware-optimizer: type in which gradients are accumulated over micro-batches and reduced over
+    ranks. bf16 halves their memory and loses small contributions: choose few micro-batches."""
 
     main_params_dtype: torch.dtype = flag(
         torch.float32, words=_words("fp32", "fp16"), only_with="use_precision_aware_optimizer"

@@ -244,6 +244,21 @@ def plain_segments(
     yield from zip(segments.weights, segments.gradients, states, segments.model_weights, strict=True)
 
 
+def with_main_gradients(segments: Segments) -> Iterator[Segments]:
+    """Yields the segments as they are, or one by one with gradients in the type of the weights, if those are
+    narrower."""
+    if all(gradient.dtype == segments.dtype for gradient in segments.gradients):
+        yield segments
+        return
+    for place, gradient in enumerate(segments.gradients):
+        yield Segments(
+            [segments.weights[place]],
+            [gradient.to(segments.dtype)],
+            {name: [moments[place]] for name, moments in segments.moments.items()},
+            [segments.model_weights[place]],
+        )
+
+
 def publish(segments: Segments) -> None:
     """Round the weights into the model's."""
     for weight, model_weight in zip(segments.weights, segments.model_weights, strict=True):

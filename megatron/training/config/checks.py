@@ -161,6 +161,12 @@ def _widths(s: Settings) -> Iterator[str]:
 def _gradient_types(s: Settings) -> Iterator[str]:
     if s.grad_reduce_in_bf16 and s.is_given("grad_reduce_in_fp32"):
         yield "{grad_reduce_in_bf16} and {grad_reduce_in_fp32} contradict each other; give one"
+    if s.main_grads_dtype is torch.bfloat16:
+        flag = "megatron_fsdp_main_grads_dtype" if s.use_megatron_fsdp else "main_grads_dtype"
+        if not s.bf16:
+            yield f"{{{flag}}} is for a model in bfloat16; add {{bf16:name}} or leave it out"
+        if s.is_given("grad_reduce_in_fp32"):
+            yield f"{{{flag}}} and {{grad_reduce_in_fp32}} contradict each other; give one"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ import contextlib
 import math
 from collections.abc import Callable
 
+import torch
+
 from megatron.core.datasets.utils import DEFAULT_SPLIT
 from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
@@ -148,7 +150,14 @@ def _latent_attention(s: Settings) -> str | None:
 def _number_formats(s: Settings) -> None:
     if s.apply_query_key_layer_scaling:
         s.set_derived("attention_softmax_in_fp32", True)
-    if (s.fp16 or s.bf16) and not s.grad_reduce_in_bf16:
+    if s.use_megatron_fsdp and s.megatron_fsdp_main_grads_dtype == "bf16":
+        s.set_derived("main_grads_dtype", torch.bfloat16)
+    elif not s.use_precision_aware_optimizer:  # --main-grads-dtype belongs to it
+        s.set_derived("main_grads_dtype", torch.float32)
+    if s.use_megatron_fsdp and s.megatron_fsdp_main_params_dtype == "fp16":
+        s.set_derived("use_precision_aware_optimizer", True)
+        s.set_derived("main_params_dtype", torch.float16)
+    if (s.fp16 or s.bf16) and not s.grad_reduce_in_bf16 and s.main_grads_dtype is torch.float32:
         s.set_derived("grad_reduce_in_fp32", True)
     if s.use_megatron_fsdp and s.megatron_fsdp_grad_comm_dtype != "auto":
         s.set_derived("grad_reduce_in_fp32", s.megatron_fsdp_grad_comm_dtype == "fp32")

@@ -54,20 +54,23 @@ class ParallelConfig:
     """Number of gradient buckets."""
 
     megatron_fsdp_main_params_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "fp32", supported=["fp32"], only_with="use_megatron_fsdp"
+        "fp32", supported=["fp32", "fp16"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: type of the main weights."""
+    """With --use-megatron-fsdp: type of the main weights. fp16 is another spelling of --use-precision-aware-optimizer
+    --main-params-dtype fp16. (Main weights in float32 take 2 bytes beside bfloat16 weights with
+    --use-precision-aware-optimizer.)"""
 
     megatron_fsdp_main_grads_dtype: Literal["fp32", "bf16", "fp16", "auto"] = flag(
-        "auto", supported=["auto", "fp32"], no_effect="gradients are always accumulated in float32 or wider"
+        "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: type of the main gradients."""
+    """With --use-megatron-fsdp: type in which gradients are accumulated (auto: fp32). bf16 is for a model in bfloat16;
+    they are then reduced in it too, unless --megatron-fsdp-grad-comm-dtype is fp32."""
 
     megatron_fsdp_grad_comm_dtype: Literal["fp32", "fp16", "bf16", "auto"] = flag(
         "auto", supported=["auto", "fp32", "bf16"], only_with="use_megatron_fsdp"
     )
-    """With --use-megatron-fsdp: type of gradients during communication; auto: bf16 with --grad-reduce-in-bf16,
-    otherwise fp32."""
+    """With --use-megatron-fsdp: type of gradients during communication; auto: bf16 with --grad-reduce-in-bf16 or with
+    main gradients in bf16, otherwise fp32."""
 
     grad_reduce_in_bf16: bool = False
     """Reduce gradients over ranks in the model's type. They are accumulated in float32 all the same."""

@@ -48,7 +48,8 @@ _ACCEPTED = {
     "the weights of each layer are gathered into memory of its own": """
         fsdp-db-use-persist-buf-on-alloc-fail megatron-fsdp-enable-fine-grained-param-gather
         megatron-fsdp-max-pool-double-buffer megatron-fsdp-version""",
-    "gradients are always accumulated in float32 or wider": "ddp-param-name-patterns-for-fp32-local-accumulation",
+    "--main-grads-dtype is for all parameters; fp32 is the default": """
+        ddp-param-name-patterns-for-fp32-local-accumulation""",
     "an MLP processes its tokens at once; --recompute-modules mlp saves its memory": "mlp-chunks-for-training",
     "layers need no other form to be exported: tools/checkpoint/convert.py export reads any checkpoint": """
         export-force-local-attention export-te-mcore-model modelopt-enabled""",
@@ -233,7 +234,6 @@ _FIELDS_TO_COME = (
     ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
     ("*cuda-graph*", "CUDA graphs hold whole micro-batches of our own layers (--cuda-graph-impl local)"),
     ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
-    ("main-grads-dtype", "gradients are accumulated in float32"),
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
     ("use-legacy-models", "there are no models but those of megatron.core"),

@@ -113,7 +113,7 @@ def build_shard(
         global_vars.clear_current_run()
     return ModelShard(
         tuple(stages.stage_at(pipeline_rank, number) for number in range(stages.chunks)),
-        tuple(tuple(plan_units(chunk, shards)) for chunk in chunks),
+        tuple(tuple(plan_units(chunk, shards, config.ddp.main_grads_dtype)) for chunk in chunks),
         shared,
     )
 
@@ -130,7 +130,7 @@ def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
         sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
-        gradients += plan.main_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
+        gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
         optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
@@ -181,7 +181,7 @@ def _gathered_gradients(shard: ModelShard, overlap: bool) -> int:
 def _opened(shard: ModelShard, chunk: int) -> list[int]:
     """Returns the bytes of the whole gradients of each unit of a chunk, 0 for units that keep them anyway."""
     plans = shard.plans[chunk]
-    return [p.numel * p.main_dtype.itemsize * shard.shardings[p.grid].strategy.shards_gradients for p in plans]
+    return [p.numel * p.grad_dtype.itemsize * shard.shardings[p.grid].strategy.shards_gradients for p in plans]
 
 
 def _head_is_tied(shard: ModelShard, chunk: int) -> bool:

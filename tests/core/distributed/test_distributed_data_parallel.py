@@ -228,3 +228,28 @@ def test_wrapping_again_gives_gradients_to_the_new_wrapper_once() -> None:
     accumulate(ddp, range(SAMPLES), 1, per_token=False)
     ddp.finish_grad_sync()
     assert relative_error(gradients_of(ddp), reference_gradients(tied=True, per_token=False)) < 1e-11
+
+
+NARROW = {"main_grads_dtype": torch.bfloat16, "grad_reduce_in_fp32": False}
+
+
+def shards_of_gradients(strategy: str, settings: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's shards of the gradients of a model in bfloat16, after two steps with two micro-batches."""
+    sharding: dict[str, Any] = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}
+    ddp = wrapped(SmallModel(dtype=torch.bfloat16), **sharding | settings)
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        accumulate(ddp, range(SAMPLES), 2, per_token=False)
+        ddp.finish_grad_sync()
+    return {unit.plan.name: unit.gradient_shard.clone() for unit in ddp.units}
+
+
+@pytest.mark.parametrize("more", [{}, {"grad_reduce_in_fp32": True}, {"reduce_scatter_with_fp32_accumulation": True}])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_main_gradients_in_bfloat16(strategy: str, more: dict[str, Any]) -> None:
+    """--main-grads-dtype bf16: half the bytes, and the gradients of float32 up to bfloat16's rounding."""
+    wide = run_on_ranks(shards_of_gradients, 2, strategy, {})
+    for found, expected in zip(run_on_ranks(shards_of_gradients, 2, strategy, NARROW | more), wide, strict=True):
+        assert {shard.dtype for shard in found.values()} == {torch.bfloat16}
+        widened = {name: shard.float() for name, shard in found.items()}
+        assert 0 < relative_error(widened, expected) < 0.01

@@ -22,6 +22,20 @@ def test_a_layer_is_a_unit_and_its_decayed_parameters_come_first() -> None:
     assert plans[1].numel == 192
 
 
+def test_types_of_main_gradients() -> None:
+    """--main-grads-dtype: parameters of that type alone accumulate in it."""
+    model = SmallModel(dtype=torch.bfloat16)
+    model.layers[1].float()
+    assert {plan.grad_dtype for plan in plan_units(model)} == {torch.float32}
+    plans = plan_units(model, main_grads_dtype=torch.bfloat16)
+    assert {plan.name: plan.grad_dtype for plan in plans if "layers" in plan.name} == {
+        "layers.0": torch.bfloat16,
+        "layers.1": torch.float32,
+        "layers.2": torch.bfloat16,
+    }
+    assert {plan.main_dtype for plan in plans} == {torch.float32}
+
+
 @pytest.mark.parametrize("shards", [1, 3, 8])
 def test_parameters_are_aligned_and_shards_are_equal(shards: int) -> None:
     for plan in plan_units(SmallModel(padded=3), {"dense": shards}):

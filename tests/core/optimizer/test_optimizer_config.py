@@ -33,7 +33,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
             {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
             "main_params_dtype float16: a model in float32 has no main weights",
         ),
-        ({"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}, "main_grads_dtype bfloat16: not"),
         ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
     ],
 )

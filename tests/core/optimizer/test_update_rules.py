@@ -16,6 +16,7 @@ from megatron.core.optimizer.update_rules import (
     UpdateRule,
     build_update_rule,
     replace,
+    with_main_gradients,
 )
 
 LR, DECAY, DIVISOR, COUNT = 0.05, 0.1, 8.0, 3
@@ -111,3 +112,20 @@ def test_a_config_names_its_rule() -> None:
     assert isinstance(build_update_rule(OptimizerConfig(muon_scalar_optimizer="lion")), Adam)  # without Muon: no effect
     sgd = build_update_rule(OptimizerConfig(optimizer="sgd", sgd_momentum=0.3))
     assert isinstance(sgd, Sgd) and sgd.momentum == 0.3
+
+
+def test_narrow_gradients_are_widened_segment_by_segment() -> None:
+    """--main-grads-dtype bf16: the update is that of the same numbers in float32."""
+    rule, segments, wide = RULES["adamw"], *(segments_of(RULES["adamw"], torch.float32) for _ in range(2))
+    narrow = Segments(
+        segments.weights, [g.bfloat16() for g in segments.gradients], segments.moments, segments.model_weights
+    )
+    wide.gradients[:] = [g.float() for g in narrow.gradients]
+    assert list(with_main_gradients(wide)) == [wide]
+    parts = list(with_main_gradients(narrow))
+    assert [len(part.weights) for part in parts] == [1, 1]
+    for part in parts:
+        update(rule, part, DECAY)
+    update(rule, wide, DECAY)
+    assert all(map(torch.equal, segments.weights, wide.weights))
+    assert all(map(torch.equal, segments.moments["exp_avg_sq"], wide.moments["exp_avg_sq"]))

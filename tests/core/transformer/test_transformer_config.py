@@ -217,10 +217,3 @@ def test_the_optimizer_config_refuses(fields: dict[str, Any], message: str) -> N
 def test_groups_of_keys_and_values_may_be_fewer_than_tensor_parallel_ranks(groups: int) -> None:
     config = small(num_attention_heads=8, num_query_groups=groups, tensor_model_parallel_size=8)
     assert config.num_query_groups == groups
-
-
-def test_sharding_over_groups_of_shards_is_still_to_come() -> None:
-    assert DistributedDataParallelConfig(use_megatron_fsdp=True).data_parallel_sharding_strategy == "no_shard"
-    one = DistributedDataParallelConfig(use_megatron_fsdp=True, outer_dp_sharding_strategy="optim")
-    with pytest.raises(UserError, match=r"outer_dp_sharding_strategy optim with .* 2: not yet"):
-        dataclasses.replace(one, num_distributed_optimizer_instances=2)

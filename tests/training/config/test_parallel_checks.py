@@ -1,6 +1,7 @@
 """Rules about layouts: every size that does not fit is named, with what would."""
 
 import pytest
+import torch
 from support.command_lines import configured, problems_of
 
 from megatron.core.distributed.sharding_strategy import ShardingStrategy
@@ -129,7 +130,7 @@ LAYOUTS = [
     (
         2,
         "--use-megatron-fsdp --megatron-fsdp-main-grads-dtype bf16",
-        "--megatron-fsdp-main-grads-dtype bf16: not yet; what works so far is auto or fp32",
+        "--megatron-fsdp-main-grads-dtype bf16 is for a model in bfloat16; add --bf16 or leave it out",
     ),
 ]
 
@@ -203,6 +204,23 @@ def test_types_in_which_gradients_are_sent() -> None:
     assert configured(sharded, ranks=2).ddp.grad_reduce_in_fp32
     assert not configured(f"{sharded} --megatron-fsdp-grad-comm-dtype bf16", ranks=2).ddp.grad_reduce_in_fp32
     assert configured(f"{sharded} --megatron-fsdp-grad-comm-dtype fp32", ranks=2).ddp.grad_reduce_in_fp32
+
+
+def test_types_in_which_gradients_are_accumulated() -> None:
+    fsdp = "--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --megatron-fsdp-main-grads-dtype "
+    config = configured(f"{fsdp} bf16", ranks=2)
+    assert config.ddp.main_grads_dtype is torch.bfloat16 and not config.ddp.grad_reduce_in_fp32
+    assert configured(f"{fsdp} bf16 --megatron-fsdp-grad-comm-dtype fp32", ranks=2).ddp.grad_reduce_in_fp32
+    assert configured(f"{fsdp} fp32", ranks=2).ddp.main_grads_dtype is torch.float32
+    aware = configured("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16").ddp
+    assert aware.main_grads_dtype is torch.bfloat16 and not aware.grad_reduce_in_fp32
+    assert configured("--bf16 --main-grads-dtype bf16").ddp.main_grads_dtype is torch.float32  # not without it
+    (problem,) = problems_of("--use-precision-aware-optimizer --main-grads-dtype bf16")
+    assert problem == "--main-grads-dtype bfloat16 is for a model in bfloat16; add --bf16 or leave it out"
+    (problem,) = problems_of(f"{fsdp} bf16 --accumulate-allreduce-grads-in-fp32", ranks=2)
+    assert "contradict each other" in problem
+    half = configured(f"{fsdp} fp32 --megatron-fsdp-main-params-dtype fp16", ranks=2).optimizer
+    assert half.use_precision_aware_optimizer and half.main_params_dtype is torch.float16
 
 
 def test_a_dry_run_alone_is_laid_out_for_one_model() -> None:
