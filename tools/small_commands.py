@@ -27,14 +27,29 @@ def small_command(config: PretrainConfig, argv: Sequence[str], processes: int) -
     shape = ShrunkFlags(config, sizes, STEPS, notes)
     added = [*_own_sizes(shape, config), *shape.layout_words(), *_schedule_words(config, sizes)]
     added += _path_words(config)
-    if config.transformer.fp8:  # whose products need sizes that divide by 16
-        added += ["--ffn-hidden-size", str(32 * sizes.tensor)]
+    if config.transformer.fp8:
+        added += _fp8_words(config, sizes)
     if config.transformer.num_encoder_layers:
         added += ["--encoder-num-layers", "2", "--decoder-num-layers", "2", "--seq-length", "32"]
         added += ["--encoder-seq-length", "32", "--decoder-seq-length", "32", "--max-position-embeddings", "32"]
     set_again = {flags_by_spelling()[word].field for word in added if word in flags_by_spelling()}
     kept = _without(argv, shape.left_out - set_again - _KEPT)
     return [*kept, *added], sizes.ranks
+
+
+def _fp8_words(config: PretrainConfig, sizes: LayoutSizes) -> list[str]:
+    """Returns flags for widths that divide by 16 on each rank, which products in fp8 need."""
+    transformer = config.transformer
+    words: dict[str, int] = {"ffn-hidden-size": 32 * sizes.tensor}
+    if transformer.num_moe_experts is not None:
+        words["moe-ffn-hidden-size"] = 32 * sizes.expert_tensor
+        if transformer.moe_shared_expert_intermediate_size:
+            words["moe-shared-expert-intermediate-size"] = 32 * sizes.tensor
+    if transformer.multi_latent_attention:
+        words |= {"kv-lora-rank": 16, "qk-head-dim": 16, "qk-pos-emb-head-dim": 16, "v-head-dim": 16}
+        if transformer.q_lora_rank is not None:
+            words["q-lora-rank"] = 16
+    return [word for name, size in words.items() for word in (f"--{name}", str(size))]
 
 
 _KEPT = {"group_query_attention", "num_query_groups", "spec"}

@@ -7,7 +7,7 @@ so a model can be built on one device and moved to another.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
+from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.linear import Fp8Linear
 from megatron.core.ops.fp8.product import (
     accumulate_product,
@@ -99,6 +101,23 @@ class Backend:
             return self.linear
         split = dataclasses.replace(split, tokens=(*split.tokens, self.tokens_group))
         return Fp8Linear(self.fp8, split, weight, self.sum_rows)
+
+    def make_grouped_linear(
+        self, split: LinearSplit, weight: Tensor, micro_batches: MicroBatches
+    ) -> Callable[..., Tensor]:
+        """Returns what computes one linear layer of all experts of a rank, as `make_linear` does."""
+        if self.fp8 is None:
+            return self.grouped_linear
+        return Fp8GroupedLinear(self.fp8, split, weight, micro_batches)
+
+    def make_expert_linears(
+        self, split: LinearSplit, weights: Sequence[Tensor], micro_batches: MicroBatches
+    ) -> list[Fp8ExpertLinear]:
+        """Returns what computes a linear layer in fp8 for each expert of a rank; nothing without fp8."""
+        if self.fp8 is None or not weights:
+            return []
+        first = Fp8ExpertLinear(self.fp8, split, weights[0], micro_batches)
+        return [first, *(Fp8ExpertLinear(self.fp8, split, own, scaling=first.scaling) for own in weights[1:])]
 
     def describe(self, device_type: str) -> str:
         """Returns one line for the log: the backend, and its operations that are not plain torch on a kind of

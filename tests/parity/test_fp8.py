@@ -43,7 +43,37 @@ LATENT = Model(
     rows=2,
 )
 
+_EXPERTS = {**_LLAMA, "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.1}
+_SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16}
+GROUPED = Model(
+    "fp8-grouped",
+    settings={**_EXPERTS, **_SHARED, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+    | {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    rows=2,
+)
+SEQUENTIAL = Model(
+    "fp8-sequential",
+    settings={**_EXPERTS, "fp8": "hybrid", "moe_token_dispatcher_type": "allgather", "fp8_amax_history_len": 2},
+    rows=2,
+    starved=(1,),
+)
+LINES = Model(
+    "fp8-experts-rowwise",
+    settings={**_EXPERTS, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "flex"}
+    | {"fp8": "e4m3", "fp8_recipe": "rowwise", "add_bias_linear": True},
+    rows=2,
+)
+BLOCKS = Model(
+    "fp8-experts-blockwise",
+    settings={**_EXPERTS, "moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0}
+    | {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+    rows=2,
+)
+
 CELLS = [
+    (GROUPED, ("sp2", "cp2-p2p", "ep2-etp1")),
+    (SEQUENTIAL, ("sp2", "dp2-optim", "ep2")),
+    (LINES, ("sp2", "dp2", "ep4-etp1")),
     (TENSORWISE, ("sp2",)),
     (TENSORWISE, ("tp2", "cp2-p2p")),
     (TENSORWISE, ("dp2-optim_grads_params", "recompute-full")),
@@ -53,6 +83,16 @@ CELLS = [
     (BLOCKWISE, ("pp2-zb-v", "dp2-optim")),
 ]
 SLOW_CELLS = [
+    (GROUPED, ("dp2", "ep2")),
+    (GROUPED, ("sp2", "pp2-zb-h1", "ep2-etp1")),
+    (GROUPED, ("dp2-optim_grads_params", "ep2")),
+    (GROUPED, ("sp2", "recompute-full")),
+    (SEQUENTIAL, ("dp2", "ep2")),
+    (SEQUENTIAL, ("pp2-interleaved", "dp2-optim_grads_params", "ep2")),
+    (LINES, ("sp2", "cp2-all_gather", "ep2")),
+    (LINES, ("dp2", "ep2")),
+    (BLOCKS, ("dp2-optim", "ep2")),
+    (BLOCKS, ("pp2-zb-v", "dp2")),
     (TENSORWISE, ("sp2", "pp2-zb-h1")),
     (DELAYED, ("tp2", "cp2-a2a")),
     (LATEST, ("sp2", "pp2")),

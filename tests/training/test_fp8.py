@@ -59,3 +59,23 @@ def test_layers_at_both_ends_stay_in_the_models_type() -> None:
     ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 1"
     found = histories(train(f"{DELAYED} --bf16 --train-iters 1 {ends}"))
     assert len(found) == 4 and all("layers.0." in name for name in found)
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-padding-for-fp8"
+
+
+@pytest.mark.parametrize("grouped", ["", "--moe-grouped-gemm --moe-router-padding-for-quantization"])
+def test_experts_with_delayed_scaling_resume_bit_equal(grouped: str, tmp_path: Path) -> None:
+    flags = f"{DELAYED} {EXPERTS} {grouped} --bf16 --train-iters 3"
+    straight = train(f"{flags} --save {tmp_path} --save-interval 2")
+    found = histories(straight)
+    assert len(found) == 8 and all((value > 0).all() for value in found.values())
+    assert sum(".mlp.experts.linear_fc" in name for name in found) == 4  # one for all experts, grouped or not
+    resumed = train(f"{flags} --load {tmp_path} --ckpt-step 2")
+    assert differences(straight.at_end, resumed.at_end) == [] and straight.losses[2:] == resumed.losses
+
+
+def test_grouped_and_sequential_experts_compute_the_same() -> None:
+    flags = f"{FLAGS} {EXPERTS} --fp8-recipe tensorwise --fp64 --train-iters 2"
+    grouped, one_by_one = train(f"{flags} --moe-grouped-gemm"), train(flags)
+    assert grouped.losses == pytest.approx(one_by_one.losses, rel=1e-12)

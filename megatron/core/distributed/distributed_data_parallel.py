@@ -21,7 +21,7 @@ from megatron.core.distributed.sharding_strategy import replica_ranks, shardings
 from megatron.core.distributed.units import ParameterSlice, UnitPlan, named_infos, plan_units
 from megatron.core.distributed.weight_hooks import WeightHooks
 from megatron.core.exceptions import UserError
-from megatron.core.ops.fp8.linear import Fp8Linear
+from megatron.core.ops.fp8.linear import QuantizedWeights
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 
 
@@ -76,7 +76,7 @@ class DistributedDataParallel(nn.Module):
         self._hooks = WeightHooks(module, gathered, prefetch=ddp_config.overlap_param_gather)
         self._hooks.enable()
         self._offloaded: list[Tensor] = []
-        self._quantized = [layer for layer in module.modules() if isinstance(layer, Fp8Linear)]
+        self._quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedWeights)]
         """Linear layers that keep quantised weights between micro-batches."""
         for layer in self._quantized:
             sharded = any(unit.shards_weights for unit in self.units)

@@ -7,7 +7,7 @@ optimizer updates, and those in a checkpoint, are never rounded.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,67 @@ _MULTIPLE = 16
 """The fp8 units of GPUs multiply matrices whose dimensions divide by it."""
 
 
-class Fp8Linear(nn.Module):
+Pair = TypeVar("Pair", bound=Any)
+"""A quantised weight in two layouts: an object with `rows` and `columns`."""
+
+
+class QuantizedWeights(nn.Module, Generic[Pair]):
+    """A linear layer in fp8 that keeps its quantised weight until the weight changes."""
+
+    scaling: Any
+    """Quantises the layer's matrices."""
+
+    def __init__(self, settings: Fp8Settings, weight: Tensor) -> None:
+        """Raises UserError for sizes that do not divide by 16."""
+        super().__init__()
+        shape = list(weight.shape[-2:])
+        if any(size % _MULTIPLE for size in shape):
+            raise UserError(
+                f"--fp8-format: a linear layer has a weight of {shape} on a rank, and both sizes must "
+                f"divide by {_MULTIPLE}; change the width, or the number of tensor parallel ranks"
+            )
+        self.settings = settings
+        self.keeps_weights = settings.keeps_weights
+        """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
+        not."""
+        self._kept: tuple[Any, Pair] | None = None
+
+    def weight_rows(self, weight: Tensor) -> Any:
+        """Returns the weight in fp8, [out, in]; stacked weights as [experts * out, in]."""
+        rows = self._quantized_weight(weight, rows=True).rows
+        assert rows is not None
+        return rows
+
+    def weight_columns(self, weight: Tensor) -> Any:
+        """Returns the transposed weight in fp8, [in, out]; stacked weights as [in, experts * padded out]."""
+        columns = self._quantized_weight(weight, columns=True).columns
+        assert columns is not None
+        return columns
+
+    def _quantized_weight(self, weight: Tensor, rows: bool = False, columns: bool = False) -> Pair:
+        """Returns the weight in at least these layouts; in both, if they are kept."""
+        key = weight.data_ptr(), weight._version
+        if self._kept is not None and self._kept[0] == key:
+            return self._kept[1]
+        pair = self._quantize(weight, rows or self.keeps_weights, columns or self.keeps_weights)
+        if self.keeps_weights:
+            self._kept = key, pair
+        return pair
+
+    def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> Pair:
+        raise NotImplementedError
+
+    def forget_weights(self) -> None:
+        """Drops the quantised weight, because the weight may have changed without torch's knowledge."""
+        self._kept = None
+
+    def forget(self) -> None:
+        """Drops all that was derived from weights and saved state, because they may have been loaded."""
+        self.forget_weights()
+        self.scaling.forget()
+
+
+class Fp8Linear(QuantizedWeights[QuantizedPair]):
     """The products of one linear layer, with its scales and its quantised weight. Called like `ops.linear.linear`."""
 
     def __init__(
@@ -38,18 +98,9 @@ class Fp8Linear(nn.Module):
 
         Raises UserError for sizes that do not divide by 16.
         """
-        super().__init__()
-        if any(size % _MULTIPLE for size in weight.shape):
-            raise UserError(
-                f"--fp8-format: a linear layer has a weight of {list(weight.shape)} on a rank, and both sizes must "
-                f"divide by {_MULTIPLE}; change the width, or the number of tensor parallel ranks"
-            )
-        self.settings, self.add_rows = settings, add_rows
+        super().__init__(settings, weight)
+        self.add_rows = add_rows
         self.scaling = build_scaling(settings, split, weight.device)
-        self.keeps_weights = settings.keeps_weights
-        """Whether quantised weights are kept until the weight changes. Weights that are sharded between uses are
-        not."""
-        self._kept: tuple[Any, QuantizedPair] | None = None
 
     def forward(
         self,
@@ -65,39 +116,8 @@ class Fp8Linear(nn.Module):
         output = _Fp8Linear.apply(rows, weight, bias, self, group, gathers, torch.is_grad_enabled())
         return output if inputs.dim() == 2 else output.unflatten(0, (-1, *inputs.shape[1:-1]))
 
-    def weight_rows(self, weight: Tensor) -> Quantized:
-        """Returns the weight in fp8, [out, in]."""
-        rows = self._quantized_weight(weight, rows=True).rows
-        assert rows is not None
-        return rows
-
-    def weight_columns(self, weight: Tensor) -> Quantized:
-        """Returns the transposed weight in fp8, [in, out]."""
-        columns = self._quantized_weight(weight, columns=True).columns
-        assert columns is not None
-        return columns
-
-    def _quantized_weight(self, weight: Tensor, rows: bool = False, columns: bool = False) -> QuantizedPair:
-        """Returns the weight in at least these layouts; in both, if they are kept."""
-        key = weight.data_ptr(), weight._version
-        if self._kept is not None and self._kept[0] == key:
-            return self._kept[1]
-        keeps = self.keeps_weights
-        pair = self.scaling.quantize(
-            weight.detach(), Role.WEIGHTS, rows=rows or keeps, columns=columns or keeps, records=True
-        )
-        if keeps:
-            self._kept = key, pair
-        return pair
-
-    def forget_weights(self) -> None:
-        """Drops the quantised weight, because the weight may have changed without torch's knowledge."""
-        self._kept = None
-
-    def forget(self) -> None:
-        """Drops all that was derived from weights and saved state, because they may have been loaded."""
-        self.forget_weights()
-        self.scaling.forget()
+    def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> QuantizedPair:
+        return self.scaling.quantize(weight.detach(), Role.WEIGHTS, rows=rows, columns=columns, records=True)
 
 
 class _Fp8Linear(torch.autograd.Function):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.initializers import Constant
 from megatron.core.ops.fp8.formats import Fp8Formats, scale_for
+from megatron.core.ops.fp8.grouped import GroupedKernels
 from megatron.core.ops.fp8.product import accumulate_product, emulated_product
 from megatron.core.ops.fp8.quantize import (
     Quantized,
@@ -61,6 +62,8 @@ class Fp8Kernels:
     noting: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Operations of a backend, by name, that also note the largest values of their results (`quantize.note_largest`).
     Layers with tensorwise scaling use them."""
+    grouped: GroupedKernels = field(default_factory=GroupedKernels)
+    """Those of experts."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class TensorwiseScaling(Scaling):
         if amax is None:
             amax = self.kernels.largest_value(matrix)
         for groups in self.split.groups(role):
-            amax = _largest_over(amax, groups)
+            amax = largest_over(amax, groups)
         dtype = self.settings.dtype(role)
         return cast_pair(self.kernels, matrix, dtype, scale_for(amax, dtype, self.settings.margin), rows, columns)
 
@@ -158,15 +161,23 @@ class DelayedScaling(Scaling):
 
     def quantize(self, matrix: Tensor, role: Role, *, rows: bool, columns: bool, records: bool) -> QuantizedPair:
         """Casts by the scales of earlier steps, and keeps the largest value for later ones."""
-        dtype = self.settings.dtype(role)
-        seen = self._seen_here[role] if records or role is Role.WEIGHTS else None
-        if self._is_cold is None:
-            self._is_cold = not bool(self.amax_history.any())
-        if self._is_cold:
+        dtype, scale = self.settings.dtype(role), self.scale_of(role)
+        seen = self.seen_of(role) if records or role is Role.WEIGHTS else None
+        if scale is None:
             if seen is not None:
                 seen.copy_(torch.maximum(seen, self.kernels.largest_value(matrix)))
             return self._first.quantize(matrix, role, rows=rows, columns=columns, records=records)
-        return cast_pair(self.kernels, matrix, dtype, self._scales_here[role], rows, columns, seen)
+        return cast_pair(self.kernels, matrix, dtype, scale, rows, columns, seen)
+
+    def scale_of(self, role: Role) -> Tensor | None:
+        """Returns the scale from earlier steps; None before the first step."""
+        if self._is_cold is None:
+            self._is_cold = not bool(self.amax_history.any())
+        return None if self._is_cold else self._scales_here[role]
+
+    def seen_of(self, role: Role) -> Tensor:
+        """Returns the largest value since the last step, which a cast raises."""
+        return self._seen_here[role]
 
     @property
     def _seen_here(self) -> Tensor:
@@ -221,8 +232,8 @@ class RowwiseScaling(Scaling):
         of_rows, of_columns = self.kernels.largest_of_lines(matrix)
         row_groups, column_groups = self.split.groups(role)
         dtype, margin = self.settings.dtype(role), self.settings.margin
-        row_scale = scale_for(_largest_over(of_rows, column_groups), dtype, margin) if rows else None
-        column_scale = scale_for(_largest_over(of_columns, row_groups), dtype, margin) if columns else None
+        row_scale = scale_for(largest_over(of_rows, column_groups), dtype, margin) if rows else None
+        column_scale = scale_for(largest_over(of_columns, row_groups), dtype, margin) if columns else None
         values, turned = self.kernels.cast_scaled(matrix, dtype, row_scale, column_scale)
         return QuantizedPair(_with_lines(values, row_scale), _with_lines(turned, column_scale))
 
@@ -273,7 +284,8 @@ def _with_lines(values: Tensor | None, scale: Tensor | None) -> Quantized | None
     return None if values is None or scale is None else Quantized(values, (1.0 / scale)[:, None])
 
 
-def _largest_over(amax: Tensor, groups: Sequence[Group]) -> Tensor:
+def largest_over(amax: Tensor, groups: Sequence[Group]) -> Tensor:
+    """Returns the largest values over the ranks of all these groups."""
     for group in groups:
         if group is not None:  # a copy, since a largest value that is noted on a tensor is this rank's own
             amax = all_reduce(amax.clone(), group, dist.ReduceOp.MAX)

@@ -26,6 +26,15 @@ class RowGroups:
     """int64 [groups], on the rows' device."""
     sizes: Sequence[int] | None = None
     """The counts on the host; None: not read from the device yet."""
+    by_source: Tensor | None = None
+    """int64 [groups, sources]: number of rows of each group from each source, the rank whose tokens they are. Rows of a
+    group are sorted by source. None: there is one source."""
+
+    @classmethod
+    def of_sources(cls, counts: Tensor, sizes: Sequence[int] | None = None) -> "RowGroups":
+        """Returns the groups of rows that are sorted by source within a group; `counts` is int64 [..., groups]."""
+        by_source = counts.flatten(0, -2).t()  # [groups, sources]
+        return cls(by_source.sum(1), sizes, by_source)
 
     @functools.cached_property
     def host_sizes(self) -> Sequence[int]:

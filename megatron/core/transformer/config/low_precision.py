@@ -12,8 +12,8 @@ class LowPrecisionConfig:
     """Formats and scales of matrix products in eight or four bits."""
 
     fp8: Literal["e4m3", "hybrid"] | None = flag(None, on="--fp8-format")
-    """Matrix products of the linear layers in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid). Attention,
-    embedding, head, routers and norms keep the model's type. A CPU emulates fp8."""
+    """Matrix products of linear layers and experts in fp8: e4m3 throughout, or e5m2 for output gradients (hybrid).
+    Attention, embedding, head, routers and norms keep the model's type. A CPU emulates fp8."""
 
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "rowwise", "custom"] | None = flag(
         "delayed", only_with="fp8"
@@ -100,8 +100,6 @@ def validate(config: Any) -> Iterator[str]:
         yield _UNSUPPORTED[config.fp8_recipe]
     yield from too_small(config, ("fp8_amax_history_len",), 1)
     yield from too_small(config, ("fp8_margin", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), 0)
-    if config.num_moe_experts is not None:
-        yield "{fp8} with {num_moe_experts:name}: not yet: the grouped products of experts are not computed in fp8"
     groups = config.num_query_groups or config.num_attention_heads
     if groups is not None and groups < config.tensor_model_parallel_size and not config.multi_latent_attention:
         yield (

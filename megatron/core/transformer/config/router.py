@@ -79,12 +79,16 @@ class RouterConfig:
     """Route by random logits, for benchmarks; gradients flow to the router's own logits."""
 
     moe_router_padding_for_quantization: bool | None = flag(
-        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
+        False,
+        only_with=_MOE,
+        no_effect="products of fp8 experts take any number of rows; what they transpose they pad themselves",
     )
     """Pad each expert's tokens to the size that fp8 and fp4 products need."""
 
     moe_router_padding_for_fp8: bool | None = flag(
-        False, only_with=_MOE, no_effect="no product is quantised yet, so that none needs padding"
+        False,
+        only_with=_MOE,
+        no_effect="products of fp8 experts take any number of rows; what they transpose they pad themselves",
     )
     """Former spelling of --moe-router-padding-for-quantization."""
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import group_rank
 from megatron.core.initializers import each_of
+from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear
+from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_linear, is_one_product
 from megatron.core.ops.moe.weighted_activation import weighted
 from megatron.core.parameters import Box, info_of
@@ -26,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, default_
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, activation_of
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.grouped_weights import GroupedLinear
+from megatron.core.transformer.moe.grouped_weights import GroupedLinear, micro_batches_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -67,6 +69,8 @@ class GroupedMLP(MegatronModule):
         sizes, numbers = ExpertSizes.of(config), local_experts(num_local_experts, groups)
         assert config.init_method is not None and config.output_layer_init_method is not None
         common: dict[str, Any] = {"bias": sizes.has_bias, "tp_group": groups.expt_tp, "backend": backend}
+        if backend.fp8 is not None:
+            common["micro_batches"] = micro_batches_of(groups)
         self.linear_fc1 = GroupedLinear(
             config,
             numbers,
@@ -150,6 +154,33 @@ class SequentialMLP(MegatronModule):
             )
             _declare_one_of(expert, number, config)
             self.local_experts.append(expert)
+        self._in_fp8: list[tuple[Fp8ExpertLinear, ...]] = []
+        """For each expert its two linear layers in fp8; empty without fp8."""
+        if (backend or choose_backend(config)).fp8 is not None:
+            self._multiply_in_fp8(backend or choose_backend(config), groups)
+
+    def _multiply_in_fp8(self, backend: Backend, groups: ProcessGroupCollection) -> None:
+        micro_batches, linears = micro_batches_of(groups), []
+        for name, split in (
+            ("linear_fc1", LinearSplit(outputs=groups.expt_tp)),
+            ("linear_fc2", LinearSplit(inputs=groups.expt_tp)),
+        ):
+            layers: list[Any] = [getattr(expert, name) for expert in self.local_experts]
+            made = backend.make_expert_linears(split, [layer.weight for layer in layers], micro_batches)
+            for layer, linear in zip(layers, made, strict=True):
+                layer.linear = linear
+            for parameter_name, parameter in made[0].named_parameters():  # those of the scaling that all share
+                path = f"{name}.linear.{parameter_name}"
+                part_of = "." * (len(path.split(".")) + 2) + path
+                parameter.info = dataclasses.replace(info_of(parameter), part_of=part_of)  # type: ignore[attr-defined]
+            linears.append(made)
+        self._in_fp8 = list(zip(*linears, strict=True))
+
+    def _tell_groups(self, number: int, groups: RowGroups, size: int) -> None:
+        """Tells the linear layers in fp8 of an expert the sources of its rows."""
+        for linear in self._in_fp8[number] if self._in_fp8 else ():
+            by_source = None if groups.by_source is None else groups.by_source[number : number + 1]
+            linear.groups = RowGroups(groups.counts[number : number + 1], [size], by_source)
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """Returns the experts\' outputs [n, h] for rows [n, h] sorted by expert, with the weight of each row [n]."""
@@ -157,8 +188,10 @@ class SequentialMLP(MegatronModule):
         sizes = list(groups.host_sizes)
         parts: Sequence[Tensor | None]
         parts = [None] * len(sizes) if weights_inside is None else weights_inside.split(sizes)
-        outputs = []
-        for expert, own, own_weights in zip(self.local_experts, rows.split(sizes), parts, strict=True):
+        inputs, outputs = rows.split(sizes), []
+        for number, expert in enumerate(self.local_experts):
+            own, own_weights = inputs[number], parts[number]
+            self._tell_groups(number, groups, sizes[number])
             # Run also without rows: others wait for its gradients, which are zero then.
             output, bias = expert(own, per_token_scale=own_weights)
             if bias is not None and not self.adds_bias:

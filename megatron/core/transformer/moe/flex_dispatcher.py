@@ -122,7 +122,9 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         sizes = self._copies_here()[0, at.ep_rank].tolist()
         self._own = copies, choice = _first_rows(*self._own, sum(sizes))
         rows = at.backend.permute(hidden, copies)
-        groups = RowGroups(self.copy_counts[0, at.ep_rank, at.ep_rank], sizes)
+        counts = torch.zeros_like(self.copy_counts[:, :, at.ep_rank])
+        counts[0, at.ep_rank] = self.copy_counts[0, at.ep_rank, at.ep_rank]
+        groups = RowGroups.of_sources(counts, sizes)
         return ExpertRows(rows, at.weights_of(self.routing, copies, choice), groups)
 
     def add_own_results(self, results: Tensor) -> None:
@@ -143,16 +145,17 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
             self.to_channels = uneven_gather_route(at.etp_group, parts, at.etp_rank)
             numbers = self.to_channels.go(numbers).wait()
             rows, weights = AsyncCollective(self.to_channels, self.turn, rows, weights).finish()
-        counts, on_host = self.copy_counts[:, :, at.ep_rank].sum((0, 1)), self._copies_here().sum((0, 1))
+        counts, on_host = self.copy_counts[:, :, at.ep_rank], self._copies_here().sum((0, 1))
         if self.keeps_own:
-            counts = counts - self.copy_counts[0, at.ep_rank, at.ep_rank]
+            counts = counts.clone()
+            counts[0, at.ep_rank] = 0
             on_host = on_host - self._copies_here()[0, at.ep_rank]
         sizes = on_host.tolist()
         here, experts = numbers >= 0, numbers.clamp(min=0).to(torch.int64)
         self.order, choice = at.backend.copies_by_group(experts, here, sum(sizes), at.num_local_experts)
         copied = at.backend.permute(rows, self.order)
         own_weights = at.weights_of(Routing(experts, weights), self.order, choice)
-        return ExpertRows(copied, own_weights, RowGroups(counts, sizes))
+        return ExpertRows(copied, own_weights, RowGroups.of_sources(counts, sizes))
 
     def finish_combine(self) -> Tensor:
         """Waits, and returns the sum of the results of each token's experts, [t, h]."""

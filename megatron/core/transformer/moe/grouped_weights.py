@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from megatron.core.backends import Backend
 from megatron.core.collectives import Group, group_rank
 from megatron.core.initializers import Constant, Initializer, each_of
+from megatron.core.ops.fp8.grouped_recipes import MicroBatches
+from megatron.core.ops.fp8.recipes import LinearSplit
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.parameters import Box
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, split_box
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,8 +40,9 @@ class GroupedLinear(ShardedStateModule):
         splits_inputs: bool,
         tp_group: Group,
         backend: Backend,
+        micro_batches: MicroBatches | None = None,
     ) -> None:
-        """`experts`: global indices of this rank's experts."""
+        """`experts`: global indices of this rank's experts. `micro_batches`: which rows share scales of fp8."""
         super().__init__()
         assert config.num_moe_experts is not None
         self.config, self.backend, self.local_experts = config, backend, len(experts)
@@ -70,19 +74,36 @@ class GroupedLinear(ShardedStateModule):
                 box=_stacked(rows, experts),
                 **facts,
             )
+        split = LinearSplit(inputs=tp_group) if splits_inputs else LinearSplit(outputs=tp_group)
+        self.linear = backend.make_grouped_linear(split, self.weight, micro_batches or MicroBatches())
         self.register_state_dict_post_hook(_take_apart)
         self.register_load_state_dict_pre_hook(_put_together)
 
     def forward(self, inputs: Tensor, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
         """Returns (output [n, out], bias of each row [n, out] that the caller adds, or None) for rows [n, in] sorted by
         expert."""
-        return self.backend.grouped_linear(inputs, self.weight, groups), self._bias_of_rows(inputs, groups)
+        return self.linear(inputs, self.weight, groups), self._bias_of_rows(inputs, groups)
 
     def _bias_of_rows(self, inputs: Tensor, groups: RowGroups) -> Tensor | None:
         if self.bias is None:
             return None
         bias = self.bias if self.adds_bias else self.bias * 0.0
         return self.backend.grouped_bias(bias, groups, inputs.shape[0])
+
+
+def micro_batches_of(groups: ProcessGroupCollection) -> MicroBatches:
+    """Returns which sources of an expert's rows, in the order of their rows, have tokens of the same micro-batch."""
+    ep, etp = groups.size("ep"), groups.size("expt_tp")
+    if groups.grid is None:  # filled by hand: the groups of other ranks are not known
+        return MicroBatches(range(ep * etp))
+    sources = [source for other in groups.ranks("expt_tp") for source in groups.ranks("ep", of=other)]
+    shared = [groups.ranks("tp_cp", of=source) for source in sources]
+    elsewhere = set(groups.ranks("tp_cp")) - set(sources)
+    return MicroBatches(
+        [shared.index(ranks) for ranks in shared],
+        groups.tp_cp if elsewhere else None,
+        (groups.rank("expt_tp") * ep + groups.rank("ep"), ep * etp),
+    )
 
 
 def _stacked(box: Box, experts: range) -> Box:

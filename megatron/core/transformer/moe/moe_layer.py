@@ -96,6 +96,7 @@ class MoELayer(MegatronModule):
     def _add_latent_projections(self, config: TransformerConfig, width: int, backend: Backend) -> None:
         assert config.init_method is not None and config.output_layer_init_method is not None
         common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "backend": backend}
+        common["tp_group"] = self.pg_collection.tp
         self.fc1_latent_proj = ReplicatedLinear(config.hidden_size, width, init_method=config.init_method, **common)
         self.fc2_latent_proj = ReplicatedLinear(
             width, config.hidden_size, init_method=config.output_layer_init_method, **common

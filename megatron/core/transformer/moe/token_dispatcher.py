@@ -202,7 +202,7 @@ class _CopyDispatchCombine(AlltoAllDispatchCombine):
             rows = at.backend.permute(rows, self.order)
             weights = at.backend.permute(weights[:, None], self.order)[:, 0]
         sizes = self._sizes()[:, :, at.ep_rank].sum((0, 1)).tolist() if self.knows_sizes else None
-        return ExpertRows(rows, weights, RowGroups(counts.sum((0, 1)), sizes))
+        return ExpertRows(rows, weights, RowGroups.of_sources(counts, sizes))
 
     def _sizes(self) -> Tensor:
         """Returns `counts` on the host."""
@@ -253,7 +253,16 @@ class _AllGatherDispatchCombine(DispatchCombine):
         self.copies, choice = at.backend.copies_by_group(self.experts, here, count, at.num_local_experts)
         rows = at.backend.permute(hidden, self.copies)
         weights = at.weights_of(Routing(self.experts, weights), self.copies, choice)
-        return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes()))
+        by_source = self._counts_by_source() if at.ep_size * at.etp_size > 1 else None
+        return ExpertRows(rows, weights, RowGroups(self.counts, self._sizes(), by_source))
+
+    def _counts_by_source(self) -> Tensor:
+        """Returns the number of rows of each local expert from each rank, int64 [local experts, ranks]."""
+        at = self.at
+        ranks = at.ep_size * at.etp_size
+        number = torch.where(self.here, self.experts, at.num_local_experts).view(ranks, -1)
+        counts = self.counts.new_zeros(ranks, at.num_local_experts + 1)
+        return counts.scatter_add_(1, number, torch.ones_like(number))[:, :-1].t()
 
     def _sizes(self) -> list[int] | None:
         """Returns `counts` on the host; None if they are not needed there."""

@@ -21,7 +21,6 @@ SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_head
         ),
         ({"fp8_amax_history_len": 0}, "fp8_amax_history_len 0 must be at least 1"),
         ({"fp8_margin": -1}, "fp8_margin -1 must be at least 0"),
-        ({"num_moe_experts": 2}, "fp8 hybrid with num_moe_experts: not yet"),
         (
             {"num_query_groups": 2, "tensor_model_parallel_size": 4},
             "tensor_model_parallel_size 4: ranks that share a key and value head are not supported in fp8",

@@ -1,0 +1,154 @@
+"""The grouped linear layer of experts with products in fp8: y = x W_e^T for the rows of each expert e.
+
+As in `fp8.linear`, a weight is rounded once for all micro-batches of a step, and its gradient is added to the main
+gradient in float32.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
+from megatron.core.ops.fp8.grouped_recipes import AnyGroupScaling, MicroBatches, build_group_scaling
+from megatron.core.ops.fp8.linear import QuantizedWeights
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit, Role
+from megatron.core.ops.moe.grouped_linear import RowGroups
+from megatron.core.parameters import main_grad_accumulator
+
+
+class Fp8GroupedLinear(QuantizedWeights[QuantizedGroupsPair]):
+    """The products of one linear layer of all experts of a rank, with its scales and its quantised weights. Called like
+    `ops.moe.grouped_linear.grouped_linear`."""
+
+    scaling: AnyGroupScaling
+
+    def __init__(
+        self,
+        settings: Fp8Settings,
+        split: LinearSplit,
+        weight: Tensor,
+        micro_batches: MicroBatches | None = None,
+        scaling: AnyGroupScaling | None = None,
+    ) -> None:
+        """`weight` [experts, out, in], or that of one expert [out, in], gives the sizes and the device. `scaling`:
+        shared with the layers of other experts.
+
+        Raises UserError for sizes that do not divide by 16.
+        """
+        super().__init__(settings, weight)
+        self.scaling = scaling or build_group_scaling(settings, split, micro_batches or MicroBatches(), weight.device)
+
+    def forward(self, inputs: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+        """Returns inputs [n, in] times the transposed weight of each row's group [groups, out, in]: [n, out]."""
+        return _Fp8GroupedLinear.apply(inputs, weight, groups, self, torch.is_grad_enabled())
+
+    def _quantize(self, weight: Tensor, rows: bool, columns: bool) -> QuantizedGroupsPair:
+        stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
+        segments = Segments.of_weight(stacked)
+        matrix = stacked.reshape(-1, stacked.shape[-1])
+        return self.scaling.quantize_groups(matrix, segments, Role.WEIGHTS, rows=rows, columns=columns, records=True)
+
+
+class Fp8ExpertLinear(Fp8GroupedLinear):
+    """The products of one linear layer of one expert, called like `ops.linear.linear`. All experts of a rank share the
+    scaling."""
+
+    groups: RowGroups | None = None
+    """The rows of the next call; None: all have one source."""
+
+    def forward(  # type: ignore[override]
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, group: Any = None, *, gathers: bool = False
+    ) -> Tensor:
+        """Returns inputs [n, in] times the transposed weight [out, in], plus the bias [out]: [n, out]."""
+        assert group is None and not gathers
+        groups = self.groups
+        if groups is None:
+            counts = torch.tensor([inputs.shape[0]], device=inputs.device)
+            groups = RowGroups(counts, [inputs.shape[0]])
+        output = super().forward(inputs, weight, groups)
+        return output if bias is None else output + bias
+
+
+class _Fp8GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, groups: RowGroups, layer: Fp8GroupedLinear, records: bool
+    ) -> Tensor:
+        segments = Segments.of_rows(groups, inputs.shape[0])
+        keeps_fp8 = records and ctx.needs_input_grad[1] and layer.settings.wgrad
+        quantized = layer.scaling.quantize_groups(
+            inputs, segments, Role.INPUTS, rows=True, columns=keeps_fp8, records=records
+        )
+        multiply = layer.settings.kernels.grouped.product
+        output: Tensor = multiply(
+            quantized.rows, layer.weight_rows(weight), segments, inputs.dtype, turned=False, precise=False
+        )
+        columns = quantized.columns
+        ctx.scope = None if columns is None else columns.scope
+        ctx.save_for_backward(*((inputs,) if columns is None else (columns.values, columns.factors)))
+        # Keeps the parameter, not a saved tensor: full sharding frees its storage and gathers it again before backward.
+        ctx.weight, ctx.segments, ctx.groups, ctx.layer = weight, segments, groups, layer
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        layer, weight, segments = ctx.layer, ctx.weight, ctx.segments
+        kernels = layer.settings.kernels.grouped
+        needs_inputs, needs_weight, *_ = ctx.needs_input_grad
+        gradient = gradient.contiguous()
+        quantized = QuantizedGroupsPair(None, None)
+        if needs_inputs or ctx.scope is not None:
+            quantized = layer.scaling.quantize_groups(
+                gradient, segments, Role.GRADIENTS, rows=needs_inputs, columns=ctx.scope is not None, records=True
+            )
+        inputs_gradient = weight_gradient = None
+        if needs_inputs:
+            inputs_gradient = kernels.product(
+                quantized.rows, layer.weight_columns(weight), segments, gradient.dtype, turned=True
+            )
+        if needs_weight:
+            add: Any
+            if ctx.scope is not None:
+                values, factors = ctx.saved_tensors
+                assert quantized.columns is not None
+                given, own = (quantized.columns.factors, quantized.columns.scope), (factors, ctx.scope)
+                add = partial(_add_product, layer, segments, given, own)
+                left, right = quantized.columns.values, values
+            else:
+                add = partial(_add_rows, kernels.accumulate_rows, ctx.groups)
+                left, right = gradient, ctx.saved_tensors[0].detach()
+            main_grad = main_grad_accumulator(weight)
+            if main_grad is None:
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                total = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+                add(total, left, right)
+                weight_gradient = total.to(weight.dtype)
+            else:
+                main_grad.add_grouped_product(left, right, add)
+        return inputs_gradient, weight_gradient, None, None, None
+
+
+def _add_product(
+    layer: Fp8GroupedLinear,
+    segments: Segments,
+    gradient_factors: tuple[Tensor, Any],
+    input_factors: tuple[Tensor, Any],
+    total: Tensor,
+    gradients: Tensor,
+    inputs: Tensor,
+) -> None:
+    """Adds gradients inputs^T of each group, [out, padded rows] x [in, padded rows], to `total`."""
+    layer.settings.kernels.grouped.accumulate(
+        total if total.dim() == 3 else total[None],
+        QuantizedGroups(gradients, *gradient_factors),
+        QuantizedGroups(inputs, *input_factors),
+        segments,
+    )
+
+
+def _add_rows(accumulate: Any, groups: RowGroups, total: Tensor, gradients: Tensor, inputs: Tensor) -> None:
+    accumulate(total if total.dim() == 3 else total[None], gradients, inputs, groups)
