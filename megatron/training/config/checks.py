@@ -202,14 +202,16 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
             "{layout_invariant} needs {global_batch_size:name}: without it, the batch grows with the number of data "
             f"parallel ranks; {s.global_batch_size} is the value for this layout"
         )
-    if (
-        s.fp8 is not None
-        and s.fp8_recipe == "blockwise"
-        and (s.tensor_model_parallel_size, s.context_parallel_size) != (1, 1)
-    ):
+    shares_micro_batches = (s.tensor_model_parallel_size, s.context_parallel_size) != (1, 1)
+    if s.fp8 is not None and s.fp8_recipe == "blockwise" and shares_micro_batches:
         yield (
             "{layout_invariant}: {fp8_recipe} cuts what is on a rank into blocks, which depend on "
             "{tensor_model_parallel_size} and {context_parallel_size}; tensorwise and rowwise do not"
+        )
+    if s.fp8 is not None and s.moe_local_token_overlap and shares_micro_batches:
+        yield (
+            "{layout_invariant}: with {fp8}, {moe_local_token_overlap} gives a rank's own tokens scales of their own, "
+            "which depend on {tensor_model_parallel_size} and {context_parallel_size}; leave it out"
         )
     if s.optimizer in ("muon", "dist_muon") and s.muon_tp_mode == "blockwise" and s.tensor_model_parallel_size != 1:
         yield (

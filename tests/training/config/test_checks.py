@@ -70,6 +70,11 @@ RULES = [
         "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --fp8-recipe blockwise --context-parallel-size 2",
         "--layout-invariant: --fp8-recipe blockwise cuts what is on a rank into blocks, which depend on",
     ),
+    (
+        "--layout-invariant --global-batch-size 4 --fp8-format e4m3 --context-parallel-size 2 --num-experts 4 "
+        "--moe-token-dispatcher-type flex --moe-local-token-overlap --expert-model-parallel-size 2",
+        "--layout-invariant: with --fp8-format e4m3, --moe-local-token-overlap gives a rank's own tokens scales",
+    ),
     ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-recipe mxfp8: not yet: its blocks of 32 need a Blackwell GPU"),
     # number formats
     ("--fp16 --bf16", "--fp16 and --bf16 are set together; choose one"),
