@@ -47,7 +47,7 @@ def _fp8_words(config: PretrainConfig, sizes: LayoutSizes) -> list[str]:
             words["moe-shared-expert-intermediate-size"] = 32 * sizes.tensor
     if transformer.multi_latent_attention:
         words |= {"kv-lora-rank": 16, "qk-head-dim": 16, "qk-pos-emb-head-dim": 16, "v-head-dim": 16}
-        if transformer.q_lora_rank is not None:
+        if getattr(transformer, "q_lora_rank", None) is not None:
             words["q-lora-rank"] = 16
     return [word for name, size in words.items() for word in (f"--{name}", str(size))]
 
