@@ -28,6 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -114,6 +115,8 @@ class Script:
     providers: Providers
     add_flags: ExtraArgsProvider | None
     """Adds the script's own flags to a parser; None if it has none."""
+    defaults: dict[str, Any] | None = None
+    """Its defaults of flags (DEFAULTS), if it has some."""
 
 
 def load_script(path: Path) -> Script:
@@ -134,7 +137,8 @@ def load_script(path: Path) -> Script:
             f"--script {path}: the script has no {', '.join(missing)}; it must define or import the functions "
             f"{', '.join(names)}, as examples/custom_model/pretrain_custom.py does"
         )
-    return Script(Providers(*(getattr(module, name) for name in names)), getattr(module, "add_flags", None))
+    add_flags, defaults = getattr(module, "add_flags", None), getattr(module, "DEFAULTS", None)
+    return Script(Providers(*(getattr(module, name) for name in names)), add_flags, defaults)
 
 
 def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) -> PretrainConfig:
@@ -152,13 +156,16 @@ def config_of(flags: Sequence[str], add_flags: ExtraArgsProvider | None = None) 
 # Processes
 
 
-def run(script: Path, words: Sequence[str], world_size: int, steps: int, folder: Path) -> list[LayoutTrace]:
-    """Runs a script with these flags on `world_size` processes. Returns the trace of each rank.
+def run(
+    script: Path, words: Sequence[str], world_size: int, steps: int, folder: Path, **options: Any
+) -> list[LayoutTrace]:
+    """Runs a script with these flags on `world_size` processes. Returns the trace of each rank. `options` are those of
+    `trace_of_rank` and `record_layout_trace`, of JSON's types.
 
     Raises UserError with the last output of a rank that fails.
     """
     folder.mkdir()
-    told = {"script": str(script.resolve()), "words": list(words), "steps": steps}
+    told = {"script": str(script.resolve()), "words": list(words), "steps": steps, "options": options}
     (folder / "run.json").write_text(json.dumps(told))
     # This process holds the rendezvous store, as torchrun does, so that its free port stays reserved.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -198,17 +205,19 @@ def as_rank(folder: Path) -> int:
     told = json.loads((folder / "run.json").read_text())
     rank = int(os.environ["RANK"])
     try:
-        trace = trace_of_rank(Path(told["script"]), told["words"], told["steps"])
+        trace = trace_of_rank(Path(told["script"]), told["words"], told["steps"], **told["options"])
     except UserError as error:
         exit_with_problems(error)
     trace.save(folder / f"rank_{rank}.safetensors")
     return 0
 
 
-def trace_of_rank(path: Path, words: Sequence[str], steps: int) -> LayoutTrace:
-    """Trains this process's rank of a script's run and returns its trace."""
+def trace_of_rank(
+    path: Path, words: Sequence[str], steps: int, defaults: dict[str, Any] | None = None, **options: Any
+) -> LayoutTrace:
+    """Trains this process's rank of a script's run and returns its trace. `defaults` are those of the script."""
     script = load_script(path)
-    return record_layout_trace(configure(words, script.add_flags), script.providers, steps)
+    return record_layout_trace(configure(words, script.add_flags, defaults), script.providers, steps, **options)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ class Sgd:
         fused_sgd_(
             segments.weights,
             segments.gradients,
-            segments.moments["momentum_buffer"],
+            segments.moments["momentum_buffer"] if self.momentum else [],  # the kernel refuses unused ones
             weight_decay=weight_decay,
             momentum=self.momentum,
             lr=lr.float(),

@@ -28,17 +28,19 @@ class Difference:
     """The place of the largest difference."""
 
 
-def differences(reference: LayoutTrace, ranks: Sequence[LayoutTrace], tolerance: float) -> list[Difference]:
+def differences(
+    reference: LayoutTrace, ranks: Sequence[LayoutTrace], tolerance: float, of: str = "one process"
+) -> list[Difference]:
     """Returns everything that differs by more than `tolerance`, in the order in which a run computes it: initial
     weights, the forward pass from the embedding on, gradients from the loss back, their norm, weights at the end.
-    Initial weights must be bit-equal."""
+    Initial weights must be bit-equal. `of` names the reference in messages."""
     found = []
     for kind, name in _in_order(reference, ranks):
         far: dict[int, tuple[float, str]] = {}
         allowed = 0.0 if kind == INITIAL else tolerance
         for rank, seen in enumerate(ranks):
             if (kind, name) in seen.found:
-                error, where = _error(kind, reference.found.get((kind, name)), seen.found[kind, name])
+                error, where = _error(kind, reference.found.get((kind, name)), seen.found[kind, name], of)
                 if not error <= allowed:
                     far[rank] = error, where
         missing = _missing(kind, reference.found.get((kind, name)), [seen.found.get((kind, name)) for seen in ranks])
@@ -60,16 +62,18 @@ def _in_order(reference: LayoutTrace, ranks: Sequence[LayoutTrace]) -> Iterator[
         yield from sorted(of_kind, key=lambda key: -model.get(key[1], -1)) if kind == GRADIENT else of_kind
 
 
-def _error(kind: str, expected: tuple[Tensor, Tensor] | None, seen: tuple[Tensor, Tensor]) -> tuple[float, str]:
+def _error(
+    kind: str, expected: tuple[Tensor, Tensor] | None, seen: tuple[Tensor, Tensor], name: str
+) -> tuple[float, str]:
     """Returns the largest difference over the largest expected value, and its place."""
     places, values = seen
     if not places.numel():
         return 0.0, ""
     if expected is None:
-        return float("inf"), "one process has no such thing"
+        return float("inf"), f"{name} has no such thing"
     rows = _rows_of(places, expected[0])
     if rows is None:
-        return float("inf"), "at places that one process does not have"
+        return float("inf"), f"at places that {name} does not have"
     wanted = expected[1][rows]
     if wanted.shape != values.shape:
         return float("inf"), f"shape {list(values.shape)} instead of {list(wanted.shape)}"

@@ -74,18 +74,22 @@ class LayoutTrace:
         return trace
 
 
-def record_layout_trace(config: PretrainConfig, providers: Providers, steps: int) -> LayoutTrace:
-    """Trains this process's rank for a few steps and returns its trace.
+def record_layout_trace(
+    config: PretrainConfig, providers: Providers, steps: int, *, watched: int = 0, perturb: bool = True
+) -> LayoutTrace:
+    """Trains this process's rank for a few steps and returns its trace. Outputs of modules and gradients are those of
+    step `watched` (from 0).
 
-    Norm weights and biases, which start as ones and zeros, get other values, so that a value that is lost or added
-    twice shows.
+    With `perturb`, norm weights and biases, which start as ones and zeros, get other values, so that a value that is
+    lost or added twice shows.
     """
-    build_model = providers.build_model
-    providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
+    if perturb:
+        build_model = providers.build_model
+        providers = dataclasses.replace(providers, build_model=lambda *place: _perturbed(build_model(*place)))
     with SignalWatch([]) as signals, process_environment(config) as environment:
         trainer = set_up(config, providers, environment, signals, time.monotonic())
         try:
-            trace = _train_and_record(trainer, steps)
+            trace = _train_and_record(trainer, steps, watched)
             trainer.close()
         except BaseException as error:
             trainer.close_after_failure(error)
@@ -103,22 +107,25 @@ def _perturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _train_and_record(trainer: Trainer, steps: int) -> LayoutTrace:
+def _train_and_record(trainer: Trainer, steps: int, watched: int) -> LayoutTrace:
     trace = LayoutTrace()
     _add_weights(trace, INITIAL, trainer)
-    watched = [_ModuleRecorder(trace, chunk.module, trainer) for chunk in trainer.model]
+    recorders: list[_ModuleRecorder] = []
     take_step = trainer.optimizer.step_on_device
 
     def after_backward(*arguments: Any) -> Any:
-        if trainer.state.iteration == 0:
+        if recorders:
             _add_chunks(trace, GRADIENT, (chunk for model in trainer.model for chunk in model.gradient_chunks()))
-            for watching in watched:
-                watching.stop()
+            for recorder in recorders:
+                recorder.stop()
+            recorders.clear()
         return take_step(*arguments)
 
     trainer.optimizer.step_on_device = after_backward  # type: ignore[assignment, method-assign]
     trainer.log.start(trainer.state.iteration)
     for step in range(steps):
+        if step == watched:
+            recorders += [_ModuleRecorder(trace, chunk.module, trainer) for chunk in trainer.model]
         result = train_step(trainer)
         norm = result.update.grad_norm
         if norm is not None:
@@ -142,7 +149,7 @@ def _add_chunks(trace: LayoutTrace, kind: str, chunks: Iterable[Chunk]) -> None:
 
 
 class _ModuleRecorder:
-    """Records the outputs of one model chunk's modules in the first step, by token.
+    """Records the outputs of one model chunk's modules in one step, by token.
 
     Other models than a GPTModel that is called with `tokens=Tokens(...)` are not recorded: which tokens their modules
     see is not known.
@@ -190,6 +197,6 @@ class _ModuleRecorder:
         return take
 
     def stop(self) -> None:
-        """Removes the hooks, after the first step."""
+        """Removes the hooks, after the step."""
         for handle in self._handles:
             handle.remove()

@@ -45,6 +45,15 @@ def update(rule: UpdateRule, segments: Segments, decay: float | Tensor, skip: bo
     rule.update(segments, step, torch.tensor(LR, dtype=torch.float64), decay)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_sgd_without_momentum(dtype: torch.dtype) -> None:
+    segments = segments_of(Sgd(0.0), dtype)
+    before = [weight.clone() for weight in segments.weights]
+    update(Sgd(0.0), segments, DECAY)
+    for weight, w, g in zip(segments.weights, before, numbers(2, dtype), strict=True):
+        torch.testing.assert_close(weight, w - LR * (g + DECAY * w))
+
+
 def expected(name: str, w: float, g: float, state: tuple[float, ...]) -> tuple[float, ...]:
     """Weight and moments after an update of one number."""
     if name == "sgd":
