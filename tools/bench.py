@@ -221,6 +221,9 @@ def read_options(words: Sequence[str]) -> tuple[Options, list[str]]:
         parser.error("--floor counts no communication: use one process")
     if args.documents is not None:
         flags += ["--reset-position-ids", "--reset-attention-mask"]
+    if "--vocab-size" in model:  # NullTokenizer adds an id to these; the anchor's does not
+        size = model.index("--vocab-size") + 1
+        model[size] = str(int(model[size]) - 1)
     options = Options(cell, args.warmup, args.steps, args.zipf, args.documents, args.kernels, args.floor, args.json)
     return options, [*COMMON.split(), *model, *flags, "--train-iters", str(options.iterations)]
 

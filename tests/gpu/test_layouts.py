@@ -26,6 +26,8 @@ CELLS = [cell for cell in quick_cells() if 2 <= cell.layout.ranks <= 4]
 LR = 3e-4
 """Small enough that steps do not amplify what is rounded: Adam's first step is one of full size wherever a gradient is
 not zero, however small; so what is rounded in it moves the second gradient (by 1.1e-5 in one cell at 1e-3)."""
+RECURRENT = ("delta", "mamba", "nemotron-h")
+"""Beginnings of the names of models with recurrences."""
 FLOAT32 = Precision({"params_dtype": torch.float32}, {"lr": LR})
 
 pytestmark = [
@@ -60,7 +62,13 @@ def test_float32(gpus: Pool, cell: Cell) -> None:
     ranks = trained(gpus, cell, 3, FLOAT32)
     # Types differ from the reference's, so initial values are not equal to the bit; replicas are.
     expected = reference(cell.model, cell.per_token, rows=cell.rows, lr=LR, layers=cell.layers)
-    assert not judge(expected, ranks, to_the_bit=False).beyond(1e-5)
+    found = judge(expected, ranks, to_the_bit=False)
+    if found.beyond(1e-5):
+        # Gradients of a recurrence's few parameters are sums over all tokens that mostly cancel: one process in float32
+        # is 2e-5 to 4e-5 from float64 as well, on CPUs too. The layout may not add to that.
+        alone = judge(expected, trained(gpus, cell.alone, 3, FLOAT32), to_the_bit=False)
+        assert cell.model.name.startswith(RECURRENT) and alone.largest < 1e-4
+        assert not found.beyond(max(1e-5, 2 * alone.largest))
 
 
 IN_BFLOAT16 = [
@@ -84,13 +92,13 @@ BFLOAT16_CELLS += NEWER_CELLS
 # Packed documents whose head width is no multiple of 8, where there are only two GPUs.
 BFLOAT16_CELLS += [cell_of("mla-packed/cp2-a2a/per-token"), cell_of("mtp-packed/sp2/per-token")]
 
-_LOSSES: dict[tuple[str, int], list[float]] = {}
-"""Losses of one GPU, by model and rows of a micro-batch."""
+_LOSSES: dict[tuple[str, int, int], list[float]] = {}
+"""Losses of one GPU, by model, rows of a micro-batch and layers."""
 
 
 @pytest.mark.parametrize("cell", BFLOAT16_CELLS, ids=lambda cell: cell.name)
 def test_losses_of_twenty_steps_in_bfloat16(gpus: Pool, cell: Cell) -> None:
-    key = (cell.model.name, cell.rows)
+    key = (cell.model.name, cell.rows, cell.layers)
     alone = _LOSSES.get(key) or mean_losses(trained(gpus, cell.alone, STEPS, BFLOAT16, lean=True))
     _LOSSES[key] = alone
     assert largest_difference(alone, mean_losses(trained(gpus, cell, STEPS, BFLOAT16, lean=True)), cell) < TOLERANCE

@@ -9,6 +9,7 @@ from support.launch import launch
 
 from benchmarks import add_row
 from megatron.training.arguments import configure
+from megatron.training.tokenizer.build import build_tokenizer
 from tools.bench import RandomDocuments, main, read_options
 from tools.bench_cells import CELLS
 
@@ -31,6 +32,14 @@ def test_cells_are_valid_command_lines(cell: str) -> None:
     assert (options.cell, options.steps, options.zipf) == (cell, 30, 0.0)
     assert config.training.train_iters == 35 and config.training.micro_batch_size == 1
     assert config.transformer.params_dtype is torch.bfloat16 and config.transformer.hidden_dropout == 0.0
+
+
+def test_both_sides_have_the_same_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["LLAMA1B", "--flags"])
+    assert "--vocab-size 128256" in capsys.readouterr().out
+    config = configure(read_options(["LLAMA1B"])[1])
+    assert config.tokenizer.model_vocab_size(build_tokenizer(config.tokenizer).vocab_size) == 128256
 
 
 def test_an_unknown_cell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

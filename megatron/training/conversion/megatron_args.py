@@ -66,6 +66,7 @@ def flags_of_arguments(arguments: Any) -> list[str]:
         field = field_of_name(name)
         if field is not None and (field == name or field not in values) and _is_plain(value):
             values[field] = value
+    _count_newer_null_tokenizer(values)
     table = flag_table()
     words: list[str] = []
     for field, value in values.items():
@@ -74,6 +75,16 @@ def flags_of_arguments(arguments: Any) -> list[str]:
         if wanted and value is not None and value != flag.default and _is_read(flag, values):
             words += words_of(flag, value)
     return words
+
+
+def _count_newer_null_tokenizer(values: dict[str, Any]) -> None:
+    """Lowers `vocab_size` by one where the run's NullTokenizer had no id of its own for the end of a document.
+
+    NullTokenizer has `--vocab-size` ids and one more; that of recent releases (seen in 0.19) has no other id, so their
+    padded vocabulary may be too small for ours."""
+    size, padded = values.get("vocab_size"), values.get("padded_vocab_size")
+    if values.get("tokenizer_type") == "NullTokenizer" and isinstance(size, int) and size == padded:
+        values["vocab_size"] = size - 1
 
 
 def check_token_mixers(config: PretrainConfig, action: str) -> None:

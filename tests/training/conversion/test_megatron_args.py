@@ -127,3 +127,10 @@ def test_other_token_mixers_are_refused(field: str, value: str) -> None:
 
 def test_no_arguments_no_flags() -> None:
     assert flags_of_arguments(None) == [] and attributes(None) == {} and attributes({"seed": 1}) == {"seed": 1}
+
+
+@pytest.mark.parametrize(("padded", "flag"), [(128, "--vocab-size 127"), (256, "--vocab-size 128")])
+def test_null_tokenizer_of_recent_releases_has_one_id_less(padded: int, flag: str) -> None:
+    arguments = ARGUMENTS | {"vocab_size": 128, "padded_vocab_size": padded}
+    words = flags_of_arguments(Inert(Name("argparse", "Namespace"), state=arguments))
+    assert flag in " ".join(words)
