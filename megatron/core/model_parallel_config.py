@@ -137,35 +137,42 @@ class ModelParallelConfig:
     use_te_rng_tracker: bool = not_a_flag(False)
     """Use Transformer Engine's random number generator states. Has no effect: ours need no states."""
 
-    tp_comm_overlap: bool = flag(
-        False,
-        no_effect="tensor parallel communication always overlaps with the matrix products that do not depend on it; "
-        "splitting a product to overlap the rest is not supported yet",
-    )
-    """Overlap tensor parallel communication with matrix products."""
+    tp_comm_overlap: bool = flag(False, only_with="sequence_parallel")
+    """Cut the matrix products of tensor parallel layers into pieces, one for each rank's tokens, so that gathers and
+    sums over ranks overlap with products of other pieces. Needs memory for three gathered activations. Products in fp8
+    are not cut."""
 
     tp_comm_bulk_wgrad: bool = flag(
-        True, off="--disable-tp-comm-bulk-wgrad", aliases=["--no-tp-comm-bulk-wgrad"], only_with="tp_comm_overlap"
+        True,
+        off="--disable-tp-comm-bulk-wgrad",
+        aliases=["--no-tp-comm-bulk-wgrad"],
+        no_effect="inputs are always gathered while input gradients are computed",
     )
     """With --tp-comm-overlap: all-gather inputs while input gradients are computed."""
 
     tp_comm_bulk_dgrad: bool = flag(
-        True, off="--disable-tp-comm-bulk-dgrad", aliases=["--no-tp-comm-bulk-dgrad"], only_with="tp_comm_overlap"
+        True,
+        off="--disable-tp-comm-bulk-dgrad",
+        aliases=["--no-tp-comm-bulk-dgrad"],
+        no_effect="input gradients are always summed while weight gradients are computed",
     )
     """With --tp-comm-overlap: reduce-scatter while weight gradients are computed."""
 
     tp_comm_overlap_ag: bool = flag(
         True, off="--disable-tp-comm-overlap-ag", aliases=["--no-tp-comm-overlap-ag"], only_with="tp_comm_overlap"
     )
-    """With --tp-comm-overlap: pipeline all-gathers with their products."""
+    """With --tp-comm-overlap: cut products of gathered tokens. They are the outputs of column parallel layers and the
+    input gradients of row parallel ones."""
 
     tp_comm_overlap_rs: bool = flag(
         True, off="--disable-tp-comm-overlap-rs", aliases=["--no-tp-comm-overlap-rs"], only_with="tp_comm_overlap"
     )
-    """With --tp-comm-overlap: pipeline reduce-scatters with their products."""
+    """With --tp-comm-overlap: cut products whose result is summed over ranks. They are the outputs of row parallel
+    layers."""
 
     tp_comm_overlap_rs_dgrad: bool = flag(False, only_with="tp_comm_overlap")
-    """With --tp-comm-overlap: pipeline reduce-scatters with the products of input gradients."""
+    """With --tp-comm-overlap: cut the input gradients of column parallel layers too. Otherwise their sum over ranks
+    overlaps with the weight gradient only."""
 
     tp_comm_split_ag: bool = flag(
         True, off="--disable-tp-comm-split-ag", aliases=["--no-tp-comm-split-ag"], no_effect=_OLD_OVERLAP
@@ -192,12 +199,14 @@ class ModelParallelConfig:
     """Implementation of the fused cross entropy."""
 
     tp_comm_overlap_disable_qkv: bool = not_a_flag(False)
-    """With tp_comm_overlap: leave the QKV projection out."""
+    """With tp_comm_overlap: leave the QKV projection out. Has no effect."""
 
     tp_comm_overlap_disable_fc1: bool = not_a_flag(False)
-    """With tp_comm_overlap: leave the first linear layer of the MLP out."""
+    """With tp_comm_overlap: leave the first linear layer of the MLP out. Has no effect."""
 
-    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = flag("nccl", only_with="tp_comm_overlap")
+    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = flag(
+        "nccl", no_effect="ranks find each other's memory through their process group"
+    )
     """Library that sets up the overlapped tensor parallel communication."""
 
     overlap_moe_expert_parallel_comm: bool = flag(False, only_with="num_moe_experts")
@@ -306,6 +315,13 @@ class ModelParallelConfig:
 
     seed: int = 1234
     """Seed of initial weights, dropout and data order. Must be larger than 0."""
+
+    tp_comm_overlap_transport: Literal["symmetric-memory", "process-group"] | None = flag(
+        None, only_with="tp_comm_overlap"
+    )
+    """With --tp-comm-overlap: how pieces travel. symmetric-memory: copy engines write them into the memory of the other
+    GPUs of the host; process-group: collectives of two ranks each, on any device and between hosts. Default:
+    symmetric-memory on GPUs, otherwise process-group."""
 
     fp64: bool = False
     """Compute in float64: slow, but exact enough to compare layouts. Only the cosines and sines of rotary positions

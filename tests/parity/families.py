@@ -85,6 +85,7 @@ _PLAIN = Family(
         ("pp2-zb-h1", "dp2-optim_grads_params", "recompute-all-parts"),
         ("tp2", "dp2-optim_grads_params", "recompute-norms"),
         ("pp4-zb-v", "dp2-optim_grads"),
+        ("sp2-pieces", "pp2-zb-h1", "recompute-full"),
         ("tp2", "pp2", "dp2", "pp-before-dp"),
     ],
     eight=[
@@ -104,6 +105,8 @@ _PLAIN = Family(
         ("pp2-variable", "sp2", "cp2-a2a"),
         ("sp2", "pp2-interleaved", "offload"),
         ("pp2-zb-h1", "dp2-optim_grads_params", "offload"),
+        ("sp2-pieces", "cp2-p2p", "dp2-optim_grads_params"),
+        ("sp2-pieces", "pp2-interleaved", "recompute-all-parts"),
     ],
 )
 
@@ -176,6 +179,7 @@ _EXPERTS = Family(
         ("sp2", "pp2-zb-h1", "dp2-optim", "ep2-own"),
         ("sp2", "cp2-p2p", "recompute-moe", "ep2-own"),
         ("pp2-interleaved", "dp2-optim_grads_params", "ep2-overlap-late", "offload-experts"),
+        ("sp2-pieces", "dp2", "ep2-overlap"),
     ],
 )
 

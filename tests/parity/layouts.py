@@ -32,9 +32,9 @@ class Choice:
         return hash(self.name)
 
 
-def _tensor(ranks: int, sequence: bool = False) -> Choice:
-    settings = {"tensor_model_parallel_size": ranks, "sequence_parallel": sequence}
-    return Choice(f"{'sp' if sequence else 'tp'}{ranks}", ranks, settings)
+def _tensor(ranks: int, sequence: bool = False, kind: str = "", **settings: Any) -> Choice:
+    sizes = {"tensor_model_parallel_size": ranks, "sequence_parallel": sequence}
+    return Choice(f"{'sp' if sequence else 'tp'}{ranks}{kind}", ranks, {**sizes, **settings})
 
 
 def _stages(name: str, ranks: int, chunks: int = 1, **settings: Any) -> Choice:
@@ -116,6 +116,8 @@ FURTHER: dict[str, list[Choice]] = {
         _tensor(4),
         _tensor(8, sequence=True),
         _tensor(4, sequence=True),
+        _tensor(2, sequence=True, kind="-pieces", tp_comm_overlap=True),
+        _tensor(4, sequence=True, kind="-pieces", tp_comm_overlap=True, tp_comm_overlap_rs_dgrad=True),
         Choice("tp2-spread", 2, {"tensor_model_parallel_size": 2, **_SPREAD}),
     ],
     "pipeline": [

@@ -116,7 +116,7 @@ def test_flags_of_overlap_are_on_or_say_what_is_missing(tmp_path: Path, sharded:
     said = program.output(0)
     missing = "--overlap-param-gather: has no effect without --use-distributed-optimizer"
     assert (missing in said) != sharded
-    assert "--tp-comm-overlap: tensor parallel communication always overlaps with the matrix products" in said
+    assert "--tp-comm-overlap: has no effect without --sequence-parallel" in said
     assert "--overlap-grad-reduce:" not in said  # which is on
 
 

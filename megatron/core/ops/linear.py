@@ -115,12 +115,14 @@ def _start_inputs_gradient(rows: Tensor, weight: Tensor, group: Group, scatters:
     return start_reduce_scatter_rows(gradient, group) if scatters else start_all_reduce(gradient, group)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right. On a CPU half precision is multiplied in float32 and rounded, because CPUs have no fast
-    half product."""
+def product(left: Tensor, right: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns left @ right (+ bias), written to `out` if it is given. On a CPU half precision is multiplied in float32
+    and rounded, because CPUs have no fast half product."""
     if _slow_here(left):
-        return (left.float() @ right.float()).to(left.dtype)
-    return left @ right
+        wide = left.float() @ right.float()
+        rounded = (wide if bias is None else wide + bias).to(left.dtype)
+        return rounded if out is None else out.copy_(rounded)
+    return torch.matmul(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
 
 
 def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.overlap import products_in_pieces
 from megatron.core.tensor_parallel.sharded_state import ShardedStateModule
 from megatron.core.tensor_parallel.storage import new_parameter, part_size, split_box, with_columns
 from megatron.core.tensor_parallel.vocabulary import VocabParallelEmbedding, vocabulary_box
@@ -122,6 +123,9 @@ class ColumnParallelLinear(ShardedStateModule):
             set_tensor_model_parallel_attributes(self.bias, True, 0, stride)
         split = LinearSplit(outputs=self.tp_group)
         self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
+        pieces = products_in_pieces(config, self.tp_group, self.backend) if self.sequence_parallel else None
+        if pieces is not None:
+            self.linear = pieces.column_parallel_linear
 
     def _rows(self, canonical: tuple[int, ...], split_dim: int, vocab_padding_multiple: int | None) -> tuple[int, Box]:
         """Returns the number of rows stored here, and their box."""
@@ -201,6 +205,7 @@ class RowParallelLinear(ShardedStateModule):
             self.bias = new_parameter(config, (output_size,), Constant(0.0), **held)
         split = LinearSplit(inputs=self.tp_group)
         self.linear = self.backend.linear if is_expert else self.backend.make_linear(split, self.weight)
+        self.pieces = products_in_pieces(config, self.tp_group, self.backend) if self.sequence_parallel else None
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns ([..., output_size], bias or None) for [..., input_size_per_partition]."""
@@ -209,13 +214,14 @@ class RowParallelLinear(ShardedStateModule):
         if group_size(self.tp_group) == 1:
             output = self.linear(input_, self.weight, None if self.skip_bias_add else self.bias)
             return output, self.bias if self.skip_bias_add else None
-        partial = self.linear(input_, self.weight)
         if self.is_expert:
-            return partial, self.bias
-        if self.sequence_parallel:
-            output = reduce_scatter_to_sequence_parallel_region(partial, self.tp_group)
+            return self.linear(input_, self.weight), self.bias
+        if self.pieces is not None:
+            output = self.pieces.row_parallel_linear(input_, self.weight)
+        elif self.sequence_parallel:
+            output = reduce_scatter_to_sequence_parallel_region(self.linear(input_, self.weight), self.tp_group)
         else:
-            output = reduce_in_place(partial, self.tp_group)
+            output = reduce_in_place(self.linear(input_, self.weight), self.tp_group)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None

@@ -49,6 +49,17 @@ def sleep_on_gpu(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+def allocate_symmetric_memory(nbytes: int, device: torch.device, group: ProcessGroup) -> tuple[torch.Tensor, Any]:
+    """Allocates uint8 memory that the group's GPUs write into; returns this rank's part, and torch's handle of all.
+    All ranks of the group call this together. Raises RuntimeError if the GPUs do not reach each other."""
+    # Builds of torch for computers without GPUs may lack it.
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed import _symmetric_memory
+
+    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+    return own, _symmetric_memory.rendezvous(own, group)
+
+
 def record_memory_history(max_entries: int | None) -> None:
     """Starts to record allocations of GPU memory with their stacks, up to `max_entries`; None ends the recording."""
     if max_entries is None:

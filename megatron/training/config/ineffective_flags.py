@@ -15,7 +15,7 @@ from megatron.training.config.tokenizer import TokenizerConfig
 def notes_on_ineffective_flags(s: Settings) -> Iterator[str]:
     """Yields a sentence for each flag without effect, in the grammar of `config_fields`. Expects checked values."""
     yield from _declared(s)
-    for rule in (_attention, _graphs, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
+    for rule in (_tensor_overlap, _attention, _graphs, _experts, _expert_overlap, _data, _tokenizer, _evaluation):
         yield from rule(s)
 
 
@@ -63,6 +63,14 @@ def _condition(flag: Flag, settings: Settings) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Conditions that a declaration cannot express
+
+
+def _tensor_overlap(s: Settings) -> Iterator[str]:
+    if s.tp_comm_overlap and s.sequence_parallel and s.tensor_model_parallel_size > 1 and s.fp8 is not None:
+        yield (
+            "{tp_comm_overlap}: products in fp8 are not cut, since a scale needs the largest value of all rows; layers "
+            "in other formats are"
+        )
 
 
 def _attention(s: Settings) -> Iterator[str]:

@@ -40,7 +40,9 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = flag(None, only_with=_PIPELINE)
     """Interleaved pipeline schedule: model chunks on each pipeline stage."""
 
-    tp_comm_overlap_cfg: str | None = flag(None, only_with="tp_comm_overlap")
+    tp_comm_overlap_cfg: str | None = flag(
+        None, no_effect="it describes buffers of Transformer Engine; all layers cut their products in one way"
+    )
     """File with settings for --tp-comm-overlap."""
 
     use_torch_fsdp2: bool = False

@@ -22,6 +22,7 @@ def test_it_was_tried_with_these_releases() -> None:
     "name",
     [
         "_C._current_graph_task_id",
+        "_C._distributed_c10d._SymmetricMemory.empty_strided_p2p",
         "_C._profiler._ExperimentalConfig",
         "_C.DisableTorchFunctionSubclass",
         "_foreach_mul_",

@@ -54,6 +54,14 @@ TENSOR = [
         "llama-gqa/tp2/per-token",
     ),
     Mutation(
+        "pieces-in-order-of-arrival",
+        "products of gathered tokens are put together in the order in which the pieces arrive, not in that of ranks",
+        "core/tensor_parallel/overlap.py",
+        "source = (exchange.rank - distance) % exchange.ranks",
+        "source = (exchange.rank + distance) % exchange.ranks",
+        "llama-gqa/sp4-pieces/per-token",
+    ),
+    Mutation(
         "padding-in-the-softmax",
         "rows that only pad the vocabulary take part in the softmax of the loss",
         "core/ops/cross_entropy.py",

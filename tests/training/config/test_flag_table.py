@@ -95,6 +95,7 @@ OURS = {
     "--no-dsa-indexer-scoring-relu",
     "--moe-use-upcycling",
     "--moe-upcycling-granularity",
+    "--tp-comm-overlap-transport",
 }
 MODEL_OPTIONS = {
     "--rope-scaling-type", "--rope-scaling-original-length", "--rope-scaling-low-freq-factor",

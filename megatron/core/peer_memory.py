@@ -1,0 +1,126 @@
+"""Memory of GPUs that the other ranks of a group write into, without a kernel on either side.
+
+Data moves by copy engines. Order is kept by 32-bit words in the same memory, which grow and are never reset: a stream
+writes a word of another rank after a copy, and another rank's stream waits until its word has at least that value. The
+GPU's front end does both (`cuStreamWriteValue32`, `cuStreamWaitValue32`), so neither waits until a running matrix
+product leaves a multiprocessor free.
+"""
+
+import ctypes
+import functools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.collectives import barrier
+from megatron.core.exceptions import UserError
+from megatron.core.utils.torch_private import allocate_symmetric_memory
+
+
+class Lane(Protocol):
+    """A queue of copies and words, which runs beside the current stream."""
+
+    def follow(self) -> None:
+        """Lets later operations of the lane wait for all work of the current stream so far."""
+
+    def lead(self) -> None:
+        """Lets later work of the current stream wait for all operations of the lane so far."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies a contiguous tensor into another of its shape and type."""
+
+    def wait(self, word: int, value: int) -> None:
+        """Waits until this rank's word is at least `value`."""
+
+    def write(self, rank: int, word: int, value: int) -> None:
+        """Writes a rank's word after all earlier copies of the lane are visible to that rank."""
+
+
+class PeerMemory(Protocol):
+    """The memory of all ranks of a group, as one rank reaches it."""
+
+    copies: Lane
+    """For data and the words that follow it."""
+    signals: Lane
+    """For words that nothing behind them should wait for."""
+
+    def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the tensor at byte `start` of a rank's memory."""
+
+
+class SymmetricMemory:
+    """`PeerMemory` by torch's symmetric memory. It uses no multicast."""
+
+    def __init__(self, group: ProcessGroup, nbytes: int, words: int, device: torch.device) -> None:
+        """All ranks of the group allocate together. Waits for the device, and for the other ranks.
+
+        `nbytes` of data must be a multiple of 4. Raises UserError if the GPUs do not reach each other.
+        """
+        assert nbytes % 4 == 0, nbytes
+        try:
+            self._own, self._handle = allocate_symmetric_memory(nbytes + 4 * words, device, group)
+        except RuntimeError as error:
+            raise UserError(
+                "--tp-comm-overlap-transport symmetric-memory: the GPUs of a tensor parallel group cannot share memory "
+                f"({str(error).splitlines()[0]}); process-group works between all GPUs"
+            ) from error
+        self._own[nbytes:].zero_()
+        torch.cuda.synchronize(device)
+        barrier(group)  # no rank writes a word before all have zeros
+        self._words = [address + nbytes for address in self._handle.buffer_ptrs]
+        self._views: dict[Any, Tensor] = {}
+        rank = self._handle.rank
+        self.copies: Lane = _StreamLane(device, self._words, rank)
+        self.signals: Lane = _StreamLane(device, self._words, rank)
+
+    def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Returns the tensor at byte `start`, a multiple of the type's size."""
+        key = rank, start, shape, dtype
+        if key not in self._views:
+            self._views[key] = self._handle.get_buffer(rank, shape, dtype, start // dtype.itemsize)
+        return self._views[key]
+
+
+class _StreamLane:
+    """A lane that is a CUDA stream."""
+
+    def __init__(self, device: torch.device, words: list[int], rank: int) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._words, self._rank = words, rank
+        """Address of the first word of each rank."""
+
+    def follow(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def lead(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self, word: int, value: int) -> None:
+        self._call("cuStreamWaitValue32_v2", self._rank, word, value)
+
+    def write(self, rank: int, word: int, value: int) -> None:
+        self._call("cuStreamWriteValue32_v2", rank, word, value)
+
+    def _call(self, name: str, rank: int, word: int, value: int) -> None:
+        # Flag 0: wait until (int32) (word - value) >= 0, which is right after the numbers wrap round too; and write
+        # after a fence, so that earlier copies are visible before the word.
+        status = getattr(_driver(), name)(self.stream.cuda_stream, self._words[rank] + 4 * word, value % 2**32, 0)
+        if status:
+            raise RuntimeError(f"{name} failed with error {status} of the CUDA driver")
+
+
+@functools.cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+        function = getattr(driver, name)
+        function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+        function.restype = ctypes.c_int
+    return driver
