@@ -26,6 +26,8 @@ class CapturedUpdate:
         several = [axis for axis in ("dp_cp", "mp") if optimizer.groups.size(axis) > 1]
         if several:
             raise UserError("--optimizer-cuda-graph: the update communicates between ranks; it needs a single one")
+        if optimizer.config.optimizer_cpu_offload:
+            raise UserError("--optimizer-cuda-graph: a graph keeps the state on the device; drop optimizer_cpu_offload")
         self.optimizer, self.recorder, self.warmup_steps = optimizer, recorder, warmup_steps
         self._loss_is_finite = torch.ones((), dtype=torch.bool, device=optimizer.device)
         self._steps = 0

@@ -15,6 +15,7 @@ from megatron.core.distributed.units import ParameterSlot
 from megatron.core.exceptions import UserError
 from megatron.core.optimizer.clip_grads import clip_divisor, count_zeros, counted_gradients, grad_norm
 from megatron.core.optimizer.grad_scaler import GradScaler, build_grad_scaler
+from megatron.core.optimizer.host_state import HostPiece, StateSegment, StateStream, choose_offloaded, in_host_memory
 from megatron.core.optimizer.muon import Muon, MuonSegment
 from megatron.core.optimizer.muon_matrices import MOMENTUM
 from megatron.core.optimizer.optimizer import MegatronOptimizer, StepUpdate, true_on_all_ranks
@@ -60,21 +61,38 @@ class UnitState:
     """Each from the first parameter of the shard that has it to the last: see `ranges`."""
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Elements [start, stop) of the shard that the moments have."""
+    is_offloaded: bool = False
+    """The state is in host memory, but for weights that are the model's."""
 
     @classmethod
-    def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig) -> "UnitState":
+    def begin(cls, unit: Unit, rule: UpdateRule, config: OptimizerConfig, is_offloaded: bool = False) -> "UnitState":
         """Returns the initial state of a unit: its weights, and moments of zero."""
         weights, main = new_weights(unit.plan, unit.weight_shard, config), unit.plan.main_dtype
         ranges = moment_ranges(unit.plan, unit.shard_range, rule.moments, config)
         moments = {
             name: new_moment(name, stop - start, config, main, unit.device) for name, (start, stop) in ranges.items()
         }
-        return cls(unit, weights, moments, ranges)
+        if is_offloaded:
+            moments = {name: in_host_memory(moment, config.pin_cpu_params) for name, moment in moments.items()}
+            if unit.plan.needs_main_weights:
+                weights = in_host_memory(weights, config.pin_cpu_params)
+        return cls(unit, weights, moments, ranges, is_offloaded)
 
     def moment(self, name: str, start: int, stop: int) -> StateTensor:
         """Returns the elements [start, stop) of the shard of a moment."""
         first = self.ranges[name][0]
         return self.moments[name].part(start - first, stop - first)
+
+    def segment(self, start: int, stop: int, rule: UpdateRule) -> StateSegment:
+        """Returns the elements [start, stop) of the shard."""
+        has_main = self.unit.plan.needs_main_weights
+        return StateSegment(
+            self.weights.part(start, stop),
+            self.unit.gradient_shard[start:stop],
+            {name: self.moment(name, start, stop) for name in rule.moments},
+            self.unit.weight_shard[start:stop] if has_main else None,
+            has_main,
+        )
 
     def reload(self) -> None:
         """Copies the model's weights to the main weights."""
@@ -106,7 +124,12 @@ class FlatOptimizer(MegatronOptimizer):
         self.units = [unit for chunk in chunks for unit in chunk.units]
         if not self.units and groups.size("pp") == 1:
             raise UserError("the model has no parameters that need a gradient: there is nothing to optimise")
-        self.states = [UnitState.begin(unit, self.rule, config) for unit in self.units]
+        fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+        offloaded = choose_offloaded([unit.plan.numel for unit in self.units], fraction)
+        self.states = [
+            UnitState.begin(unit, self.rule, config, is_offloaded)
+            for unit, is_offloaded in zip(self.units, offloaded, strict=True)
+        ]
         self.device = self.chunks[0].device
         self.grad_scaler: GradScaler | None = build_grad_scaler(config, self.device)
         self._no_scale = torch.ones((), dtype=torch.float32, device=self.device)
@@ -116,6 +139,8 @@ class FlatOptimizer(MegatronOptimizer):
         ranges = parameter_ranges(self.units, config, overrides)
         self.param_groups = [self._param_group(settings, members) for settings, members in ranges.items()]
         self._segments = [self._segments_of(settings, members) for settings, members in ranges.items()]
+        self._host_pieces = list(self._pieces_on_host(list(ranges.values())))
+        self._host_stream = StateStream(self.device)
 
     # Groups ----------------------------------------------------------------------------------------------------------
 
@@ -136,24 +161,34 @@ class FlatOptimizer(MegatronOptimizer):
         """Returns the parts of a group's ranges in this rank's shards, as one list of tensors for each type."""
         if settings.use_muon:
             return [Muon([self._muon_segment(members) for members in ranges], self.config, self.groups)]
-        by_type: dict[torch.dtype, list[tuple[UnitState, slice]]] = {}
+        by_type: dict[torch.dtype, list[StateSegment]] = {}
         for members in ranges:
             state = self.states[members.unit]
-            first, end = state.unit.shard_range
-            part = slice(max(members.start, first) - first, min(members.stop, end) - first)
-            if part.start < part.stop:
-                by_type.setdefault(state.weights.main, []).append((state, part))
-        return [self._segments_of_type(alike) for alike in by_type.values()]
+            if not state.is_offloaded:
+                first, end = state.unit.shard_range
+                start, stop = max(members.start, first) - first, min(members.stop, end) - first
+                if start < stop:
+                    by_type.setdefault(state.weights.main, []).append(state.segment(start, stop, self.rule))
+        return [self._as_segments(alike) for alike in by_type.values()]
 
-    def _segments_of_type(self, alike: Sequence[tuple[UnitState, slice]]) -> Segments | StoredSegments:
-        gradients = [state.unit.gradient_shard[part] for state, part in alike]
-        model_weights = [
-            state.unit.weight_shard[part] if state.unit.plan.needs_main_weights else None for state, part in alike
-        ]
-        weights = [state.weights.part(part.start, part.stop) for state, part in alike]
-        moments = {
-            name: [state.moment(name, part.start, part.stop) for state, part in alike] for name in self.rule.moments
-        }
+    def _pieces_on_host(self, groups: Sequence[Sequence[ParameterRange]]) -> Iterator[HostPiece]:
+        """Yields the shards of offloaded units in pieces."""
+        for number, state in enumerate(self.states):
+            first, end = state.unit.shard_range
+            segments = [
+                (group, max(members.start, first) - first, min(members.stop, end) - first)
+                for group, ranges in enumerate(groups)
+                for members in ranges
+                if members.unit == number
+            ]
+            if state.is_offloaded and first < end:
+                yield from HostPiece.of_shard(state.segment(0, end - first, self.rule), segments)
+
+    def _as_segments(self, alike: Sequence[StateSegment]) -> Segments | StoredSegments:
+        """Returns segments of one type in the form that the update takes."""
+        gradients, weights = [segment.gradient for segment in alike], [segment.weights for segment in alike]
+        model_weights = [segment.model_weights for segment in alike]
+        moments = {name: [segment.moments[name] for segment in alike] for name in self.rule.moments}
         if self.config.use_precision_aware_optimizer:
             return StoredSegments(weights, gradients, moments, model_weights)
         wide = {name: [moment.decode() for moment in parts] for name, parts in moments.items()}
@@ -213,23 +248,31 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.finish_param_sync()  # the all-gather of the previous update, if no forward has waited for it
         self.update_count.add_(applied)
         step = StepInputs(self.update_count, divisor, ~applied)
-        for group, segments in zip(self.param_groups, self._segments, strict=True):
-            rate = group["lr"]
-            if not isinstance(rate, Tensor):  # a script has set a number
-                rate = torch.full((), rate, dtype=torch.float64, device=self.device)
+        for number, segments in enumerate(self._segments):
             for alike in segments:
-                if isinstance(alike, Muon):
-                    alike.update(step, rate, group["weight_decay"])
-                elif isinstance(alike, StoredSegments):
-                    assert isinstance(self.rule, Adam)
-                    update_stored(self.rule, alike, step, rate, group["weight_decay"])
-                else:
-                    for part in with_main_gradients(alike):
-                        self.rule.update(part, step, rate, group["weight_decay"])
+                self._update_segments(alike, step, number)
+        pieces = self._host_stream.each([piece.state for piece in self._host_pieces])
+        for on_device, piece in zip(pieces, self._host_pieces, strict=True):
+            for number, start, stop in piece.segments:
+                self._update_segments(self._as_segments([on_device.part(start, stop)]), step, number)
         for state in self.states:
             state.unit.mark_updated()
         for chunk in self.chunks:
             chunk.start_param_sync()
+
+    def _update_segments(self, alike: Segments | StoredSegments | Muon, step: StepInputs, number: int) -> None:
+        """Updates segments of a parameter group."""
+        rate, decay = self.param_groups[number]["lr"], self.param_groups[number]["weight_decay"]
+        if not isinstance(rate, Tensor):  # a script has set a number
+            rate = torch.full((), rate, dtype=torch.float64, device=self.device)
+        if isinstance(alike, Muon):
+            alike.update(step, rate, decay)
+        elif isinstance(alike, StoredSegments):
+            assert isinstance(self.rule, Adam)
+            update_stored(self.rule, alike, step, rate, decay)
+        else:
+            for part in with_main_gradients(alike):
+                self.rule.update(part, step, rate, decay)
 
     # Queries of the training loop ------------------------------------------------------------------------------------
 
@@ -271,6 +314,7 @@ class FlatOptimizer(MegatronOptimizer):
     def state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
         """The moments of each parameter: shaped as the parameter if units are replicated, else the one-dimensional
         slice in this rank's shard. Moments that are stored in narrow types are copies in the main type."""
+        self._host_stream.finish()
         found: dict[nn.Parameter, dict[str, Tensor]] = {}
         for state in self.states:
             whole = state.unit.sharding.shards == 1
@@ -290,6 +334,7 @@ class FlatOptimizer(MegatronOptimizer):
     @torch.no_grad()
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Continues from the model's weights, after they were changed from outside."""
+        self._host_stream.finish()
         for state in self.states:
             state.reload()
 
@@ -305,7 +350,9 @@ class FlatOptimizer(MegatronOptimizer):
             chunk.start_param_sync(force_sync=True)
 
     def state_chunks(self) -> Iterator[Chunk]:
-        """Yields this rank's main weights and moments as chunks that share their memory."""
+        """Yields this rank's main weights and moments as chunks that share their memory. Waits for those that are on
+        their way to host memory."""
+        self._host_stream.finish()
         for state in self.states:
             for parameter_slice in state.unit.parameter_slices:
                 holders = replica_ranks(parameter_slice.info, self.groups, state.unit.sharding)

@@ -5,6 +5,7 @@ belong to blocks of 64 neighbouring elements. Parameters and shards begin at mul
 blocks do not depend on how data parallel ranks shard the state, only on which box of a tensor a rank holds.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +47,13 @@ class StateTensor(Protocol):
     def part(self, start: int, stop: int) -> "StateTensor":
         """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
 
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """The tensors of `memory` that may be in host memory: not the model's weights."""
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "StateTensor":
+        """Returns the state with each tensor of `movable`, in order, replaced by `move(tensor)`."""
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -72,6 +80,15 @@ class Plain:
     def part(self, start: int, stop: int) -> "Plain":
         """Returns the elements [start, stop) in the same memory."""
         return Plain(self.tensor[start:stop], self.main)
+
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """The tensor."""
+        return (self.tensor,)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Plain":
+        """Returns the state with the tensor replaced."""
+        return Plain(move(self.tensor), self.main)
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,16 @@ class Scaled:
         blocks = slice(start // SCALE_BLOCK, -(-stop // SCALE_BLOCK))
         return Scaled(self.codes[start:stop], self.scales[blocks], self.main, self.is_root)
 
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """Codes and scales."""
+        return self.codes, self.scales
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Scaled":
+        """Returns the state with codes and scales replaced."""
+        codes = move(self.codes)
+        return Scaled(codes, move(self.scales), self.main, self.is_root)
+
     def _each(self, scales: Tensor) -> Tensor:
         """Returns the scale of each element."""
         return scales.to(self.main).repeat_interleave(SCALE_BLOCK)[: self.codes.numel()]
@@ -146,7 +173,8 @@ class WithRemainder:
 
     def decode(self) -> Tensor:
         """Returns the float32 weights."""
-        bits = (self.model_weights.view(torch.int16).to(torch.int32) << 16) + self.remainder
+        remainder = self.remainder.to(self.model_weights.device)
+        bits = (self.model_weights.view(torch.int16).to(torch.int32) << 16) + remainder
         return bits.view(torch.float32)
 
     def encode(self, values: Tensor, skip: Tensor | None = None) -> None:
@@ -158,6 +186,15 @@ class WithRemainder:
     def part(self, start: int, stop: int) -> "WithRemainder":
         """Returns the elements [start, stop) in the same memory."""
         return WithRemainder(self.model_weights[start:stop], self.remainder[start:stop])
+
+    @property
+    def movable(self) -> tuple[Tensor, ...]:
+        """The remainders."""
+        return (self.remainder,)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "WithRemainder":
+        """Returns the state with the remainders replaced."""
+        return WithRemainder(self.model_weights, move(self.remainder))
 
 
 def split_float32(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +220,7 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def store(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """old <- new, or nothing if `skip` is set."""
+    """old <- new, or nothing if `skip` is set. Without `skip` they may be on different devices."""
     if skip is None:
         old.copy_(new)
     else:

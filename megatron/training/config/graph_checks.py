@@ -47,6 +47,8 @@ def optimizer_graph(s: Settings) -> Iterator[str]:
             f"{{optimizer_cuda_graph:name}}: the update communicates between {s.world_size} ranks; leave it out, or "
             "train on one"
         )
+    if s.optimizer_cpu_offload:
+        yield "{optimizer_cuda_graph:name} keeps the state on the device; drop it or {optimizer_cpu_offload:name}"
     if s.optimizer not in ("adam", "sgd"):
         yield "{optimizer_cuda_graph:name}: {optimizer} is not captured; adam and sgd are"
     if s.weight_decay_incr_style != "constant":

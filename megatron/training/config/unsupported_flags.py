@@ -233,7 +233,6 @@ UNSUPPORTED_FLAGS = frozenset({**ACCEPTED_FLAGS, **REFUSED_FLAGS, **FLAGS_TO_COM
 _FIELDS_TO_COME = (
     ("*fp8* *fp4*", "these formats of 8-bit and 4-bit numbers are not supported"),
     ("*cuda-graph*", "CUDA graphs hold whole micro-batches of our own layers (--cuda-graph-impl local)"),
-    ("*offload* min-offloaded-* no-pin-cpu-*", "activations and optimizer state stay on the device"),
     ("mrope-section", "positions have one coordinate"),
     ("qk-clip* log-max-attention-logit", "attention does not keep its largest logit"),
     ("use-legacy-models", "there are no models but those of megatron.core"),

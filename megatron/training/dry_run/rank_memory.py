@@ -14,6 +14,7 @@ import torch
 from megatron.core.distributed.sharding_strategy import Sharding, shardings
 from megatron.core.distributed.units import UnitPlan, plan_units
 from megatron.core.exceptions import UserError
+from megatron.core.optimizer.host_state import choose_offloaded
 from megatron.core.optimizer.state_storage import state_bytes
 from megatron.core.optimizer.update_rules import build_update_rule
 from megatron.core.parameters import Box, ParameterInfo
@@ -123,17 +124,20 @@ def build_shard(
 
 
 def memory_of_shard(shard: ModelShard, config: PretrainConfig) -> MemoryBytes:
-    """Returns the bytes of the flat buffers of a shard's units."""
+    """Returns the bytes of the flat buffers of a shard's units, without optimizer state in host memory."""
     weights = gradients = optimizer = 0
     moments = build_update_rule(config.optimizer).moments
-    for plan in (plan for plans in shard.plans for plan in plans):
+    plans = [plan for plans in shard.plans for plan in plans]
+    fraction = config.optimizer.optimizer_offload_fraction if config.optimizer.optimizer_cpu_offload else 0.0
+    for plan, is_offloaded in zip(plans, choose_offloaded([plan.numel for plan in plans], fraction), strict=True):
         sharding = shard.shardings[plan.grid]
         owned, strategy = plan.numel // sharding.shards, sharding.strategy
         weights += plan.dtype.itemsize * (owned if strategy.shards_weights else plan.numel)
         gradients += plan.grad_dtype.itemsize * (owned if strategy.shards_gradients else plan.numel)
         ends = {0, sharding.shards - 1}  # with Muon, the first shards have other moments than the last
         ranges = [(index * owned, (index + 1) * owned) for index in ends]
-        optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
+        if not is_offloaded:
+            optimizer += max(state_bytes(plan, shard, moments, config.optimizer) for shard in ranges)
     return MemoryBytes(weights, gradients, optimizer, _gathered_bytes(shard, config))
 
 

@@ -33,7 +33,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
             {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
             "main_params_dtype float16: a model in float32 has no main weights",
         ),
-        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload"),
+        ({"optimizer_cpu_offload": True, "optimizer": "muon"}, "whose momentum stays on the device; the state of adam"),
+        ({"optimizer_offload_fraction": 1.5}, "optimizer_offload_fraction 1.5 must be from 0 to 1"),
     ],
 )
 def test_impossible_values_are_named(fields: dict[str, Any], message: str) -> None:

@@ -1,0 +1,182 @@
+"""Optimizer state in host memory (as ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, keeps it there).
+
+The state of some units is in page-locked host memory. The update brings it to the device piece by piece, updates each
+piece with the kernels of all other state, and sends it back. Copies in both directions run on streams of their own,
+beside the update of another piece; the host never waits. An update on the host's own cores would have to wait for the
+gradients, and would be slower: it is bound by memory, whose rate cores do not reach.
+"""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.optimizer.state_storage import StateTensor
+
+PIECE = 1 << 23
+"""Elements of a piece. With float32 weights and two moments, 100 MB."""
+_SLOTS = 3
+"""Pieces that have memory on the device: one comes, one is updated, one goes."""
+_ALIGNMENT = 256
+
+
+def choose_offloaded(sizes: Sequence[int], fraction: float) -> list[bool]:
+    """Returns which units are offloaded, spread evenly: of the elements up to any unit, at most this fraction."""
+    chosen, total, taken = [], 0, 0
+    for size in sizes:
+        total += size
+        chosen.append(taken + size <= fraction * total)
+        taken += size * chosen[-1]
+    return chosen
+
+
+def in_host_memory(state: StateTensor, pinned: bool) -> StateTensor:
+    """Returns the same numbers in host memory, page-locked if `pinned`. The model's weights stay where they are."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        pin = pinned and tensor.is_cuda
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin).copy_(tensor)
+
+    return state.moved(copy)
+
+
+@dataclass(frozen=True)
+class StateSegment:
+    """A range of a unit's shard: gradients, the model's weights if they are narrower than the main weights, and the
+    state, which may be in host memory."""
+
+    weights: StateTensor
+    gradient: Tensor
+    moments: Mapping[str, StateTensor]
+    model_weights: Tensor | None
+    has_main_weights: bool
+    """There are main weights; else `weights` are the model's, which stay on the device."""
+
+    def part(self, start: int, stop: int) -> "StateSegment":
+        """Returns the elements [start, stop) in the same memory. `start` is a multiple of SCALE_BLOCK."""
+        return StateSegment(
+            self.weights.part(start, stop),
+            self.gradient[start:stop],
+            {name: moment.part(start, stop) for name, moment in self.moments.items()},
+            None if self.model_weights is None else self.model_weights[start:stop],
+            self.has_main_weights,
+        )
+
+    @property
+    def on_host(self) -> list[StateTensor]:
+        """What an offloaded segment has in host memory."""
+        return [*([self.weights] if self.has_main_weights else []), *self.moments.values()]
+
+    def on_device(self, states: Sequence[StateTensor]) -> "StateSegment":
+        """Returns the segment with `on_host` replaced by these."""
+        rest = deque(states)
+        weights = rest.popleft() if self.has_main_weights else self.weights
+        moments = dict(zip(self.moments, rest, strict=True))
+        return StateSegment(weights, self.gradient, moments, self.model_weights, self.has_main_weights)
+
+
+@dataclass(frozen=True)
+class HostPiece:
+    """A part of a unit's shard that travels at once."""
+
+    state: StateSegment
+    segments: tuple[tuple[int, int, int], ...]
+    """(number of the parameter group, start, stop) of the segments in it, counted from its first element."""
+
+    @classmethod
+    def of_shard(cls, shard: StateSegment, segments: Sequence[tuple[int, int, int]]) -> "Iterator[HostPiece]":
+        """Yields the pieces of a shard, of at most PIECE elements."""
+        numel = shard.gradient.numel()
+        for first in range(0, numel, PIECE):
+            end = min(first + PIECE, numel)
+            cut = ((group, max(start, first) - first, min(stop, end) - first) for group, start, stop in segments)
+            yield cls(shard.part(first, end), tuple(one for one in cut if one[1] < one[2]))
+
+
+class StateStream:
+    """Brings state to the device and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._coming = torch.cuda.Stream(device) if is_cuda else None
+        self._going = torch.cuda.Stream(device) if is_cuda else None
+
+    def each(self, pieces: Sequence[StateSegment]) -> Iterator[StateSegment]:
+        """Yields each piece with its state on the device. What is written there goes back to host memory once the next
+        piece is asked for. The memory on the device is free after the last one."""
+        copies = [_DeviceCopy(piece) for piece in pieces]
+        largest = max((copy.nbytes for copy in copies), default=0)
+        slots = [_Slot(torch.empty(largest, dtype=torch.uint8, device=self.device)) for _ in copies[:_SLOTS]]
+        if self._coming is not None and self._going is not None:
+            self._coming.wait_stream(torch.cuda.current_stream(self.device))
+            self._coming.wait_stream(self._going)
+        for number, copy in enumerate(copies):
+            for ahead in range(0 if number == 0 else number + 1, min(number + 2, len(copies))):
+                copies[ahead].fetch(slots[ahead % _SLOTS], self._coming)
+            yield copy.ready()
+            copy.send_back(slots[number % _SLOTS], self._going)
+        if self._going is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._going)
+
+    def finish(self) -> None:
+        """Waits until all state is in host memory again."""
+        if self._going is not None:
+            self._going.synchronize()
+
+
+@dataclass
+class _Slot:
+    """Memory for one piece on the device."""
+
+    memory: Tensor
+    is_free: torch.cuda.Event | None = None
+
+
+class _DeviceCopy:
+    """The state of one piece on the device."""
+
+    def __init__(self, piece: StateSegment) -> None:
+        self.piece = piece
+        self.host = [tensor for state in piece.on_host for tensor in state.movable]
+        self.nbytes = sum(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in self.host)
+        self._device: list[Tensor] = []
+        self._arrived: torch.cuda.Event | None = None
+
+    def fetch(self, slot: _Slot, stream: torch.cuda.Stream | None) -> None:
+        """Starts the copies to the device, once what was in the slot has left."""
+        offset = 0
+        for tensor in self.host:
+            self._device.append(slot.memory[offset : offset + tensor.nbytes].view(tensor.dtype))
+            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        with _on(stream):
+            if stream is not None and slot.is_free is not None:
+                stream.wait_event(slot.is_free)
+            for there, tensor in zip(self._device, self.host, strict=True):
+                there.copy_(tensor, non_blocking=True)
+            self._arrived = None if stream is None else stream.record_event()
+
+    def ready(self) -> StateSegment:
+        """Returns the piece with state on the device. The current stream waits for the copies."""
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+        tensors = iter(self._device)
+        return self.piece.on_device([state.moved(lambda tensor: next(tensors)) for state in self.piece.on_host])
+
+    def send_back(self, slot: _Slot, stream: torch.cuda.Stream | None) -> None:
+        """Starts the copies to the host, after what the current stream has to do."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with _on(stream):
+            for there, tensor in zip(self._device, self.host, strict=True):
+                tensor.copy_(there, non_blocking=True)
+            slot.is_free = None if stream is None else stream.record_event()
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
