@@ -143,8 +143,8 @@ class Sgd:
         self.momentum = momentum
 
     def update(self, segments: Segments, step: StepInputs, lr: Tensor, weight_decay: float | Tensor) -> None:
-        """Updates with torch's fused kernel, and by the plain formula in float64."""
-        if segments.dtype is torch.float64:
+        """Updates with torch's fused kernel, and by the plain formula in float64 and without momentum."""
+        if segments.dtype is torch.float64 or not self.momentum:  # the fused kernel takes no buffers with momentum 0
             self._update_plainly(segments, step, lr, weight_decay)
             return
         if isinstance(weight_decay, Tensor):

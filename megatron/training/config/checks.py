@@ -22,6 +22,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Settings
@@ -71,6 +72,8 @@ _CONFIG_CLASSES: tuple[type[Any], ...] = (
     LoggingConfig,
     ParallelConfig,
     ResilienceConfig,
+    RecordsConfig,
+    FaultInjectorConfig,
     TokenizerConfig,
 )
 

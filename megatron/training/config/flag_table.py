@@ -33,6 +33,7 @@ from megatron.training.config.flag_words import Words, choice, takes_one_or_list
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.tokenizer import TokenizerConfig
@@ -51,7 +52,8 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "evaluation": (EvaluationConfig,),
     "checkpoints": (CheckpointConfig,),
     "logging": (LoggingConfig,),
-    "faults and signals": (ResilienceConfig,),
+    "faults and signals": (ResilienceConfig, FaultInjectorConfig),
+    "tensors of single steps": (RecordsConfig,),
     "number formats, seed and ranks": (ModelParallelConfig, ParallelConfig),
     "data parallel": (DistributedDataParallelConfig,),
     "memory": (MemoryConfig,),

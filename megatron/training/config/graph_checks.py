@@ -34,6 +34,9 @@ def micro_batch_graphs(s: Settings) -> Iterator[str]:
     for field in ("reset_attention_mask", "sft"):
         if getattr(s, field):
             yield f"{name}: the number of documents in a batch is not fixed with {{{field}:name}}; leave one out"
+    for field in ("save_activations_interval", "save_dgrads_interval"):
+        if getattr(s, field) is not None:
+            yield f"{name}: {{{field}:name}} watches modules, which a graph does not call; leave one out"
     if s.log_straggler:
         yield f"{name}: {{log_straggler:name}} measures forward steps, which do not run one by one; leave one out"
 

@@ -15,6 +15,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
+from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import Source
@@ -38,6 +39,8 @@ class PretrainConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     resilience: ResilienceConfig
+    records: RecordsConfig
+    fault_injector: FaultInjectorConfig
     provenance: Mapping[str, Source]
     """Source of each value, by field name."""
     notes: tuple[str, ...] = ()
@@ -102,6 +105,8 @@ class PretrainConfig:
             self.checkpoint,
             self.logging,
             self.resilience,
+            self.records,
+            self.fault_injector,
         ]
 
     def flat(self) -> dict[str, Any]:

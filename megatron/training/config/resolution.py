@@ -25,6 +25,7 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.model import ModelConfig
 from megatron.training.config.parallel import ParallelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.records import FaultInjectorConfig, RecordsConfig
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.config.schedule import ScheduleConfig
 from megatron.training.config.settings import LaunchEnvironment, Settings
@@ -152,6 +153,8 @@ def build_config(settings: Settings, notes: Iterable[str], extra: Mapping[str, A
         checkpoint=settings.build(CheckpointConfig),
         logging=settings.build(LoggingConfig),
         resilience=settings.build(ResilienceConfig),
+        records=settings.build(RecordsConfig),
+        fault_injector=settings.build(FaultInjectorConfig),
         provenance=dict(settings.provenance),
         notes=tuple(dict.fromkeys(notes)),
         extra=dict(extra),

@@ -195,20 +195,10 @@ _NOT_YET = {
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
     "logits have the number format of the model": "output-logit-dtype",
-    "tensors of single steps are not written to files": """
-        save-activations-interval save-dgrads-interval save-params-interval save-tokens-per-expert-interval
-        save-wgrads-interval""",
-    "routing is shown by the load of the experts in the log": """
-        moe-routing-trace-capture-hidden-states moe-routing-trace-capture-logits moe-routing-trace-dump-weights
-        moe-routing-trace-max-training-iters moe-routing-trace-path""",
     "the log has the memory and time of steps, without energy and intervals of its own": """
         log-device-memory-used log-energy log-memory-interval""",
     "profiles are those of --profile": "nvtx-ranges pytorch-profiler-collect-chakra",
     "the hardware is not tested during a run": "gpu-sniff-test-interval",
-    "faults of single ranks are not injected": """
-        fault-injector-delay-start-iteration fault-injector-fault-delay fault-injector-fault-probabilities
-        fault-injector-fault-types fault-injector-mtti-seconds fault-injector-num-ranks fault-injector-offset-seconds
-        fault-injector-ranks fault-injector-seed""",
 }
 """What is so today, and the flags that would change it."""
 

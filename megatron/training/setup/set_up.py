@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +30,12 @@ from megatron.core.transformer.layer_costs import stages_of_auto_layout
 from megatron.training import global_vars
 from megatron.training.checkpoints import Checkpoints
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.records import KINDS
 from megatron.training.data.digests import data_digests
 from megatron.training.data.recent_steps import RecentSteps
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
+from megatron.training.hooks.fault_injector import FaultInjector
 from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hook import Hook, Hooks
@@ -41,7 +44,9 @@ from megatron.training.hooks.profiler import make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.hooks.reports import RerunReport, StragglerReport
+from megatron.training.hooks.routing_trace import RoutingTrace
 from megatron.training.hooks.stage_report import StageReport
+from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
 from megatron.training.launch.signals import SignalWatch
@@ -166,6 +171,11 @@ def build_trainer(
         splits.train.recent = RecentSteps() if stops_on_nonfinite(config) else None
         return splits
 
+    hooks = [*build_hooks(config, environment, state, model), *hooks_of_script]
+    update = capture_update(config, environment, optimizer)
+    for hook in hooks:
+        if isinstance(hook, StepTensors):
+            update = hook.around(update or optimizer.step_on_device)
     splits = open_and_watch()
     return Trainer(
         config=config,
@@ -179,12 +189,12 @@ def build_trainer(
         forward_step=forward_step,
         splits=splits,
         log=log,
-        hooks=Hooks([*build_hooks(config, environment, state, model), *hooks_of_script]),
+        hooks=Hooks(hooks),
         exit=exit_agreement,
         checkpoints=checkpoints,
         probe=probe,
         results=results,
-        update=capture_update(config, environment, optimizer),
+        update=update,
         spikes=checkpoints.spikes,
         open_data=open_and_watch,
     )
@@ -290,7 +300,15 @@ def build_hooks(
     hooks += [GroupTimeout(environment.groups, timeout)] if timeout is not None else []
     replicas = config.resilience.check_weight_hash_across_dp_replicas_interval
     hooks += [ReplicaCheck(model, replicas)] if replicas is not None else []
-    flags = config.logging
+    flags, records = config.logging, config.records
+    if config.fault_injector.faults:
+        ranks = environment.rank, environment.world_size
+        hooks.append(FaultInjector(config.fault_injector, *ranks, config.seed))
+    if records.moe_routing_trace_path is not None:
+        hooks.append(RoutingTrace(records, model, environment.rank))
+    intervals = {kind: every for kind in KINDS if (every := records.interval(kind)) is not None}
+    if intervals and config.checkpoint.save is not None:
+        hooks.append(StepTensors(Path(config.checkpoint.save), model, environment.groups, intervals))
     hooks += [RerunReport()] if config.resilience.rerun_mode == "report_stats" else []
     hooks += [StragglerReport(flags.log_interval)] if flags.log_straggler else []
     if flags.log_progress and environment.is_first and config.checkpoint.save is not None:

@@ -24,6 +24,7 @@ RULES: dict[str, UpdateRule] = {
     "adamw": Adam(0.9, 0.95, 1e-8, decoupled=True),
     "adam": Adam(0.9, 0.95, 1e-8, decoupled=False),
     "sgd": Sgd(0.9),
+    "sgd without momentum": Sgd(0.0),
     "lion": Lion(0.8, 0.9, decoupled=True),
     "coupled lion": Lion(0.8, 0.9, decoupled=False),
 }
@@ -56,9 +57,9 @@ def test_sgd_without_momentum(dtype: torch.dtype) -> None:
 
 def expected(name: str, w: float, g: float, state: tuple[float, ...]) -> tuple[float, ...]:
     """Weight and moments after an update of one number."""
-    if name == "sgd":
+    if name.startswith("sgd"):
         (b,) = state
-        b = 0.9 * b + g + DECAY * w
+        b = (0.9 if name == "sgd" else 0.0) * b + g + DECAY * w
         return w - LR * b, b
     if name in ("adam", "coupled lion"):
         g += DECAY * w

@@ -36,6 +36,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "moe_local_token_overlap",
     "lion_beta1",
     "lion_beta2",
+    "main_grads_dtype",
     # newer than the releases
     "activation_offload_fraction",
     "delta_offload_bytes_across_pp_ranks",

@@ -47,6 +47,8 @@ from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils.recompute_cache import run_once_under_recompute
 
+RoutingObserver = Callable[["TopKRouter", Tensor | None, Tensor, Tensor, Tensor], None]
+
 
 class TopKRouter(Router):
     """Sends each token to the k experts with the best scores (Shazeer et al. 2017; Fedus et al. 2021).
@@ -73,6 +75,9 @@ class TopKRouter(Router):
         self.global_balance = GlobalBalance()
         self.metrics = LayerMetrics(0)
         self.replay = RouterReplay() if config.moe_enable_routing_replay else None
+        self.observers: list[RoutingObserver] = []
+        """Called in training with (router, hidden states [t, h] or None, logits [t, experts], experts [t, k], weights
+        [t, k]) of each micro-batch, once under recomputation."""
         self.set_layer_number(layer_number or 0)
         self.register_parameter("expert_bias", None)
         self.local_tokens_per_expert: Tensor | None = None
@@ -93,13 +98,18 @@ class TopKRouter(Router):
         share = micro_batch_share(
             inputs.tokens, hidden.shape[0], self.groups, self.config.sequence_parallel, inputs.padding_mask
         )
-        return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale)
+        return self._routing(self._logits(hidden, share), share, inputs.auxiliary_scale, hidden)
 
-    def _routing(self, logits: Tensor, share: MicroBatchShare, scale: Tensor | None) -> Routing:
+    def _routing(
+        self, logits: Tensor, share: MicroBatchShare, scale: Tensor | None, hidden: Tensor | None = None
+    ) -> Routing:
         if self._adds_losses and self.config.moe_z_loss_coeff:
             value = z_loss(logits, share)
             logits = self._attach(logits, "z_loss", value, self.config.moe_z_loss_coeff, share, scale)
         experts, weights = self._choose(logits, share)
+        if self.observers and torch.is_grad_enabled():
+            noted = self, hidden, logits, experts, weights
+            run_once_under_recompute((self, "observers"), lambda: [observe(*noted) for observe in self.observers])
         if self._adds_losses and self.balance:
             weights = self._balanced(experts, weights, logits, share, scale)
         routing = self._within_capacity(experts, weights, share)

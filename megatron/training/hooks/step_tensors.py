@@ -1,0 +1,141 @@
+"""--save-params-interval and its like: tensors of single steps in safetensors files."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.folders import folder_name
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.flat_buffer import Unit
+from megatron.core.distributed.sharding_strategy import replica_ranks
+from megatron.core.exceptions import UserError
+from megatron.core.optimizer import StepUpdate
+from megatron.core.parameters import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.hooks.hook import Hook
+
+Update = Callable[[Tensor], StepUpdate]
+
+
+class StepTensors(Hook):
+    """Writes the kinds of tensors that `intervals` names, each after the steps that its interval divides.
+
+    A sharded weight or gradient is the one-dimensional part that this rank has, named NAME[start:stop] by its elements.
+    Raises UserError if a file cannot be written.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        model: Sequence[DistributedDataParallel],
+        groups: ProcessGroupCollection,
+        intervals: Mapping[str, int],
+    ) -> None:
+        self.root, self.model, self.groups, self.intervals = root, model, groups, dict(intervals)
+        self._found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self._iteration = 0
+        self._watched: set[str] = set()
+        """Modules whose output's gradient is noted in the step in progress."""
+        self._ends: list[Callable[[], None]] = []
+        """Remove what `before_step` has registered."""
+
+    def is_due(self, kind: str) -> bool:
+        """Whether the step in progress writes this kind."""
+        return kind in self.intervals and self._iteration % self.intervals[kind] == 0
+
+    def before_step(self, iteration: int) -> None:
+        """Watches modules and routers if the next step writes something of theirs."""
+        self._iteration = iteration + 1
+        self._watched.clear()
+        if self.is_due("activations") or self.is_due("dgrads"):
+            for chunk in self.model:
+                self._ends += [
+                    module.register_forward_hook(self._watch(name)).remove for name, module in _modules(chunk)
+                ]
+        if self.is_due("tokens_per_expert"):
+            for router in routers_of(self.model):
+                router.observers.append(self._count)
+                self._ends.append(partial(router.observers.remove, self._count))
+
+    def _watch(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            output = outputs[0] if isinstance(outputs, tuple) else outputs
+            if not isinstance(output, Tensor) or not torch.is_grad_enabled():
+                return
+            if self.is_due("activations") and name not in self._found["activations"]:
+                self._found["activations"][name] = _copy(output)
+            if self.is_due("dgrads") and output.requires_grad and name not in self._watched:
+                self._watched.add(name)
+                output.register_hook(lambda gradient: self._found["dgrads"].setdefault(name, _copy(gradient)))
+
+        return note
+
+    def _count(self, router: TopKRouter, hidden: Tensor | None, logits: Tensor, experts: Tensor, _: Tensor) -> None:
+        counts = torch.bincount(experts.flatten(), minlength=router.num_experts)
+        name = info_of(router.weight).name.removesuffix(".weight")
+        found = self._found["tokens_per_expert"]
+        found[name] = found[name] + counts if name in found else counts
+
+    def around(self, update: Update) -> Update:
+        """Returns the optimizer's step with the main gradients noted before it."""
+
+        def noting(loss_is_finite: Tensor) -> StepUpdate:
+            if self.is_due("wgrads"):
+                self._found["wgrads"] = dict(self._shards(lambda unit: unit.gradient_shard))
+            return update(loss_is_finite)
+
+        return noting
+
+    def after_step(self, iteration: int) -> None:
+        """Writes the files of this step."""
+        for end in self._ends:
+            end()
+        self._ends = []
+        if self.is_due("params"):
+            self._found["params"] = dict(self._shards(lambda unit: unit.weight_shard))
+        for kind, tensors in self._found.items():
+            self._write(kind, iteration, tensors)
+        self._found.clear()
+
+    def _shards(self, buffer_of: Callable[[Unit], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for unit in (unit for chunk in self.model for unit in chunk.units):
+            for part in unit.parameter_slices:
+                if replica_ranks(part.info, self.groups, unit.sharding)[0] != self.groups.global_rank:
+                    continue
+                values = _copy(part.view_in(buffer_of(unit)))
+                if part.flat_range is None:
+                    yield part.info.name, values.view(part.info.box.shape)
+                else:
+                    yield f"{part.info.name}[{part.flat_range[0]}:{part.flat_range[1]}]", values
+
+    def _write(self, kind: str, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        path = self.root / kind / folder_name(iteration) / f"rank_{self.groups.global_rank:05d}.safetensors"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+        except OSError as error:
+            raise UserError(f"--save-{kind.replace('_', '-')}-interval: {path}: {error.strerror}") from None
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def routers_of(model: Sequence[nn.Module]) -> list[TopKRouter]:
+    """Returns the routers of some chunks."""
+    return [module for chunk in model for module in chunk.modules() if isinstance(module, TopKRouter)]
+
+
+def _modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that have weights of their own, by their canonical names."""
+    for module in chunk.modules():
+        for parameter in module.parameters(recurse=False):
+            yield info_of(parameter).name.rpartition(".")[0], module
+            break
