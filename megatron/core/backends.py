@@ -24,6 +24,7 @@ from megatron.core.ops.attention.kernels import (
     BlockKernel,
     before_unfused,
     own_flash_kernels,
+    with_own_flash,
 )
 from megatron.core.ops.causal_conv import causal_conv
 from megatron.core.ops.cross_entropy import cross_entropy
@@ -190,7 +191,7 @@ def triton_backend() -> Backend | None:
     return dataclasses.replace(
         LOCAL,
         name="triton",
-        attention=before_unfused(CANDIDATES, whole_rows),
+        attention=with_own_flash(CANDIDATES, whole_rows),
         attention_blocks=before_unfused(BLOCK_CANDIDATES, blocks),
         linear=ByDevice(cpu=linear, cuda=functools.partial(linear, sum_rows=sum_rows_triton)),
         layer_norm=ByDevice(cpu=layer_norm, cuda=layer_norm_triton),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.attention.flash_forward_triton import (
+    LOG2_E,
     Scores,
     Sight,
     TileSize,
@@ -39,11 +40,11 @@ _ROUNDED = 128
 @triton.jit
 def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
     statistics, gradient, output, lse, queries, rounded, heads, width,
-    gradient_row, gradient_batch, gradient_head, output_row, output_batch, output_head, keep_share,
+    gradient_row, gradient_batch, gradient_head, output_row, output_batch, output_head, per_unit, keep_share,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse / log 2 and `keep_share` times the product of output and its gradient. A query without keys gets lse =
-    inf, so its probabilities are 0."""
+    """Writes `per_unit` times lse and `keep_share` times the product of output and its gradient, both with the opposite
+    sign. A query without keys gets lse = inf, so its probabilities are 0."""
     pair = tl.program_id(1).to(tl.int64)
     batch, head = pair // heads, pair % heads
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -53,22 +54,23 @@ def _statistics_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate
     output += batch * output_batch + head * output_head
     dy = tl.load(gradient + row[:, None].to(tl.int64) * gradient_row + channel[None, :], mask=inside, other=0.0)
     y = tl.load(output + row[:, None].to(tl.int64) * output_row + channel[None, :], mask=inside, other=0.0)
-    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1) * keep_share
-    sums = tl.load(lse + pair * queries + row, mask=row < queries, other=float("inf")) * 1.4426950408889634
-    sums = tl.where(sums == float("-inf"), float("inf"), sums)
+    delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1) * -keep_share
+    sums = tl.load(lse + pair * queries + row, mask=row < queries, other=float("inf"))
+    sums = tl.where(sums == float("-inf"), float("inf"), sums) * -per_unit
     at = statistics + (pair * rounded + row)[:, None] * 2 + tl.arange(0, 2)[None, :]
     tl.store(at, tl.join(sums, delta), mask=(row < rounded)[:, None])
 
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    key_gradient, value_gradient, k, v, query_gradient, query_gradient_tiles, first_column, query, gradient, statistics,
-    bits, bias, bias_gradient, first, last, j, n, start, end, hides, place, slope, queries, keys, query_row,
-    gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row, bias_gradient_key, width, value_width,
-    left, right, factor, cap, keep_scale,
+    key_gradient, value_gradient, k, v, query_gradient, query_gradient_tiles, first_column, query_tiles, gradient_tiles,
+    batch, head, query, gradient, statistics, bits, bias, bias_gradient, first, last, j, n, start, end, hides, place,
+    slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row,
+    bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_LEARNS: tl.constexpr,
     DROPS: tl.constexpr, FULL: tl.constexpr, BULK: tl.constexpr,
+    BULK_LOADS: tl.constexpr, BY_QUERY: tl.constexpr, FOLDS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients from the tiles of queries from `first` to `last`."""
@@ -82,52 +84,97 @@ def _walk(  # type: ignore[no-untyped-def]
         tile = tl.cast(m, tl.int64)
         query_at = query + tile * query_row + query_offset
         gradient_at = gradient + tile * gradient_row + gradient_offset
-        if FULL:
+        if BULK_LOADS:
+            q = query_tiles.load([batch, head, m, 0]).reshape(M, WIDTH)
+            dy = gradient_tiles.load([batch, head, m, 0]).reshape(M, VALUE_WIDTH)
+        elif FULL:
             q = tl.load(query_at)
             dy = tl.load(gradient_at)
         else:
             q = tl.load(query_at, mask=(i < queries)[:, None] & (channel < width)[None, :], other=0.0)
             dy = tl.load(gradient_at, mask=(i < queries)[:, None] & (value_channel < value_width)[None, :], other=0.0)
         sums, delta = tl.split(tl.load(statistics + m * 2 + tl.arange(0, M)[:, None] * 2 + tl.arange(0, 2)[None, :]))
-        product = tl.dot(k, tl.trans(q), input_precision="ieee")  # [N, M], like all that follows
+        if BY_QUERY:  # what follows is [M, N]
+            query_at_hand, key_at_hand, sums, delta = i[:, None], j[None, :], sums[:, None], delta[:, None]
+            if not FOLDS:
+                product = tl.dot(q, tl.trans(k), input_precision="ieee")
+            else:
+                product = tl.dot(q, tl.trans(k), tl.broadcast_to(sums, (M, N)), input_precision="ieee")
+        else:  # [N, M]
+            query_at_hand, key_at_hand, sums, delta = i[None, :], j[:, None], sums[None, :], delta[None, :]
+            if not FOLDS:
+                product = tl.dot(k, tl.trans(q), input_precision="ieee")
+            else:
+                product = tl.dot(k, tl.trans(q), tl.broadcast_to(sums, (N, M)), input_precision="ieee")
         share = product
         if HAS_CAP or HAS_SLOPES or HAS_BIAS:
-            distance = j[:, None] - i[None, :] + place
+            distance = key_at_hand - query_at_hand + place
             scores, share = shape_scores(product, distance, slope, factor, cap, HAS_CAP, HAS_SLOPES)
             if HAS_BIAS:
-                scores += load_bias(bias, i[None, :], j[:, None], queries, keys, bias_row, bias_key)
-            weight = tl.exp2(scores - sums[None, :])
+                scores += load_bias(bias, query_at_hand, key_at_hand, queries, keys, bias_row, bias_key)
+            if not FOLDS:
+                scores += sums
+            weight = tl.exp2(scores)
+        elif FOLDS:
+            weight = tl.exp2(product * factor)
         else:
-            weight = tl.exp2(product * factor - sums[None, :])
+            weight = tl.exp2(product * factor + sums)
         if COMPARES:
+            if BY_QUERY:
+                first_query, query_end, hides_key = start[None, :], end[None, :], hides[None, :]
+            else:
+                first_query, query_end, hides_key = start[:, None], end[:, None], hides[:, None]
             seen = find_seen(
-                i[None, :], j[:, None], keys, left, right, start[:, None], end[:, None], hides[:, None],
+                query_at_hand, key_at_hand, keys, left, right, first_query, query_end, hides_key,
                 HAS_LEFT, HAS_RIGHT, False, HIDES,
             )  # fmt: skip
             if PACKED:
-                seen = seen & (start[:, None] <= i[None, :]) & (i[None, :] < end[:, None])
+                seen = seen & (first_query <= query_at_hand) & (query_at_hand < query_end)
             weight = tl.where(seen, weight, 0.0)
-        weight_gradient = tl.dot(v, tl.trans(dy), input_precision="ieee")
+        if BY_QUERY:
+            if DROPS or not FOLDS:
+                weight_gradient = tl.dot(dy, tl.trans(v), input_precision="ieee")
+            else:
+                weight_gradient = tl.dot(dy, tl.trans(v), tl.broadcast_to(delta, (M, N)), input_precision="ieee")
+        else:
+            if DROPS or not FOLDS:
+                weight_gradient = tl.dot(v, tl.trans(dy), input_precision="ieee")
+            else:
+                weight_gradient = tl.dot(v, tl.trans(dy), tl.broadcast_to(delta, (N, M)), input_precision="ieee")
         kept_weight = weight
         if DROPS:
-            at = bits + m + tl.arange(0, N // 32)[:, None] * queries + tl.arange(0, M)[None, :]
-            words = tl.load(at, mask=(i < queries)[None, :], other=0)
-            words = tl.reshape(tl.broadcast_to(words[:, None, :], (N // 32, 32, M)), (N, M))
-            line = tl.arange(0, N)[:, None]
-            kept = (words & (1 << (byte_of_key(line) + bit_of_key(line)))) != 0
+            if BY_QUERY:
+                at = bits + m + tl.arange(0, N // 32)[None, :] * queries + tl.arange(0, M)[:, None]
+                words = tl.load(at, mask=(i < queries)[:, None], other=0)
+                words = tl.reshape(tl.broadcast_to(words[:, :, None], (M, N // 32, 32)), (M, N))
+                line = tl.arange(0, N)[None, :]
+                kept = ((words >> byte_of_key(line)) & (1 << bit_of_key(line))) != 0
+            else:
+                at = bits + m + tl.arange(0, N // 32)[:, None] * queries + tl.arange(0, M)[None, :]
+                words = tl.load(at, mask=(i < queries)[None, :], other=0)
+                words = tl.reshape(tl.broadcast_to(words[:, None, :], (N // 32, 32, M)), (N, M))
+                line = tl.arange(0, N)[:, None]
+                kept = (words & (1 << (byte_of_key(line) + bit_of_key(line)))) != 0
             kept_weight = tl.where(kept, weight, keep_scale - keep_scale)  # see flash_forward_triton
-            score_gradient = kept_weight * weight_gradient - weight * delta[None, :]
+            score_gradient = kept_weight * weight_gradient + weight * delta
+        elif FOLDS:
+            score_gradient = weight * weight_gradient
         else:
-            score_gradient = weight * (weight_gradient - delta[None, :])
+            score_gradient = weight * (weight_gradient + delta)
         if BIAS_LEARNS:
-            bias_at = bias_gradient + i[None, :].to(tl.int64) * bias_gradient_row + j[:, None] * bias_gradient_key
-            tl.atomic_add(bias_at, score_gradient, mask=(i < queries)[None, :] & (j < keys)[:, None], sem="relaxed")
+            bias_at = bias_gradient + query_at_hand.to(tl.int64) * bias_gradient_row + key_at_hand * bias_gradient_key
+            tl.atomic_add(bias_at, score_gradient, mask=(query_at_hand < queries) & (key_at_hand < keys), sem="relaxed")
         if HAS_CAP:
             score_gradient *= 1.0 - share * share
-        value_gradient = tl.dot(kept_weight.to(dy.dtype), dy, value_gradient, input_precision="ieee")
-        score_gradient = score_gradient.to(q.dtype)
-        key_gradient = tl.dot(score_gradient, q, key_gradient, input_precision="ieee")
-        part = tl.dot(tl.trans(score_gradient), k, input_precision="ieee")  # [M, WIDTH]
+        kept_weight, score_gradient = kept_weight.to(dy.dtype), score_gradient.to(q.dtype)
+        if BY_QUERY:
+            value_gradient = tl.dot(tl.trans(kept_weight), dy, value_gradient, input_precision="ieee")
+            part = tl.dot(score_gradient, k, input_precision="ieee")  # [M, WIDTH]
+            key_gradient = tl.dot(tl.trans(score_gradient), q, key_gradient, input_precision="ieee")
+        else:
+            value_gradient = tl.dot(kept_weight, dy, value_gradient, input_precision="ieee")
+            key_gradient = tl.dot(score_gradient, q, key_gradient, input_precision="ieee")
+            part = tl.dot(tl.trans(score_gradient), k, input_precision="ieee")
         part_at = query_gradient + tile * query_gradient_row + part_offset
         if BULK:
             query_gradient_tiles.atomic_add([m, first_column], part)
@@ -140,22 +187,30 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    query_gradient, query_gradient_tiles, key_gradient, value_gradient, bias_gradient, gradient, query, key, value,
-    statistics, bits, slopes, bias, edges, hidden, queries, rounded, keys, heads, shared, words, row_length,
-    query_start, key_start, left, right, width, value_width, query_row, query_batch, query_head,
-    key_row, key_batch, key_head, value_row, value_batch, value_head, gradient_row, gradient_batch, gradient_head,
+    query_gradient, query_gradient_tiles, query_tiles, gradient_tiles, key_gradient, value_gradient, bias_gradient,
+    gradient, query, key, value, statistics, bits, slopes, bias, edges, hidden, order, queries, rounded, keys, heads,
+    shared, words, row_length, query_start, key_start, left, right, width, value_width,
+    query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
+    gradient_row, gradient_batch, gradient_head,
     query_gradient_row, query_gradient_batch, query_gradient_head,
     key_gradient_row, key_gradient_batch, key_gradient_head,
     value_gradient_row, value_gradient_batch, value_gradient_head, bias_batch, bias_head, bias_row, bias_key,
     bias_gradient_batch, bias_gradient_head, bias_gradient_row, bias_gradient_key, scale, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, BIAS_LEARNS: tl.constexpr, DROPS: tl.constexpr,
-    FULL: tl.constexpr, BULK: tl.constexpr,
+    FULL: tl.constexpr, BULK: tl.constexpr, BULK_LOADS: tl.constexpr, BY_QUERY: tl.constexpr, FOLDS: tl.constexpr,
+    HEADS_FIRST: tl.constexpr, ORDERED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     groups = heads // shared
-    batch, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
-    n = tl.program_id(0) * N
+    if HEADS_FIRST:
+        pair_of_groups, tile = tl.program_id(0), tl.program_id(1)
+    else:
+        pair_of_groups, tile = tl.program_id(1), tl.program_id(0)
+    if ORDERED:
+        tile = tl.load(order + tile)
+    batch, group = (pair_of_groups // groups).to(tl.int64), (pair_of_groups % groups).to(tl.int64)
+    n = tile * N
     j = n + tl.arange(0, N)
     behind = tl.minimum(n + N, keys)
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
@@ -207,33 +262,37 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
             bits_at = bits + (pair * words + n // 32) * queries
         query_at = query + batch * query_batch + head * query_head
         gradient_at = gradient + batch * gradient_batch + head * gradient_head
+        batch_index, head_index = batch.to(tl.int32), head.to(tl.int32)
         first_column = ((batch * heads + head) * WIDTH).to(tl.int32)
         part_at = query_gradient + batch * query_gradient_batch + head * query_gradient_head
         statistics_at = statistics + pair * rounded * 2
         key_total, value_total = _walk(
-            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-            statistics_at, bits_at, bias_at, bias_part_at, first, whole, j, n, start, end, hides, place,
-            slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row,
-            bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
-            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
-            M, N, WIDTH, VALUE_WIDTH,
+            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_tiles, gradient_tiles,
+            batch_index, head_index, query_at, gradient_at, statistics_at, bits_at, bias_at, bias_part_at,
+            first, whole, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
+            query_gradient_row, bias_row, bias_key, bias_gradient_row, bias_gradient_key, width, value_width,
+            left, right, factor, cap, keep_scale,
+            True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL,
+            BULK, BULK_LOADS, BY_QUERY, FOLDS, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         key_total, value_total = _walk(
-            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-            statistics_at, bits_at, bias_at, bias_part_at, whole, whole_end, j, n, start, end, hides, place,
-            slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key, bias_gradient_row,
-            bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
-            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
-            M, N, WIDTH, VALUE_WIDTH,
+            key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_tiles, gradient_tiles,
+            batch_index, head_index, query_at, gradient_at, statistics_at, bits_at, bias_at, bias_part_at,
+            whole, whole_end, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
+            query_gradient_row, bias_row, bias_key, bias_gradient_row, bias_gradient_key, width, value_width,
+            left, right, factor, cap, keep_scale,
+            False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL,
+            BULK, BULK_LOADS, BY_QUERY, FOLDS, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
         if HAS_LEFT or PACKED:
             key_total, value_total = _walk(
-                key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_at, gradient_at,
-                statistics_at, bits_at, bias_at, bias_part_at, whole_end, last, j, n, start, end, hides, place,
-                slope, queries, keys, query_row, gradient_row, query_gradient_row, bias_row, bias_key,
-                bias_gradient_row, bias_gradient_key, width, value_width, left, right, factor, cap, keep_scale,
-                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL, BULK,
-                M, N, WIDTH, VALUE_WIDTH,
+                key_total, value_total, k, v, part_at, query_gradient_tiles, first_column, query_tiles, gradient_tiles,
+                batch_index, head_index, query_at, gradient_at, statistics_at, bits_at, bias_at, bias_part_at,
+                whole_end, last, j, n, start, end, hides, place, slope, queries, keys, query_row, gradient_row,
+                query_gradient_row, bias_row, bias_key, bias_gradient_row, bias_gradient_key, width, value_width,
+                left, right, factor, cap, keep_scale,
+                True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, BIAS_LEARNS, DROPS, FULL,
+                BULK, BULK_LOADS, BY_QUERY, FOLDS, M, N, WIDTH, VALUE_WIDTH,
             )  # fmt: skip
     key_gradient += batch * key_gradient_batch + group * key_gradient_head
     value_gradient += batch * value_gradient_batch + group * value_gradient_head
@@ -271,32 +330,68 @@ def flash_backward_triton(
     sk, _, groups, value_width = value.shape
     rounded = triton.cdiv(sq, _ROUNDED) * _ROUNDED
     padded = padded_width(width), padded_width(value_width)
+    full = padded == (width, value_width) and sq % tile.queries == 0
     keep_scale = 1.0 if bits is None else 1.0 / (1.0 - probability)
+    folds = tile.folds and bits is None and scores.cap is None
     statistics = query.new_empty(b, a, rounded, 2, dtype=torch.float32)
     _statistics_kernel[(rounded // _ROWS, b * a)](
         statistics, gradient, output, lse.contiguous(), sq, rounded, a, value_width,
-        *gradient.stride()[:3], *output.stride()[:3], 1.0 / keep_scale, ROWS=_ROWS, WIDTH=padded[1],
+        *gradient.stride()[:3], *output.stride()[:3], 1.0 / scores.scale if folds else LOG2_E, 1.0 / keep_scale,
+        ROWS=_ROWS, WIDTH=padded[1],
     )  # fmt: skip
-    bulk = TensorDescriptor is not None and query.is_cuda and torch.cuda.get_device_capability(query.device)[0] >= 9
+    copies = _copies_tiles(query.device)
+    bulk = copies and query.is_cuda  # Triton's interpreter copies tiles but adds none
     total = query.new_zeros(sq, b, a, padded[0] if bulk else width, dtype=torch.float32)
     query_gradient = total[..., :width]
     tiles = TensorDescriptor.from_tensor(total.view(sq, -1), [tile.queries, padded[0]]) if bulk else None
+    bulk_loads = copies and tile.bulk_loads and full and all(_has_rows_for_copies(heads) for heads in (query, gradient))
+    query_tiles, gradient_tiles = (
+        TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, tile.queries, heads.shape[3]])
+        if bulk_loads
+        else None
+        for heads in (query, gradient)
+    )
     key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
-    _backward_kernel[(triton.cdiv(sk, tile.keys), b * groups)](
-        query_gradient, tiles, key_gradient, value_gradient, bias_gradient, gradient, query, key, value, statistics,
-        bits, scores.slopes, scores.bias, sight.edges, sight.hidden, sq, rounded, sk, a, a // groups,
-        0 if bits is None else bits.shape[2], row_length(sight), sight.query_start, sight.key_start, sight.left or 0,
-        sight.right or 0, width, value_width,
+    num_tiles = triton.cdiv(sk, tile.keys)
+    order = _longest_first(sight, num_tiles, tile.keys, sk) if tile.heads_first else None
+    _backward_kernel[(b * groups, num_tiles) if tile.heads_first else (num_tiles, b * groups)](
+        query_gradient, tiles, query_tiles, gradient_tiles, key_gradient, value_gradient, bias_gradient,
+        gradient, query, key, value, statistics, bits, scores.slopes, scores.bias, sight.edges, sight.hidden, order,
+        sq, rounded, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight), sight.query_start,
+        sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *gradient.stride()[:3],
         *query_gradient.stride()[:3], *key_gradient.stride()[:3], *value_gradient.stride()[:3],
         *bias_strides(scores.bias), *bias_strides(bias_gradient),
         scores.scale * keep_scale, *factors(scores), keep_scale,
-        **switches(scores, sight, bits), BIAS_LEARNS=bias_gradient is not None,
-        FULL=padded == (width, value_width) and sq % tile.queries == 0, BULK=bulk,
-        M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
+        **switches(scores, sight, bits), BIAS_LEARNS=bias_gradient is not None, FULL=full, BULK=bulk,
+        BULK_LOADS=bulk_loads, BY_QUERY=tile.by_query, FOLDS=folds, HEADS_FIRST=tile.heads_first,
+        ORDERED=order is not None, M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     query_gradient = torch.mul(
         query_gradient, scores.scale * keep_scale, out=torch.empty_like(query_gradient, dtype=query_type)
     )
-    return query_gradient, key_gradient, value_gradient, statistics[:, :, :sq, 1] * keep_scale
+    return query_gradient, key_gradient, value_gradient, statistics[:, :, :sq, 1] * -keep_scale
+
+
+def _copies_tiles(device: torch.device) -> bool:
+    """Whether the device has an engine that copies tiles and adds them in memory (Hopper's TMA)."""
+    return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _has_rows_for_copies(heads: Tensor) -> bool:
+    """Whether the engine can read heads: rows begin at multiples of 16 bytes."""
+    aligned = all(stride * heads.element_size() % 16 == 0 for stride in heads.stride()[:3])
+    return aligned and heads.data_ptr() % 16 == 0
+
+
+def _longest_first(sight: Sight, num_tiles: int, size: int, keys: int) -> Tensor | None:
+    """Returns the tiles of keys of packed documents in the order in which programs should start: those seen by most
+    queries first, because the last ones to start should be short. None: the order of the row."""
+    if sight.edges is None:
+        return None
+    first = torch.arange(num_tiles, device=sight.edges.device) * size
+    last = (first + size - 1).clamp(max=keys - 1)
+    first, last = first + sight.key_start, last + sight.key_start
+    queries = sight.edges[1, last] - (first if sight.right == 0 else sight.edges[0, first])
+    return queries.argsort(descending=True).to(torch.int32)

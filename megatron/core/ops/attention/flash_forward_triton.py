@@ -53,6 +53,14 @@ class TileSize:
     keys: int
     num_warps: int
     num_stages: int
+    by_query: bool = False
+    """Backward: a row of a tile of scores is a query instead of a key."""
+    bulk_loads: bool = False
+    """Backward: tiles of queries are read by the engine that copies tiles, where the GPU has one."""
+    folds: bool = False
+    """Backward without dropout and cap: what is subtracted from scores is where the product's sum begins."""
+    heads_first: bool = False
+    """Backward: the same tile of all heads comes before the next tile; of packed documents the longest come first."""
 
 
 @triton.jit

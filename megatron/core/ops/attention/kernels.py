@@ -1,5 +1,6 @@
 """The implementations of attention, and what each can compute."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -150,6 +151,12 @@ def _own_flash_refusal(variant: AttentionVariant, situation: Situation) -> Refus
     return (None if OWN_FLASH_TAKES_BIAS else _bias_refusal(variant)) or _type_refusal(situation)
 
 
+def _own_flash_documents_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
+        return "it is faster than variable-length flash from Hopper on only"
+    return _own_flash_refusal(variant, situation)
+
+
 def _own_flash_block_refusal(variant: AttentionVariant, situation: Situation) -> Refusal:
     return _own_flash_refusal(variant, situation) or _bias_refusal(variant)
 
@@ -170,7 +177,11 @@ def _on_cuda_packed(situation: Situation) -> bool:
     return situation.device_type == "cuda" and situation.packed
 
 
+_OWN_FLASH = "our flash attention"
 _OWN_FLASH_WIDEST = 256
+OWN_FLASH_FOR_DOCUMENTS = False
+"""Whether our own flash attention is preferred for packed documents that other kernels can compute too. It skips tiles
+outside a document and has no copy of keys for each query head; not yet measured."""
 OWN_FLASH_TAKES_BIAS = False
 """Whether our own flash attention computes relative position biases on a GPU. It can; not yet measured there."""
 _WITHOUT_CUDNN: Fills = "where cuDNN does not take them"
@@ -240,9 +251,22 @@ def own_flash_kernels(
     compute: Compute, forward: BlockForward, backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 ) -> tuple[AttentionKernel, BlockKernel]:
     """Returns the kernels of `flash_triton`, which need Triton, for whole rows and for blocks."""
-    name = "our flash attention"
-    whole = AttentionKernel(name, compute, _on_any_cuda, _own_flash_refusal, masks_keys_only=True)
-    return whole, BlockKernel(f"{name} in blocks", forward, backward, _on_any_cuda, _own_flash_block_refusal)
+    whole = AttentionKernel(_OWN_FLASH, compute, _on_any_cuda, _own_flash_refusal, masks_keys_only=True)
+    return whole, BlockKernel(f"{_OWN_FLASH} in blocks", forward, backward, _on_any_cuda, _own_flash_block_refusal)
+
+
+def with_own_flash(
+    candidates: Mapping[AttnBackend, tuple[AttentionKernel, ...]], kernel: AttentionKernel
+) -> dict[AttnBackend, tuple[AttentionKernel, ...]]:
+    """Returns the candidates with our own flash attention as the last choice before the unfused one; for packed
+    documents also, by `auto` and if `OWN_FLASH_FOR_DOCUMENTS`, as the first choice."""
+    for_documents = dataclasses.replace(
+        kernel,
+        serves=lambda situation: OWN_FLASH_FOR_DOCUMENTS and _on_cuda_packed(situation),
+        refusal=_own_flash_documents_refusal,
+    )
+    found = before_unfused(candidates, kernel)
+    return found | {AttnBackend.auto: (for_documents, *found[AttnBackend.auto])}
 
 
 def before_unfused(candidates: Mapping[AttnBackend, tuple[T, ...]], kernel: T) -> dict[AttnBackend, tuple[T, ...]]:

@@ -9,8 +9,9 @@ from support import flash_agreement
 
 from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import triton_backend
-from megatron.core.ops.attention import kernels
-from megatron.core.ops.attention.kernels import Situation
+from megatron.core.ops.attention import flash_backward_triton, flash_triton, kernels
+from megatron.core.ops.attention.flash_forward_triton import TileSize
+from megatron.core.ops.attention.kernels import VARLEN, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
 from megatron.core.transformer.enums import AttnBackend
 
@@ -25,6 +26,23 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", flash_agreement.CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
+    flash_agreement.attention_of(name)
+
+
+TILE = TileSize(32, 32, 4, 1)
+FORMS = {
+    "rows of queries": replace(TILE, by_query=True),
+    "sums begin with what is subtracted": replace(TILE, folds=True),
+    "copied tiles, longest first": replace(TILE, bulk_loads=True, heads_first=True),
+    "all": replace(TILE, by_query=True, folds=True, bulk_loads=True, heads_first=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["causal", "causal, dropped", "chunks"])
+def test_forms_of_the_backward_kernel(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_triton, "_BACKWARD_TILES", {256: FORMS[form]})
+    monkeypatch.setattr(flash_backward_triton, "_copies_tiles", lambda device: True)
     flash_agreement.attention_of(name)
 
 
@@ -43,12 +61,25 @@ class TestChoice:
         return plan_attention(backend, variant, config).kernel_of(situation, call or AttentionCall()).name
 
     @pytest.mark.parametrize("packed", [False, True])
-    def test_layers_that_drop_cap_or_have_sinks_get_it(self, packed: bool) -> None:
+    def test_layers_that_drop_cap_or_have_sinks_get_it(self, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
         situation = Situation("cuda", torch.bfloat16, True, packed)
         for change in ({}, {"dropout": 0.0, "cap": 30.0}, {"dropout": 0.0, "sink": True}):
             assert self.kernel(replace(self.DROPPED, **change), situation) == OURS
         assert self.kernel(replace(self.DROPPED, dropout=0.0), situation) != OURS
         assert self.kernel(self.DROPPED, replace(situation, training=False)) != OURS
+
+    def test_packed_documents_prefer_it_where_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        variant, packed = replace(self.DROPPED, dropout=0.0), Situation("cuda", torch.bfloat16, True, True)
+        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", True)
+        assert self.kernel(variant, packed) == OURS
+        assert self.kernel(variant, replace(packed, packed=False)) != OURS
+        assert self.kernel(replace(variant, widths=(320, 320)), packed) == VARLEN.name
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+        assert self.kernel(variant, packed) == VARLEN.name
+        monkeypatch.setattr(kernels, "OWN_FLASH_FOR_DOCUMENTS", False)
+        assert self.kernel(variant, packed) == VARLEN.name
 
     @pytest.mark.parametrize("takes", [False, True])
     def test_layers_with_relative_positions_get_it_where_allowed(
