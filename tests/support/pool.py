@@ -162,8 +162,13 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-of-{rank}"
 
 
+_GARBAGE = 50_000
+"""Objects between two garbage collections within a call: most calls have none, since one follows each call."""
+
+
 def _serve(end: Connection, rank: int, world_size: int, folder: str, device: str, backend: str, seconds: float) -> None:
     """Answers calls until the pool says that there are no more."""
+    gc.set_threshold(_GARBAGE)
     with _stack_file(folder, rank).open("w") as stack:
         end.send_bytes(_answer(_join_world, rank, world_size, folder, device, backend, seconds))
         while (call := _next_call(end)) is not None:

@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import sys
+import weakref
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
@@ -14,7 +15,7 @@ MODULES = (
     "pytest",
     "torch",
     "torch._dynamo",  # recompute and torch.optim import it at their first call, which takes a second
-    "torch.distributed",
+    "torch.distributed.run",
     "megatron.training.training",
     "pretrain_gpt",
     "parity.mutated",
@@ -27,7 +28,7 @@ def _preload() -> None:
     for name in MODULES:
         importlib.import_module(name)
     import torch
-    from support import mock_data
+    from support import huge_pages, mock_data
 
     torch.set_num_threads(1)
     # A fork makes torch's thread pool anew at its first use. If two threads use it at once, one finds none: "Invalid
@@ -39,6 +40,10 @@ def _preload() -> None:
     # Forked processes then do not copy the pages of these objects at their first collection.
     gc.collect()
     gc.freeze()
+    huge_pages.collapse()
+    # A program need not take apart at its end what the server has made.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     # The server ends without taking modules apart: triton's extension would report leaks on stderr.
     server = os.getpid()
     atexit.register(lambda: os._exit(0) if os.getpid() == server else None)
