@@ -33,6 +33,16 @@ from megatron.core.ops.dropout.dropout import bias_dropout_add, keep_rows
 from megatron.core.ops.dropout.dropout_cpu import keep_rows_compiled
 from megatron.core.ops.embedding import embedding
 from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.grouped import (
+    GroupedKernels,
+    QuantizedGroups,
+    accumulate_product_of_groups,
+    cast_segments,
+    largest_of_segment_lines,
+    largest_of_segments,
+    product_of_groups,
+    quantize_segment_blocks,
+)
 from megatron.core.ops.fp8.grouped_linear import Fp8ExpertLinear, Fp8GroupedLinear
 from megatron.core.ops.fp8.grouped_recipes import MicroBatches
 from megatron.core.ops.fp8.linear import Fp8Linear
@@ -46,7 +56,7 @@ from megatron.core.ops.fp8.quantize import Quantized, cast_scaled, largest_of_li
 from megatron.core.ops.fp8.recipes import Fp8Kernels, Fp8Settings, LinearSplit
 from megatron.core.ops.head_loss import head_loss
 from megatron.core.ops.linear import linear, sum_rows
-from megatron.core.ops.moe.grouped_linear import grouped_bias, grouped_linear
+from megatron.core.ops.moe.grouped_linear import accumulate_grouped_product, grouped_bias, grouped_linear
 from megatron.core.ops.moe.permute import Copies, copies_by_group, permute, unpermute
 from megatron.core.ops.moe.weighted_activation import weighted_activation
 from megatron.core.ops.norm import layer_norm, layer_norm_with_residual, rms_norm, rms_norm_with_residual
@@ -153,6 +163,10 @@ LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_ro
 """Plain torch on any device, with numba for random masks on a CPU."""
 
 
+_GROUPED_FP8_KERNELS = False
+"""Whether experts in fp8 use our own kernels on a GPU. Without them their products are emulated in plain torch."""
+
+
 @functools.cache
 def triton_backend() -> Backend | None:
     """Returns the backend with our own GPU kernels, or None if Triton cannot be imported."""
@@ -165,13 +179,27 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.attention.merge_triton import merge_block_triton
         from megatron.core.ops.cross_entropy_triton import cross_entropy_triton
         from megatron.core.ops.dropout.dropout_triton import bias_dropout_add_triton, keep_rows_triton
+        from megatron.core.ops.fp8.grouped_product_triton import (
+            accumulate_product_of_groups_triton,
+            product_of_groups_triton,
+        )
+        from megatron.core.ops.fp8.grouped_quantize_triton import (
+            cast_segments_triton,
+            largest_of_segment_lines_triton,
+            largest_of_segments_triton,
+            quantize_segment_blocks_triton,
+        )
         from megatron.core.ops.fp8.quantize_triton import (
             cast_scaled_triton,
             largest_of_lines_triton,
             largest_value_triton,
             quantize_blocks_triton,
         )
-        from megatron.core.ops.moe.grouped_linear_triton import grouped_bias_cuda, grouped_linear_cuda
+        from megatron.core.ops.moe.grouped_linear_triton import (
+            accumulate_grouped_product_triton,
+            grouped_bias_cuda,
+            grouped_linear_cuda,
+        )
         from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
         from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
         from megatron.core.ops.norm_triton import (
@@ -185,6 +213,21 @@ def triton_backend() -> Backend | None:
         from megatron.core.ops.sum_rows_triton import sum_rows_triton
     except ImportError:
         return None
+
+    def product_of_groups_cuda(rows: QuantizedGroups, *args: Any, **kwargs: Any) -> Tensor:
+        return (product_of_groups_triton if rows.values.is_cuda else product_of_groups)(rows, *args, **kwargs)
+
+    grouped = GroupedKernels(accumulate_rows=ByDevice(accumulate_grouped_product, accumulate_grouped_product_triton))
+    if _GROUPED_FP8_KERNELS:
+        grouped = dataclasses.replace(
+            grouped,
+            largest=ByDevice(cpu=largest_of_segments, cuda=largest_of_segments_triton),
+            largest_of_lines=ByDevice(cpu=largest_of_segment_lines, cuda=largest_of_segment_lines_triton),
+            cast=ByDevice(cpu=cast_segments, cuda=cast_segments_triton),
+            quantize_blocks=ByDevice(cpu=quantize_segment_blocks, cuda=quantize_segment_blocks_triton),
+            product=product_of_groups_cuda,
+            accumulate=ByDevice(cpu=accumulate_product_of_groups, cuda=accumulate_product_of_groups_triton),
+        )
     whole_rows, blocks = own_flash_kernels(
         flash_attention_triton, flash_block_attention_triton, flash_block_attention_backward_triton
     )
@@ -227,6 +270,7 @@ def triton_backend() -> Backend | None:
                     ("rms_norm_with_residual", rms_norm_with_residual, rms_norm_with_residual_triton),
                 )
             },
+            grouped,
         ),
     )
 

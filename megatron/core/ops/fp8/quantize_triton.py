@@ -46,7 +46,7 @@ def raise_largest(largest, before, size):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _as_fp8(x, limit, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
+def as_fp8(x, limit, E5M2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns the bits of x in fp8: limited to the range, with NaN for what is not finite."""
     limited = tl.minimum(tl.maximum(x, -limit), limit)
     fp8 = (limited.to(tl.float8e5) if E5M2 else limited.to(tl.float8e4nv)).to(tl.uint8, bitcast=True)
@@ -95,14 +95,14 @@ def _cast_kernel(  # type: ignore[no-untyped-def]
     if BY_LINE:
         if ROWS:
             scale = tl.load(row_scale + row, mask=row < m, other=1.0)
-            tl.store(rows + row[:, None] * k + column[None, :], _as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(x * scale[:, None], limit, E5M2), mask=there)
         if COLUMNS:
             scale = tl.load(column_scale + column, mask=column < k, other=1.0)
-            turned = tl.trans(_as_fp8(x * scale[None, :], limit, E5M2))
+            turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
             to = columns + column.to(tl.int64)[:, None] * m + row[None, :]
             tl.store(to, turned, mask=(column < k)[:, None] & (row < m)[None, :])
     else:
-        fp8 = _as_fp8(x * tl.load(row_scale), limit, E5M2)
+        fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
         if ROWS:
             tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
         if COLUMNS:
@@ -131,11 +131,11 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
             size = tl.maximum(size, bits_of_size(x))
         if BY_LINE:
             scaled = x * tl.load(row_scale + row, mask=row < m, other=1.0)[:, None]
-            tl.store(rows + row[:, None] * k + column[None, :], _as_fp8(scaled, limit, E5M2), mask=there)
+            tl.store(rows + row[:, None] * k + column[None, :], as_fp8(scaled, limit, E5M2), mask=there)
             scaled = x * tl.load(column_scale + column, mask=column < k, other=1.0)[None, :]
-            fp8 = _as_fp8(scaled, limit, E5M2)
+            fp8 = as_fp8(scaled, limit, E5M2)
         else:
-            fp8 = _as_fp8(x * tl.load(row_scale), limit, E5M2)
+            fp8 = as_fp8(x * tl.load(row_scale), limit, E5M2)
             tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
         word |= fp8.to(tl.uint32) << (8 * number)
     turned = tl.trans(word.to(tl.int32, bitcast=True))
@@ -148,7 +148,7 @@ def _cast_both_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scale_of(size, reach):  # type: ignore[no-untyped-def]
+def scale_of(size, reach):  # type: ignore[no-untyped-def]
     """Returns the scale of a block with the largest absolute value `size`, as `formats.scale_for`."""
     scale = tl.div_rn(reach, size)
     scale = tl.where(scale == float("inf"), 3.4028234663852886e38, scale)
@@ -168,8 +168,8 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     to_row = rows + row[:, None] * k + column[None, :]
     to_column = columns + column[:, None] * m + row[None, :]
     if SQUARE:
-        scale = _scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
-        fp8 = _as_fp8(x * scale, limit, E5M2)
+        scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+        fp8 = as_fp8(x * scale, limit, E5M2)
         one = tl.full((), 1.0, tl.float32)
         if ROWS:
             tl.store(to_row, fp8, mask=there)
@@ -180,12 +180,12 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
     else:
         one = tl.full((BLOCK,), 1.0, tl.float32)
         if ROWS:
-            scale = _scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
-            tl.store(to_row, _as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+            scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
+            tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=there)
             tl.store(row_factors + block_column * m + row, tl.div_rn(one, scale), mask=row < m)
         if COLUMNS:
-            scale = _scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
-            turned = tl.trans(_as_fp8(x * scale[None, :], limit, E5M2))
+            scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
+            turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
             tl.store(to_column, turned, mask=(column < k)[:, None] & (row < m)[None, :])
             tl.store(column_factors + block_row * k + column, tl.div_rn(one, scale), mask=column < k)
 

@@ -1,0 +1,267 @@
+"""Grouped products of fp8 matrices on a GPU (Hopper and later). No kernel needs the groups' sizes on the host.
+
+The fp8 units of Hopper keep about 14 bits of a sum. With `precise` each 128 terms are added in float32: gradients are
+computed so, outputs are not, as in dense linear layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megatron.core.ops.fp8 import grouped
+from megatron.core.ops.fp8.formats import BLOCK
+from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
+from megatron.core.ops.fp8.grouped_quantize_triton import place_of_block
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program computes, and how."""
+
+    height: int
+    """Outputs of a tile of a weight gradient. Products of rows have blocks of 128 rows."""
+    width: int
+    stages: int
+    warps: int
+
+
+FAST_TILE = Tile(128, 256, 3, 8)
+"""For sums of few bits."""
+PRECISE_TILE = Tile(128, 128, 4, 8)
+"""For precise sums and for blocks, which need a second accumulator."""
+WEIGHT_TILE = Tile(128, 128, 4, 8)
+"""For weight gradients."""
+
+
+@triton.jit
+def _dot(left, right, total, PRECISE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    """Returns total + left right^T."""
+    if PRECISE:
+        total = tl.dot(left, right.T, total, max_num_imprecise_acc=BLOCK)
+    else:
+        total = tl.dot(left, right.T, total)
+    return total
+
+
+@triton.jit
+def _product_kernel(  # type: ignore[no-untyped-def]
+    output, rows, weight, row_factors, weight_factors, of_blocks, ends, block_ends, number, per_group, width, k, step,
+    row_stride, row_step, group_step, line_step, block_step,
+    TURNED: tl.constexpr, ROW_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, PRECISE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ROW_SCALE and WEIGHT_SCALE: 0 one for all, 1 one for a segment or group, 2 one for a line, 3 one for a block."""
+    tiles = tl.cdiv(width, WIDTH)
+    # Neighbouring programs share a block of rows; an expert's weight stays in the cache for all its blocks.
+    segment, first, end = place_of_block(tl.program_id(0) // tiles, of_blocks, ends, block_ends, number, BLOCK)
+    if first < end:
+        group = segment // per_group
+        first_out = tl.program_id(0) % tiles * WIDTH
+        row, out = first + tl.arange(0, BLOCK), first_out + tl.arange(0, WIDTH)
+        total = tl.zeros((BLOCK, WIDTH), tl.float32)
+        if ROW_SCALE == 3:
+            of_line = weight_factors + group * group_step + tl.minimum(out, width - 1) // BLOCK * line_step
+            for start in range(0, k, BLOCK):
+                left = rows.load([first, start])
+                right = weight.load([first_out, group * step + start] if TURNED else [group * step + first_out, start])
+                row_factor = tl.load(
+                    row_factors + row * row_stride + start // BLOCK * row_step, mask=row < end, other=0.0
+                )
+                weight_factor = tl.load(of_line + start // BLOCK * block_step)
+                total += tl.dot(left, right.T) * (row_factor[:, None] * weight_factor[None, :])
+        else:
+            for start in range(0, k, BLOCK):
+                left = rows.load([first, start])
+                right = weight.load([first_out, group * step + start] if TURNED else [group * step + first_out, start])
+                total = _dot(left, right, total, PRECISE, BLOCK)
+            if ROW_SCALE == 2:
+                total *= tl.load(row_factors + row, mask=row < end, other=0.0)[:, None]
+            else:
+                total *= tl.load(row_factors + (segment if ROW_SCALE == 1 else 0))
+            if WEIGHT_SCALE == 2:
+                total *= tl.load(weight_factors + group * width + out, mask=out < width, other=0.0)[None, :]
+            else:
+                total *= tl.load(weight_factors + (group if WEIGHT_SCALE == 1 else 0))
+        at = output + row.to(tl.int64)[:, None] * width + out[None, :]
+        tl.store(at, total.to(output.dtype.element_ty), mask=(row < end)[:, None] & (out < width)[None, :])
+
+
+@triton.jit
+def _weight_kernel(  # type: ignore[no-untyped-def]
+    total, left, right, left_factors, right_factors, block_ends, per_group, out_width, in_width,
+    left_step, left_stride, right_step, right_stride,
+    SCALE: tl.constexpr, PARTS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, BAND: tl.constexpr,
+):  # fmt: skip
+    """SCALE as in the kernel of products; PARTS: the segments of a group have factors of their own."""
+    group = tl.program_id(1)
+    # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
+    tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
+    band = tl.program_id(0) // (BAND * tiles_in)
+    height = tl.minimum(tiles_out - band * BAND, BAND)
+    inside_band = tl.program_id(0) % (BAND * tiles_in)
+    first_out, first_in = (band * BAND + inside_band % height) * OUT, (inside_band // height) * IN
+    o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
+    segment = group * per_group
+    block = tl.load(block_ends + segment - 1, mask=segment > 0, other=0)
+    last = tl.load(block_ends + segment + per_group - 1)
+    if block < last:
+        found = tl.zeros((OUT, IN), tl.float32)
+        if SCALE == 3:
+            of_left = left_factors + tl.minimum(o, out_width - 1) * left_stride
+            of_right = right_factors + tl.minimum(i, in_width - 1) * right_stride
+            for number in range(block, last):
+                dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
+                left_factor, right_factor = (
+                    tl.load(of_left + number * left_step),
+                    tl.load(of_right + number * right_step),
+                )
+                found += tl.dot(dy, x.T) * (left_factor[:, None] * right_factor[None, :])
+        elif PARTS:
+            for part in range(segment, segment + per_group):
+                end = tl.load(block_ends + part)
+                product = tl.zeros((OUT, IN), tl.float32)
+                for number in range(block, end):
+                    dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
+                    product = _dot(dy, x, product, PRECISE, BLOCK)
+                found += _scaled(product, left_factors, right_factors, part, o, i, out_width, in_width, SCALE)
+                block = end
+        else:
+            for number in range(block, last):
+                dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
+                found = _dot(dy, x, found, PRECISE, BLOCK)
+            found = _scaled(found, left_factors, right_factors, segment, o, i, out_width, in_width, SCALE)
+        at = total + group.to(tl.int64) * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
+        inside = (o < out_width)[:, None] & (i < in_width)[None, :]
+        tl.store(at, tl.load(at, mask=inside, other=0.0) + found, mask=inside)
+
+
+@triton.jit
+def _scaled(  # type: ignore[no-untyped-def]
+    product, left_factors, right_factors, segment, o, i, out_width, in_width, SCALE: tl.constexpr
+):
+    """Returns a product of a segment times its factors."""
+    if SCALE == 2:
+        left_factor = tl.load(left_factors + segment * out_width + o, mask=o < out_width, other=0.0)
+        right_factor = tl.load(right_factors + segment * in_width + i, mask=i < in_width, other=0.0)
+        product = product * left_factor[:, None] * right_factor[None, :]
+    else:
+        at = segment if SCALE == 1 else 0
+        product = product * (tl.load(left_factors + at) * tl.load(right_factors + at))
+    return product
+
+
+_SCALES = {"all": 0, "segments": 1, "lines": 2, "blocks": 3, "squares": 3}
+
+
+def product_of_groups_triton(
+    rows: QuantizedGroups,
+    weight: QuantizedGroups,
+    segments: Segments,
+    dtype: torch.dtype,
+    *,
+    turned: bool = False,
+    precise: bool = True,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Does `grouped.product_of_groups` in one kernel; without `precise`, sums have about 14 bits. Leaves float64, and
+    GPUs without fp8 units, to the definition."""
+    if dtype not in _KERNEL_TYPES or not _has_units(rows.values):
+        return grouped.product_of_groups(rows, weight, segments, dtype, turned=turned, precise=precise)
+    (n, k), height = rows.values.shape, weight.values.shape[0]
+    width = height if turned else height // segments.groups
+    output = torch.empty(n, width, dtype=dtype, device=rows.values.device)
+    if not n:
+        return output
+    scales = _SCALES[rows.scope], _SCALES[weight.scope]
+    tile = tile or (PRECISE_TILE if precise or 3 in scales else FAST_TILE)
+    weight_factors = weight.factors
+    steps = (0, 0, 0, 0, 0)
+    if rows.scope == "blocks":
+        in_out, in_k = triton.cdiv(width, BLOCK), triton.cdiv(k, BLOCK)
+        row_steps, (line, block) = rows.factors.stride(), weight_factors.stride()
+        steps = (*row_steps, in_k * block, line, block) if turned else (*row_steps, in_out * line, line, block)
+    _product_kernel[(segments.blocks * triton.cdiv(width, tile.width),)](
+        output,
+        TensorDescriptor.from_tensor(rows.values, [BLOCK, BLOCK]),
+        TensorDescriptor.from_tensor(weight.values, [tile.width, BLOCK]),
+        rows.factors,
+        weight_factors,
+        segments.of_blocks,
+        segments.ends,
+        segments.block_ends,
+        segments.number,
+        segments.per_group,
+        width,
+        k,
+        weight.values.shape[1] // segments.groups if turned else width,
+        *steps,
+        TURNED=turned,
+        ROW_SCALE=scales[0],
+        WEIGHT_SCALE=scales[1],
+        PRECISE=precise,
+        BLOCK=BLOCK,
+        WIDTH=tile.width,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return output
+
+
+def accumulate_product_of_groups_triton(
+    total: Tensor,
+    left: QuantizedGroups,
+    right: QuantizedGroups,
+    segments: Segments,
+    *,
+    precise: bool = True,
+    tile: Tile = WEIGHT_TILE,
+) -> None:
+    """Does `grouped.accumulate_product_of_groups` in one kernel, without atomic additions. Leaves float64, and GPUs
+    without fp8 units, to the definition."""
+    if total.dtype is not torch.float32 or not _has_units(left.values):
+        grouped.accumulate_product_of_groups(total, left, right, segments)
+        return
+    assert total.is_contiguous()
+    if not segments.rows:
+        return
+    number, out_width, in_width = total.shape
+    if left.scope != right.scope:  # one of them has one factor for all
+        left, right = _for_segments(left, segments), _for_segments(right, segments)
+    steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
+    _weight_kernel[(triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width), number)](
+        total,
+        TensorDescriptor.from_tensor(left.values, [tile.height, BLOCK]),
+        TensorDescriptor.from_tensor(right.values, [tile.width, BLOCK]),
+        left.factors,
+        right.factors,
+        segments.block_ends,
+        segments.per_group,
+        out_width,
+        in_width,
+        *steps,
+        SCALE=_SCALES[left.scope],
+        PARTS=left.scope in ("segments", "lines") and segments.per_group > 1,
+        PRECISE=precise,
+        BLOCK=BLOCK,
+        OUT=tile.height,
+        IN=tile.width,
+        BAND=8,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _for_segments(matrix: QuantizedGroups, segments: Segments) -> QuantizedGroups:
+    return QuantizedGroups(matrix.values, matrix.factors.expand(segments.number).contiguous(), "segments")
+
+
+def _has_units(values: Tensor) -> bool:
+    """Whether the device multiplies tiles of fp8 that its copy engine moves (capability 9.0 and up)."""
+    return not values.is_cuda or torch.cuda.get_device_capability(values.device) >= (9, 0)

@@ -1,0 +1,278 @@
+"""Quantisation of segments of rows to fp8 on a GPU: each kernel reads a matrix once and writes both layouts.
+
+A program has one block of 128 rows of one segment. It finds the segment in a table, so that the host need not know how
+many rows a segment has.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.ops.fp8 import grouped
+from megatron.core.ops.fp8.formats import BLOCK, largest_finite
+from megatron.core.ops.fp8.grouped import QuantizedGroupsPair, Segments, pair_of_blocks
+from megatron.core.ops.fp8.quantize_triton import as_fp8, bits_of_size, scale_of
+
+_KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_COLUMNS = 64
+"""Columns of a program that casts."""
+_AT_ONCE = 128
+"""Columns that a program of the largest values reads at once."""
+
+
+@triton.jit
+def place_of_block(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
+    block, of_blocks, ends, block_ends, number, BLOCK: tl.constexpr
+):
+    """Returns the segment of a block, its first row, and the end of the segment's rows. Blocks behind the last segment
+    have no rows."""
+    found = tl.load(of_blocks + block)
+    segment = tl.minimum(found, number - 1)
+    start = tl.load(ends + segment - 1, mask=segment > 0, other=0)
+    first_block = tl.load(block_ends + segment - 1, mask=segment > 0, other=0)
+    end = tl.load(ends + segment)
+    return segment, start + (block - first_block) * BLOCK, tl.where(found < number, end, 0)
+
+
+@triton.jit
+def _largest_kernel(  # type: ignore[no-untyped-def]
+    largest, of_rows, of_columns, matrix, of_blocks, ends, block_ends, number, k, stride,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    segment, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
+    if first < end:
+        row = first.to(tl.int64) + tl.arange(0, BLOCK)
+        size = tl.zeros((BLOCK, COLUMNS), tl.int32)
+        for start in range(0, k, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            there = (row < end)[:, None] & (column < k)[None, :]
+            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+            found = bits_of_size(x)
+            size = tl.maximum(size, found)
+            if LINES:
+                tl.atomic_max(of_columns + segment * k + column, tl.max(found, 0), mask=column < k)
+        if LINES:
+            tl.store(of_rows + row, tl.max(size, 1), mask=row < end)
+        else:
+            tl.atomic_max(largest + segment, tl.max(tl.max(size, 1), 0))
+
+
+@triton.jit
+def _cast_kernel(  # type: ignore[no-untyped-def]
+    rows, words, seen, matrix, row_scale, column_scale, of_blocks, ends, block_ends, number, blocks, k, stride, limit,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEEN: tl.constexpr, SCALE: tl.constexpr, E5M2: tl.constexpr,
+    BLOCK: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Casts groups of four rows, whose bytes make 32-bit words of the transposed matrix. SCALE: 0 one for all, 1 one
+    for a segment, 2 one for a line."""
+    segment, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
+    if first < end:
+        group = tl.arange(0, BLOCK // 4)
+        column = tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)
+        if SEEN:
+            before = tl.load(seen)
+        scale = tl.load(row_scale + (segment if SCALE == 1 else 0))
+        if SCALE == 2 and COLUMNS:
+            of_column = tl.load(column_scale + segment * k + column, mask=column < k, other=1.0)
+        size = tl.zeros((BLOCK // 4, TILE_K), tl.int32)
+        word = tl.zeros((BLOCK // 4, TILE_K), tl.uint32)
+        for index in tl.static_range(4):
+            row = first.to(tl.int64) + group * 4 + index
+            there = (row < end)[:, None] & (column < k)[None, :]
+            x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+            if SEEN:
+                size = tl.maximum(size, bits_of_size(x))
+            fp8 = as_fp8(x * scale, limit, E5M2)
+            if SCALE == 2 and ROWS:
+                of_row = tl.load(row_scale + row, mask=row < end, other=1.0)
+                fp8 = as_fp8(x * of_row[:, None], limit, E5M2)
+            if ROWS:
+                tl.store(rows + row[:, None] * k + column[None, :], fp8, mask=there)
+            if SCALE == 2 and COLUMNS:
+                fp8 = as_fp8(x * of_column[None, :], limit, E5M2)
+            word |= fp8.to(tl.uint32) << (8 * index)
+        if COLUMNS:
+            turned = tl.trans(word.to(tl.int32, bitcast=True))
+            at = column.to(tl.int64)[:, None] * (blocks * (BLOCK // 4)) + tl.program_id(0) * (BLOCK // 4)
+            tl.store(words + at + group[None, :], turned, mask=(column < k)[:, None])
+        if SEEN:
+            largest = tl.max(tl.max(size, 1), 0)
+            if largest > before:  # for few tiles: atomic operations on one address are slow
+                tl.atomic_max(seen, largest)
+
+
+@triton.jit
+def _blocks_kernel(  # type: ignore[no-untyped-def]
+    rows, row_factors, columns, column_factors, matrix, of_blocks, ends, block_ends, number, blocks, n, k, stride,
+    limit, reach,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SQUARE: tl.constexpr, E5M2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, across = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, first, end = place_of_block(tl.program_id(0), of_blocks, ends, block_ends, number, BLOCK)
+    if first < end:
+        row = first.to(tl.int64) + tl.arange(0, BLOCK)
+        column = across * BLOCK + tl.arange(0, BLOCK)
+        there = (row < end)[:, None] & (column < k)[None, :]
+        x = tl.load(matrix + row[:, None] * stride + column[None, :], mask=there, other=0.0).to(tl.float32)
+        to_row = rows + row[:, None] * k + column[None, :]
+        to_column = columns + column.to(tl.int64)[:, None] * (blocks * BLOCK) + block * BLOCK
+        to_column += tl.arange(0, BLOCK)[None, :]
+        if SQUARE:
+            scale = scale_of(tl.max(bits_of_size(x)).to(tl.float32, bitcast=True), reach)
+            fp8 = as_fp8(x * scale, limit, E5M2)
+            one = tl.full((), 1.0, tl.float32)
+            if ROWS:
+                tl.store(to_row, fp8, mask=there)
+                tl.store(row_factors + block * tl.num_programs(1) + across, tl.div_rn(one, scale))
+            if COLUMNS:
+                tl.store(to_column, tl.trans(fp8), mask=(column < k)[:, None])
+                tl.store(column_factors + across * blocks + block, tl.div_rn(one, scale))
+        else:
+            one = tl.full((BLOCK,), 1.0, tl.float32)
+            if ROWS:
+                scale = scale_of(tl.max(bits_of_size(x), 1).to(tl.float32, bitcast=True), reach)
+                tl.store(to_row, as_fp8(x * scale[:, None], limit, E5M2), mask=there)
+                tl.store(row_factors + across * n + row, tl.div_rn(one, scale), mask=row < end)
+            if COLUMNS:
+                scale = scale_of(tl.max(bits_of_size(x), 0).to(tl.float32, bitcast=True), reach)
+                turned = tl.trans(as_fp8(x * scale[None, :], limit, E5M2))
+                tl.store(to_column, turned, mask=(column < k)[:, None])
+                tl.store(column_factors + block * k + column, tl.div_rn(one, scale), mask=column < k)
+
+
+def largest_of_segments_triton(matrix: Tensor, segments: Segments) -> Tensor:
+    """Does `grouped.largest_of_segments` in one kernel; leaves float64 to the definition."""
+    if not _has_kernel(matrix):
+        return grouped.largest_of_segments(matrix, segments)
+    largest = torch.zeros(segments.number, dtype=torch.float32, device=matrix.device)
+    _find_largest(matrix, segments, largest, None, None)
+    return largest
+
+
+def largest_of_segment_lines_triton(matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Does `grouped.largest_of_segment_lines` in one kernel; leaves float64 to the definition."""
+    if not _has_kernel(matrix):
+        return grouped.largest_of_segment_lines(matrix, segments)
+    n, k = matrix.shape
+    of_rows, of_columns = (
+        torch.zeros(shape, dtype=torch.float32, device=matrix.device) for shape in ((n, 1), (segments.number, k))
+    )
+    _find_largest(matrix, segments, None, of_rows, of_columns)
+    return of_rows, of_columns
+
+
+def _find_largest(
+    matrix: Tensor,
+    segments: Segments,
+    largest: Tensor | None,
+    of_rows: Tensor | None,
+    of_columns: Tensor | None,
+) -> None:
+    matrix = _with_plain_rows(matrix)
+    bits = [None if found is None else found.view(torch.int32) for found in (largest, of_rows, of_columns)]
+    _largest_kernel[(segments.blocks,)](
+        *bits, matrix, segments.of_blocks, segments.ends, segments.block_ends, segments.number, matrix.shape[1],
+        matrix.stride(0), LINES=of_rows is not None, BLOCK=BLOCK, COLUMNS=_AT_ONCE, num_warps=8,
+    )  # fmt: skip
+
+
+def cast_segments_triton(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    segments: Segments,
+    row_scale: Tensor | None,
+    column_scale: Tensor | None,
+    seen: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Does `grouped.cast_segments` in one kernel. Scales that are not of lines must be equal in both layouts. Leaves
+    float64 to the definition."""
+    if not _has_kernel(matrix):
+        return grouped.cast_segments(matrix, dtype, segments, row_scale, column_scale, seen)
+    matrix, (n, k) = _with_plain_rows(matrix), matrix.shape
+    given = row_scale if row_scale is not None else column_scale
+    assert given is not None
+    device = matrix.device
+    rows = None if row_scale is None else torch.empty(n, k, dtype=dtype, device=device)
+    columns = None if column_scale is None else torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
+    _cast_kernel[(segments.blocks, triton.cdiv(k, _COLUMNS))](
+        None if rows is None else rows.view(torch.uint8),
+        None if columns is None else columns.view(torch.int32),
+        None if seen is None else seen.view(torch.int32),
+        matrix,
+        given if row_scale is None else row_scale,
+        column_scale,
+        segments.of_blocks,
+        segments.ends,
+        segments.block_ends,
+        segments.number,
+        segments.blocks,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        SEEN=seen is not None,
+        SCALE=given.dim(),
+        E5M2=dtype is torch.float8_e5m2,
+        BLOCK=BLOCK,
+        TILE_K=_COLUMNS,
+        num_warps=4,
+    )
+    return rows, columns
+
+
+def quantize_segment_blocks_triton(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    segments: Segments,
+    margin: int,
+    *,
+    square: bool,
+    rows: bool,
+    columns: bool,
+) -> QuantizedGroupsPair:
+    """Does `grouped.quantize_segment_blocks` in one kernel; leaves float64 to the definition."""
+    wanted = {"square": square, "rows": rows, "columns": columns}
+    if not _has_kernel(matrix):
+        return grouped.quantize_segment_blocks(matrix, dtype, segments, margin, **wanted)
+    matrix, (n, k) = _with_plain_rows(matrix), matrix.shape
+    across, device = triton.cdiv(k, BLOCK), matrix.device
+    values = torch.empty(n, k, dtype=dtype, device=device)
+    turned = torch.empty(k, segments.padded_rows, dtype=dtype, device=device)
+    shapes = ((segments.blocks, across), (across, segments.blocks)) if square else ((across, n), (segments.blocks, k))
+    factors, turned_factors = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+    _blocks_kernel[(segments.blocks, across)](
+        values.view(torch.uint8),
+        factors,
+        turned.view(torch.uint8),
+        turned_factors,
+        matrix,
+        segments.of_blocks,
+        segments.ends,
+        segments.block_ends,
+        segments.number,
+        segments.blocks,
+        n,
+        k,
+        matrix.stride(0),
+        largest_finite(dtype),
+        largest_finite(dtype) * 2.0**-margin,
+        ROWS=rows,
+        COLUMNS=columns,
+        SQUARE=square,
+        E5M2=dtype is torch.float8_e5m2,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    if not square:
+        factors, turned_factors = factors.t(), turned_factors.t()
+    return pair_of_blocks(values, factors, turned, turned_factors, **wanted)
+
+
+def _has_kernel(matrix: Tensor) -> bool:
+    return matrix.dtype in _KERNEL_TYPES and matrix.numel() > 0
+
+
+def _with_plain_rows(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

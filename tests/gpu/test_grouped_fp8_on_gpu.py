@@ -1,0 +1,86 @@
+"""fp8 in experts on a GPU: kernels against their definitions, a layer against the emulation, no step that waits."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from support import fp8_grouped_kernels
+from torch import Tensor, nn
+
+from megatron.core import backends
+from megatron.core.backends import LOCAL, Backend
+from megatron.core.ops.fp8.formats import FORMATS
+from megatron.core.ops.fp8.grouped_linear import Fp8GroupedLinear
+from megatron.core.ops.fp8.grouped_recipes import MicroBatches
+from megatron.core.ops.fp8.recipes import Fp8Settings, LinearSplit
+from megatron.core.ops.moe.grouped_linear import RowGroups
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    monkeypatch.setattr(backends, "_GROUPED_FP8_KERNELS", True)
+    backend = backends.triton_backend.__wrapped__()
+    assert backend is not None
+    return backend
+
+
+@pytest.mark.parametrize("check", ["largest_values", "casts", "blocks", "products", "weight_gradients"])
+def test_kernels_agree_with_their_definitions(check: str) -> None:
+    getattr(fp8_grouped_kernels, check)()
+
+
+def counts(sizes: tuple[tuple[int, int], ...]) -> RowGroups:
+    return RowGroups.of_sources(torch.tensor(sizes, device="cuda").t())
+
+
+def operands(rows: int) -> tuple[Tensor, nn.Parameter, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x, w, dy = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for shape in ((rows, 512), (3, 768, 512), (rows, 768))
+    )
+    return x.requires_grad_(), nn.Parameter(w), dy
+
+
+def layer_of(backend: Backend, recipe: str, name: str, weight: Tensor) -> Fp8GroupedLinear:
+    settings = Fp8Settings(recipe, FORMATS[name], kernels=backend.fp8_kernels)
+    return Fp8GroupedLinear(settings, LinearSplit(), weight, MicroBatches((0, 1)))
+
+
+def gradients(backend: Backend, recipe: str, name: str) -> list[Tensor]:
+    x, w, dy = operands(777)
+    layer, groups = layer_of(backend, recipe, name, w), counts(((300, 77), (0, 0), (1, 399)))
+    for _ in range(2):  # the second is warm, for delayed scaling
+        x.grad = w.grad = None
+        output = layer(x, w, groups)
+        output.backward(dy)
+        if recipe == "delayed":
+            layer.scaling.add_step(layer.scaling.take_seen())
+    assert x.grad is not None and w.grad is not None
+    return [output.detach(), x.grad, w.grad]
+
+
+@pytest.mark.parametrize(("recipe", "name"), itertools.product(RECIPES, FORMATS))
+def test_a_layer_equals_the_emulated_one(kernels: Backend, recipe: str, name: str) -> None:
+    found, expected = (gradients(backend, recipe, name) for backend in (kernels, LOCAL))
+    for ours, exact in zip(found, expected, strict=True):
+        error = (ours.double() - exact.double()).norm() / exact.double().norm()
+        assert error < 0.005, (recipe, name, float(error))  # sums of fewer bits, rounded to bfloat16
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_does_not_wait_for_the_host(kernels: Backend, recipe: str) -> None:
+    x, w, dy = operands(512)
+    groups = dataclasses.replace(counts(((100, 28), (0, 0), (1, 383))))
+    layer = layer_of(kernels, recipe, "hybrid", w)
+    layer(x, w, groups).backward(dy)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, w, groups).backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
