@@ -63,8 +63,8 @@ class SymmetricMemory:
             self._own, self._handle = allocate_symmetric_memory(nbytes + 4 * words, device, group)
         except RuntimeError as error:
             raise UserError(
-                "--tp-comm-overlap-transport symmetric-memory: the GPUs of a tensor parallel group cannot share memory "
-                f"({str(error).splitlines()[0]}); process-group works between all GPUs"
+                "--tp-comm-overlap-transport or --moe-flex-transport symmetric-memory: GPUs of a group cannot share "
+                f"memory ({str(error).splitlines()[0]}); process-group works between all GPUs"
             ) from error
         self._own[nbytes:].zero_()
         torch.cuda.synchronize(device)

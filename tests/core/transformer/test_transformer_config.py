@@ -43,6 +43,7 @@ OURS = {"seed", "fp64", "pipeline_schedule", "num_encoder_layers", "pipeline_mod
     "fine_grained_offloading_max_inflight_offloads",
     "cpu_offloading_retain_pinned_cpu_buffers",
     "tp_comm_overlap_transport",
+    "moe_flex_transport",
 }
 MODEL_OPTIONS = {field.name for cls in (PositionConfig,) for field in dataclasses.fields(cls)} | {
     "norm_placement",

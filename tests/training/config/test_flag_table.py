@@ -49,6 +49,7 @@ OURS = {
     "--hang-timeout-seconds",
     "--latent-layernorm-epsilon",
     "--moe-local-token-overlap",
+    "--moe-flex-transport",
     "--bert-num-tokentypes",
     "--t5-no-head-bias",
     "--relu",

@@ -65,6 +65,13 @@ class MoEConfig:
     """With the flex dispatcher: a rank's experts compute its own tokens, which are not sent, while the tokens of other
     ranks travel, in forward and backward. Needs --expert-tensor-parallel-size 1."""
 
+    moe_flex_transport: Literal["process-group", "symmetric-memory"] = flag(
+        "process-group", only_with="moe_token_dispatcher_type=flex"
+    )
+    """With the flex dispatcher: how tokens travel. process-group: all-to-alls of the process group, on any device and
+    between hosts; symmetric-memory: copy engines write them into the memory of the other GPUs of the host, which takes
+    nothing from matrix products. All ranks of a group must have equally many tokens then."""
+
     moe_enable_deepep: bool = flag(False, only_with=_MOE, no_effect=_NO_DEEPEP)
     """Former spelling of --moe-flex-dispatcher-backend deepep."""
 

@@ -7,7 +7,7 @@ tensor whose data has not arrived yet never leaves the two nodes that share the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,21 @@ from megatron.core.collectives import (
     start_reduce_scatter_rows,
 )
 from megatron.core.micro_batch import CooperativeTurn
+from megatron.core.transformer.moe.peer_all_to_all import start_copied_rows
 
-Start = Callable[[Tensor], "Pending | PendingRowSum"]
+
+class PendingResult(Protocol):
+    """A running exchange of rows."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """A tensor that is kept until `wait`; the result, or one without its values."""
+
+    def wait(self) -> Tensor:
+        """Returns the result."""
+
+
+Start = Callable[[Tensor], PendingResult]
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,15 @@ def all_to_all_route(group: Group, sent: Sequence[int], received: Sequence[int])
     return Route(
         lambda rows: start_all_to_all_rows(rows, group, received, sent),
         lambda rows: start_all_to_all_rows(rows, group, sent, received),
+    )
+
+
+def peer_route(group: Group, sent: Sequence[int], received: Sequence[int], most: int) -> Route:
+    """Returns an `all_to_all_route` over GPUs of one host, by copy engines. `most` is equal on all ranks; it is the
+    largest number of rows that one rank may send to another."""
+    return Route(
+        lambda rows: start_copied_rows(rows, group, received, sent, most),
+        lambda rows: start_copied_rows(rows, group, sent, received, most),
     )
 
 
@@ -98,8 +120,8 @@ class _PendingCollective:
     turn: CooperativeTurn | None
     wanted: list[bool] = field(default_factory=list)
     """Which tensors' gradients come back."""
-    pending: list[Pending | PendingRowSum] = field(default_factory=list)
-    returning: list[Pending | PendingRowSum | None] = field(default_factory=list)
+    pending: list[PendingResult] = field(default_factory=list)
+    returning: list[PendingResult | None] = field(default_factory=list)
 
     def yield_turn(self) -> None:
         """Lets another micro-batch compute until the rows have arrived."""

@@ -20,7 +20,13 @@ from megatron.core.micro_batch import CooperativeTurn
 from megatron.core.ops.moe.grouped_linear import RowGroups
 from megatron.core.ops.moe.permute import Copies
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.async_collective import AsyncCollective, all_to_all_route, uneven_gather_route
+from megatron.core.transformer.moe.async_collective import (
+    AsyncCollective,
+    Route,
+    all_to_all_route,
+    peer_route,
+    uneven_gather_route,
+)
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
     AlltoAllDispatchCombine,
@@ -48,6 +54,18 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
                 "need every token; leave it out"
             )
 
+        self.by_peers = config.moe_flex_transport == "symmetric-memory"
+        if self.by_peers and not torch.cuda.is_available():
+            raise UserError(
+                "moe_flex_transport symmetric-memory: this process has no GPU; process-group works on every device"
+            )
+
+    def route(self, sent: list[int], received: list[int], tokens: int) -> Route:
+        """Returns the route of an all-to-all of at most `tokens` rows from one rank to another."""
+        if self.by_peers:
+            return peer_route(self.ep_group, sent, received, tokens)
+        return all_to_all_route(self.ep_group, sent, received)
+
     def plan(self, routing: Routing, turn: CooperativeTurn | None = None) -> DispatchCombine:
         """Returns the exchange for a routing."""
         if self.ep_size * self.etp_size == 1:
@@ -56,6 +74,8 @@ class MoEFlexTokenDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class _TokenDispatchCombine(AlltoAllDispatchCombine):
+    at: MoEFlexTokenDispatcher
+
     def __init__(self, at: MoEFlexTokenDispatcher, routing: Routing, turn: CooperativeTurn | None) -> None:
         super().__init__(at, routing, turn)
         self.keeps_own = at.keeps_own
@@ -102,7 +122,7 @@ class _TokenDispatchCombine(AlltoAllDispatchCombine):
         self.rows = at.backend.permute(hidden, self.copies)
         self.weights = at.backend.permute(routing.weights, self.copies)  # [n, k]
         if at.ep_size > 1:
-            self.to_experts = all_to_all_route(at.ep_group, sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist())
+            self.to_experts = at.route(sizes[at.ep_rank].tolist(), sizes[:, at.ep_rank].tolist(), hidden.shape[0])
             self._exchange = AsyncCollective(self.to_experts, self.turn, self.rows, self.weights)
         first = choice % at.ep_size * at.num_local_experts  # expert of the rank that a row goes to
         local = routing.experts_with_room().index_select(0, self.copies.source) - first[:, None]

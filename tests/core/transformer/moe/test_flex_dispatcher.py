@@ -103,6 +103,13 @@ def test_ranks_that_share_the_channels_of_experts_need_all_tokens() -> None:
         MoEFlexTokenDispatcher(config, groups)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without GPUs")
+def test_copy_engines_are_those_of_gpus() -> None:
+    config = dataclasses.replace(CONFIG, moe_token_dispatcher_type="flex", moe_flex_transport="symmetric-memory")
+    with pytest.raises(UserError, match="moe_flex_transport symmetric-memory: this process has no GPU"):
+        MoEFlexTokenDispatcher(config, ProcessGroupCollection.from_grid(RankGrid(2, expert=2), 0))
+
+
 def test_one_rank_uses_the_plain_exchange() -> None:
     groups = ProcessGroupCollection.from_grid(RankGrid(1), 0)
     plan = MoEFlexTokenDispatcher(CONFIG, groups).plan(routing(0))
