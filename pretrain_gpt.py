@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.training import pretrain
 from megatron.training.data.batch import Batch
 from megatron.training.data.gpt_data import gpt_dataset_config, gpt_dataset_kind
+from megatron.training.data.source_losses import source_names, with_source_losses
 from megatron.training.data.step_data import StepData
 from megatron.training.providers import Context, ForwardStep, LossFunction, Providers, SampleCounts, Stage
 
@@ -83,6 +84,7 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
     """Returns a forward step whose loss is `loss_func(loss_mask, losses)`."""
     device = context.environment.device
     part = sequence_part(context.environment.groups)
+    sources = source_names(context.config)
 
     def forward_step(data: StepData, model: nn.Module) -> tuple[Tensor, LossFunction]:
         batch: Batch = next(data).to(device, non_blocking=True)
@@ -91,7 +93,8 @@ def build_forward_step(context: Context, loss_func: LossFunction = loss_func) ->
         tokens = describe_tokens(batch, data, part, sample_length)
         inputs = (batch.tokens, batch.position_ids, batch.attention_mask)
         losses = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask, tokens=tokens)
-        return losses, partial(loss_func, batch.loss_mask)
+        loss = partial(loss_func, batch.loss_mask)
+        return losses, with_source_losses(loss, batch, sources) if model.training else loss
 
     return forward_step
 

@@ -118,11 +118,5 @@ class StageOrder:
         """Returns the stage of the last of `consumed` samples, and the numbers of samples that it and the whole run
         have drawn from each prefix: int64 [prefixes]."""
         stage = self.stage_of(max(consumed - 1, 0))
-        order, done = self.orders[stage], consumed - self.starts[stage]
-        start = done // order.block * order.block
-        part = order.indices(start, done)
-        of_stage = np.bincount(part.dataset_index, minlength=len(self.prefixes)).astype(np.int64)
-        if start:
-            order.locate(start - 1)
-            of_stage += order.known_counts[start // order.block]
+        of_stage = self.orders[stage].taken(consumed - self.starts[stage])
         return stage, of_stage, self.before[stage] + of_stage

@@ -30,7 +30,9 @@ class BlendedDataset(torch.utils.data.Dataset):
         config: the run's data configuration. With `path_to_cache`, the state of long blends is stored there, so that a
             resumed run does not recompute the order of earlier samples.
 
-    Items are those of the datasets, with `dataset_id` added. `sample_id` is the index in the blend.
+        sources: position of each dataset in the blend of the flags, where some may be left out; None: all are there.
+
+    Items are those of the datasets, with `dataset_id` and its `source` added. `sample_id` is the index in the blend.
 
     Raises UserError for weights without a size, and IndexError if a dataset has fewer samples than the blend draws
     from it.
@@ -42,6 +44,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         weights: Sequence[float] | None,
         size: int | None,
         config: BlendedMegatronDatasetConfig,
+        sources: Sequence[int] | None = None,
     ) -> None:
         if not datasets:
             raise UserError("a blend needs at least one dataset")
@@ -50,6 +53,7 @@ class BlendedDataset(torch.utils.data.Dataset):
         if (weights is None) != (size is None):
             raise UserError("a blend is given weights and a size, or neither (every sample once)")
         self.datasets = list(datasets)
+        self.sources = list(range(len(self.datasets)) if sources is None else sources)
         self.split = self.datasets[0].index_split
         self.config = config
         lengths = np.array([len(dataset) for dataset in self.datasets], dtype=np.int64)
@@ -89,6 +93,11 @@ class BlendedDataset(torch.utils.data.Dataset):
         """An MD5 hash of the description."""
         return hashlib.md5(self.unique_description.encode(), usedforsecurity=False).hexdigest()
 
+    def taken(self, consumed: int) -> np.ndarray:
+        """Returns the numbers of samples that the first `consumed` ones of the blend took from each dataset: int64
+        [datasets]."""
+        return self.order.taken(consumed)
+
     @property
     def dataset_index(self) -> np.ndarray:
         """int16 [size]: the dataset of each sample. Computed at each access; `indices` computes a part of it."""
@@ -115,7 +124,8 @@ class BlendedDataset(torch.utils.data.Dataset):
         dataset_id, dataset_sample = self.order.locate(sample)
         self._save_counts()
         item = self.datasets[dataset_id][None if idx is None else dataset_sample]
-        return {"dataset_id": dataset_id, **item, "sample_id": torch.tensor(-1 if idx is None else idx)}
+        added = {"sample_id": torch.tensor(-1 if idx is None else idx), "source": self.sources[dataset_id]}
+        return {"dataset_id": dataset_id, **item, **added}
 
     def _check_lengths(self, lengths: np.ndarray) -> None:
         if (self.order.upper_bounds() <= lengths).all():

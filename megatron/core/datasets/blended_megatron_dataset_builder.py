@@ -90,19 +90,20 @@ class BlendedMegatronDatasetBuilder:
         if weights is not None:
             warn_on_first_rank(f"{split.name} split: every sample is used once, so the weights have no effect")
         parts = self._build_each(prefixes, share, [None] * len(prefixes), split)
+        sources = [number for number, dataset in enumerate(parts) if dataset is not None]
         datasets = [dataset for dataset in parts if dataset is not None]
         if not datasets:
             self._refuse_or_leave_out(f"the {len(prefixes)} datasets", size, split)
             return None
         if size is None:
-            return BlendedDataset(datasets, None, None, self.config)
+            return BlendedDataset(datasets, None, None, self.config, sources)
         lengths = [len(dataset) for dataset in datasets]
         if sum(lengths) < size:
             warn_on_first_rank(
                 f"{split.name} split: {size} samples requested, but one pass over the datasets has {sum(lengths)}; "
                 "give weights to repeat them"
             )
-        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self.config)
+        return BlendedDataset(datasets, lengths, min(size, sum(lengths)), self.config, sources)
 
     def _build_weighted(
         self, prefixes: list[str], weights: list[float], share: tuple[float, float], size: int, split: Split
@@ -111,15 +112,18 @@ class BlendedMegatronDatasetBuilder:
         if len(pairs) < len(prefixes):
             unused = [prefix for prefix, weight in zip(prefixes, weights, strict=True) if weight == 0]
             warn_on_first_rank(f"datasets with weight 0 are left out of the blend: {', '.join(unused)}")
+        numbers = [number for number, weight in enumerate(weights) if weight > 0]
         prefixes = [prefix for prefix, _ in pairs]
         shares = normalize([weight for _, weight in pairs])
         wanted = [math.ceil(size * part) for part in shares]
         surplus = 1 + self.config.mid_level_dataset_surplus
         datasets = self._build_each(prefixes, share, [math.ceil(count * surplus) for count in wanted], split)
-        kept = [(dataset, part) for dataset, part in zip(datasets, shares, strict=True) if dataset is not None]
+        every = zip(datasets, shares, numbers, strict=True)
+        kept = [(dataset, part, number) for dataset, part, number in every if dataset is not None]
         if not kept:
             return None
-        return BlendedDataset([dataset for dataset, _ in kept], [part for _, part in kept], sum(wanted), self.config)
+        parts, of_each, sources = zip(*kept, strict=True)
+        return BlendedDataset(parts, of_each, sum(wanted), self.config, sources)
 
     def _build_stages(
         self, stages: Sequence[BlendStage], share: tuple[float, float] | None, size: int | None, split: Split

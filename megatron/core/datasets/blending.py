@@ -98,6 +98,15 @@ class BlendOrder:
         self._reach(len(self._counts) - 1)
         return self._counts[-1].copy()
 
+    def taken(self, stop: int) -> np.ndarray:
+        """Returns int64 [datasets]: samples that the first `stop` ones of the blend draw from each dataset."""
+        number = min(stop, self.size) // self.block
+        start = number * self.block
+        part = self.indices(start, stop)  # first: it computes the counts before its block
+        drawn = np.bincount(part.dataset_index, minlength=len(self.weights)).astype(np.int64)
+        self._reach(number)
+        return self._counts[number] + drawn
+
     def upper_bounds(self) -> np.ndarray:
         """Returns int64 [datasets]: upper bounds of `counts`, without computing the order.
 

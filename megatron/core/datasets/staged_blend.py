@@ -10,7 +10,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 
 class StagedBlend(torch.utils.data.Dataset):
-    """The samples of all stages, with `dataset_id` (index of the prefix) added.
+    """The samples of all stages, with `dataset_id` and `source` (index of the prefix) added.
 
     Args:
         order: of the samples.
@@ -37,4 +37,5 @@ class StagedBlend(torch.utils.data.Dataset):
         dataset, number = self.order.locate(sample)
         each = len(self.passes[dataset][0])
         item = self.passes[dataset][number // each][None if idx is None else number % each]
-        return {"dataset_id": dataset, **item, "sample_id": torch.tensor(-1 if idx is None else idx)}
+        added = {"sample_id": torch.tensor(-1 if idx is None else idx), "source": dataset}
+        return {"dataset_id": dataset, **item, **added}

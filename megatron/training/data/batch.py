@@ -62,12 +62,19 @@ class Batch(BatchRecord):
     """int32 [documents + 1], from 0 to b * s of the whole rows; None if tokens attend across documents."""
     max_seqlen: int | None = None
     """Length of the longest document; None if `cu_seqlens` is None."""
+    sources: Tensor | None = None
+    """int32 [b, s]: position of the sample's data set in the blend, as the flags name them; None without a blend."""
     sample_ids: Tensor | None = None
     """int64 [b], always on the host: ids of the samples in the dataset; -1 for rows that only fill up the batch."""
 
     def laid_end_to_end(self) -> "Batch":
         """Returns the batch as one row of b * s tokens, the form that models take with document boundaries."""
-        return dataclasses.replace(self, **{name: getattr(self, name).reshape(1, -1) for name in _ROWS})
+        rows: dict[str, Any] = {name: whole.reshape(1, -1) for name, whole in self._rows()}
+        return dataclasses.replace(self, **rows)
+
+    def _rows(self) -> list[tuple[str, Tensor]]:
+        """Returns the fields [b, s] that are there, with their names."""
+        return [(name, rows) for name in _ROWS if (rows := getattr(self, name)) is not None]
 
     def part(self, part: SequencePart | None) -> "Batch":
         """Returns one context parallel rank's part of whole rows; for None, the batch itself.
@@ -80,7 +87,7 @@ class Batch(BatchRecord):
         assert self.cu_seqlens is None or len(self.tokens) == 1, (
             "a batch with document boundaries is laid end to end before it is split"
         )
-        rows: dict[str, Any] = {name: cut_rows(getattr(self, name), part, 1) for name in _ROWS}
+        rows: dict[str, Any] = {name: cut_rows(whole, part, 1) for name, whole in self._rows()}
         mask = None if self.attention_mask is None else cut_rows(self.attention_mask, part, 2)
         return dataclasses.replace(self, **rows, attention_mask=mask)
 
@@ -90,6 +97,9 @@ def collate_gpt(items: Sequence[Mapping[str, Any]]) -> Batch:
     stacked: dict[str, Any] = {
         name: torch.stack([item[name] for item in items]) for name in _STACKED if name in items[0]
     }
+    if "source" in items[0]:
+        sources = torch.tensor([item["source"] for item in items], dtype=torch.int32)
+        stacked["sources"] = sources[:, None].expand(stacked["tokens"].shape).contiguous()
     sample_ids = torch.stack([item["sample_id"] for item in items]) if "sample_id" in items[0] else None
     if "cu_seqlens" not in items[0]:
         return Batch(**stacked, sample_ids=sample_ids)
@@ -107,8 +117,8 @@ def stack_items(items: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dic
     return stacked | {"sample_ids": torch.stack([item["sample_id"] for item in items])}
 
 
-_ROWS = ("tokens", "labels", "loss_mask", "position_ids")
-_STACKED = (*_ROWS, "attention_mask")
+_ROWS = ("tokens", "labels", "loss_mask", "position_ids", "sources")
+_STACKED = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def _join_boundaries(rows: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,10 @@ Kinds of lines, told apart by their keys:
 Every iteration has a training line with its own values. Three kinds of values are means over the interval between two
 log lines: the speed; the values that layers report and the times of --timing-log-level ("optimizer ms"), which stand in
 the line of the interval's last iteration. That line also has the memory of the rank that logs, and the time left.
+For a blend of data sets each line has `"lm loss on source NAME"` and `"tokens on source NAME"` of the data sets in the
+step's batch, and the line of an interval's last iteration `"share of samples on source NAME"`, the mix of the run so
+far.
+
 `"skipped": true` marks an iteration whose update was not applied. JSON has no NaN: a value that is not finite is null,
 and `"non_finite": {"lm loss": "nan"}` beside it says what it was.
 
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.exceptions import UserError
+from megatron.training.data.source_losses import SOURCE
 from megatron.training.logging.console_line import perplexity
 from megatron.training.logging.memory import MemoryReport
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
@@ -123,6 +128,9 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "consumed samples": step.consumed_samples,
         "tokens": step.tokens,
         **step.losses,
+        **{name: loss for name, (loss, _) in step.by_source.items()},
+        **{f"tokens{SOURCE}{_source(name)}": round(count) for name, (_, count) in step.by_source.items()},
+        **{f"share of samples{SOURCE}{name}": share for name, share in step.mix.items()},
         **step.reported,
         "grad norm": step.grad_norm,
         "learning rate": step.learning_rate,
@@ -144,6 +152,10 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
     if not step.applied:
         line["skipped"] = True
     return line
+
+
+def _source(name: str) -> str:
+    return name.partition(SOURCE)[2]
 
 
 def _memory(report: MemoryReport) -> dict[str, float | None]:

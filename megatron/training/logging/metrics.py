@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.collectives import Group, all_reduce
+from megatron.training.data.source_losses import SOURCE
 from megatron.training.logging.finite import NonFinite, name_non_finite
 from megatron.training.logging.records import StepRecord
 
@@ -269,9 +270,13 @@ class StepMetrics:
         num_zeros = measured.pop("num_zeros", None)
         measured.pop("update_allowed", None)
         z_score, is_spike = measured.pop("loss_z_score", None), bool(measured.pop("loss_spike", False))
+        totals = {name: (next(reduced), next(reduced)) for name in pending.names}
         step = StepRecord(
             iteration=pending.record.iteration,
-            losses={name: _ratio(next(reduced), next(reduced)) for name in pending.names},
+            losses={name: _ratio(*total) for name, total in totals.items() if SOURCE not in name},
+            by_source={
+                name: (_ratio(*total), total[1]) for name, total in totals.items() if SOURCE in name and total[1]
+            },
             applied=applied,
             consumed_samples=pending.record.consumed_samples,
             tokens=pending.record.tokens,

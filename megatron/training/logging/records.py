@@ -33,6 +33,10 @@ class StepRecord:
     """With --loss-spike-action, once there are enough losses: standard deviations of the loss above those before."""
     loss_spike: bool = False
     """Whether the update was left out because of this loss."""
+    by_source: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """For a blend: mean loss and number of tokens of each data set in the global batch, by `lm loss on source NAME`."""
+    mix: Mapping[str, float] = field(default_factory=dict)
+    """For a blend, in the record of an interval's last iteration: share of each data set in the run's samples."""
     reported: Mapping[str, float] = field(default_factory=dict)
     """Values that layers report, by tag: means over the iterations since the last record that has any."""
     times: Mapping[str, float] = field(default_factory=dict)

@@ -91,6 +91,8 @@ class TrainingLog:
         self.layers = layers
         self.per_layer = per_layer
         self.timers = timers or Timers(0, "max")
+        self.mix: Callable[[int], Mapping[str, float]] | None = None
+        """Returns the share of each data set in the first samples of the run; None without a blend."""
         self._reports_memory = reports_memory
         self._now = now
         self._since_line = StepClock()
@@ -98,7 +100,7 @@ class TrainingLog:
         self.first_non_finite: int | None = None
         """First iteration in which this rank saw a non-finite value, as far as it was read."""
         self._first: int | None = None
-        self._iteration = 0
+        self._iteration = self._consumed = 0
         self._line_samples = self._iterations_since_line = 0
 
     def start(self, iteration: int) -> None:
@@ -126,7 +128,7 @@ class TrainingLog:
         """
         assert self._first is not None, "start() comes first"
         self.metrics.record(iteration, reports, **values)
-        self._iteration = iteration
+        self._iteration, self._consumed = iteration, values.get("consumed_samples", 0)
         self._iterations_since_line += 1
         for writer in self.writers:
             writer.progress(iteration)
@@ -214,7 +216,8 @@ class TrainingLog:
         longest = {name: max(seconds) / iterations for name, seconds in times.items() if max(seconds) > 0.0}
         left = (self.train_iters - self._iteration) * self._since_line.seconds() / iterations
         memory = memory_report(self.metrics.device) if self.writers else None
-        interval = self._read(reset=reset, times=longest, memory=memory, seconds_left=left)
+        mix = {} if self.mix is None or not self.writers else self.mix(self._consumed)
+        interval = self._read(reset=reset, times=longest, memory=memory, seconds_left=left, mix=mix)
         last = interval.last
         assert last is not None
         rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.staged_blend import StagedBlend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -33,6 +34,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.records import KINDS
 from megatron.training.data.digests import data_digests
 from megatron.training.data.recent_steps import RecentSteps
+from megatron.training.data.source_losses import source_names
 from megatron.training.data.splits import Splits, build_splits
 from megatron.training.hooks.exit import ExitAgreement, agreement_group
 from megatron.training.hooks.fault_injector import FaultInjector
@@ -40,12 +42,12 @@ from megatron.training.hooks.gc import ManualGarbageCollection
 from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.memory_history import make_memory_history
+from megatron.training.hooks.mix_report import Mix, MixReport
 from megatron.training.hooks.profiler import make_profiler
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.hooks.reports import RerunReport, StragglerReport
 from megatron.training.hooks.routing_trace import RoutingTrace
-from megatron.training.hooks.stage_report import StageReport
 from megatron.training.hooks.step_tensors import StepTensors
 from megatron.training.inspection.print_config import config_lines
 from megatron.training.launch.environment import Environment
@@ -91,8 +93,9 @@ def set_up(
         if environment.is_first:
             checkpoints.take_data(data_digests(config))
     hooks_of_script = () if providers.build_hooks is None else providers.build_hooks(context)
-    if isinstance(datasets[0], StagedBlend) and environment.is_first:
-        hooks_of_script = (StageReport(datasets[0], context.state, config.logging.log_interval), *hooks_of_script)
+    mix = mix_of(config, datasets[0])
+    if mix is not None and environment.is_first:
+        hooks_of_script = (MixReport(mix, context.state, config.logging.log_interval), *hooks_of_script)
     forward_step = timed_forward_step(providers.build_forward_step(context), config, environment)
     trainer = build_trainer(
         context,
@@ -107,11 +110,20 @@ def set_up(
         started,
         hooks_of_script,
     )
+    trainer.log.mix = mix
     timers.log(["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"])
     for note in run_notes(config, environment, trainer.splits):
         if environment.is_first:
             print(note, flush=True)
     return trainer
+
+
+def mix_of(config: PretrainConfig, dataset: Any) -> Mix | None:
+    """Returns what tells the mix of a run's training data; None unless it is a blend of several data sets that is read
+    in its own order."""
+    names = source_names(config)
+    in_order = (config.data.dataloader_type or "single") == "single"
+    return Mix(dataset, names) if names and in_order and isinstance(dataset, BlendedDataset | StagedBlend) else None
 
 
 def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context, int]:

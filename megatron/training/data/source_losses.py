@@ -1,0 +1,64 @@
+"""Losses of the single data sets of a blend ("sources"), beside the loss of the whole batch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.datasets.blend_stages import prefixes_of, read_stages_file
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.batch import Batch
+from megatron.training.data.sources import blends
+
+SOURCE = " on source "
+"""Between the name of a loss and that of the data set, in reports and in metrics.jsonl."""
+
+MOST_SOURCES = 64
+"""A blend of more data sets has no losses by source."""
+
+
+def source_names(config: PretrainConfig) -> tuple[str, ...]:
+    """Returns the names of the data sets that training blends, in the order of the flags; those of equal file names are
+    whole prefixes. Empty for a single data set and for made-up data."""
+    data = config.data
+    if data.mock_data:
+        return ()
+    if data.data_stages is not None:
+        prefixes = prefixes_of(read_stages_file(data.data_stages))
+    else:
+        blend, per_split = blends(config)
+        found = per_split[0] if per_split is not None else blend
+        prefixes = [] if found is None else list(found[0])
+    if len(prefixes) < 2:
+        return ()
+    names = [Path(prefix).name for prefix in prefixes]
+    return tuple(names if len(set(names)) == len(names) else dict.fromkeys(prefixes))
+
+
+def with_source_losses(loss_func: Callable[..., Any], batch: Batch, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Returns a loss function whose report also has the sum of losses and the number of tokens of each source, as
+    `lm loss on source NAME`. The loss stays the same."""
+    if batch.sources is None or not 0 < len(names) <= MOST_SOURCES:
+        return loss_func
+    sources, mask = batch.sources.reshape(-1), batch.loss_mask.reshape(-1)
+
+    def with_sources(losses: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        *result, report = loss_func(losses, *arguments, **keywords)
+        name = next(iter(report), None)
+        if name is None or losses.numel() != mask.numel():
+            return *result, report
+        found = _by_source(losses.detach().reshape(-1), mask, sources, len(names))
+        return *result, report | {f"{name}{SOURCE}{each}": found[number] for number, each in enumerate(names)}
+
+    return with_sources
+
+
+def _by_source(losses: Tensor, mask: Tensor, sources: Tensor, count: int) -> Tensor:
+    """Returns sums of losses and numbers of tokens by source, [sources, 2]. A loss that is not finite shows in the sum
+    of its source alone."""
+    kind = torch.promote_types(losses.dtype, torch.float32)
+    of_source = sources == torch.arange(count, device=sources.device)[:, None]  # [sources, tokens]
+    weighed = torch.where(of_source, losses.to(kind) * mask.to(kind), 0.0)
+    return torch.stack([weighed.sum(1), (of_source * mask.to(kind)).sum(1)], dim=1)
