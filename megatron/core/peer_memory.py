@@ -54,7 +54,7 @@ class SymmetricMemory:
     """`PeerMemory` by torch's symmetric memory. It uses no multicast."""
 
     def __init__(self, group: ProcessGroup, nbytes: int, words: int, device: torch.device) -> None:
-        """All ranks of the group allocate together. Waits for the device, and for the other ranks.
+        """All ranks of the group allocate together. Waits for the current stream, and for the other ranks.
 
         `nbytes` of data must be a multiple of 4. Raises UserError if the GPUs do not reach each other.
         """
@@ -67,8 +67,9 @@ class SymmetricMemory:
                 f"memory ({str(error).splitlines()[0]}); process-group works between all GPUs"
             ) from error
         self._own[nbytes:].zero_()
-        torch.cuda.synchronize(device)
-        barrier(group)  # no rank writes a word before all have zeros
+        # No rank writes a word before all have zeros. Other streams may receive from ranks that wait for this one.
+        torch.cuda.current_stream(device).synchronize()
+        barrier(group)
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank

@@ -54,7 +54,7 @@ class PieceExchange(Protocol):
 def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport: Transport | None) -> PieceExchange:
     """Opens an exchange of pieces of this shape, of the type and on the device of `like`. Without `transport`:
     symmetric memory on GPUs, the process group on other devices. The first exchange over symmetric memory, and one with
-    larger pieces than all before, waits for the device and for the other ranks."""
+    larger pieces than all before, waits for the current stream and for the other ranks."""
     assert isinstance(group, ProcessGroup)
     if transport == "process-group" or (transport is None and not like.is_cuda):
         return GroupExchange(group, shape, like)
@@ -62,6 +62,8 @@ def open_exchange(group: Group, shape: tuple[int, ...], like: Tensor, transport:
     nbytes = math.prod(shape) * like.element_size()
     ring = _RINGS.get(group)
     if ring is None or ring.piece_bytes < nbytes:
+        if ring is not None:
+            ring.memory.signals.lead()  # the last words are written before the memory is given back
         memory = SymmetricMemory(group, *SlotRing.sizes(group_size(group), nbytes), like.device)
         ring = _RINGS[group] = SlotRing(memory, group_ranks(group), group_rank(group), nbytes)
     return ring.open(shape, like.dtype)

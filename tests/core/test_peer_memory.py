@@ -30,6 +30,9 @@ class Recorder:
         self.calls.append(("write", *arguments))
         return self.status
 
+    def synchronize(self) -> None:
+        self.calls.append(("synchronize", self.own.tolist()))
+
     def get_buffer(self, rank: int, shape: Any, dtype: torch.dtype, offset: int) -> Any:
         self.calls.append(("view", rank, shape, dtype, offset))
         return torch.empty(shape, dtype=dtype)
@@ -46,15 +49,14 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(peer_memory, "allocate_symmetric_memory", allocate)
     monkeypatch.setattr(peer_memory, "_driver", lambda: recorder)
     monkeypatch.setattr(peer_memory, "barrier", lambda group: recorder.calls.append("barrier"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: recorder.calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: recorder)
     return recorder
 
 
 def test_words_are_zero_on_all_ranks_before_one_is_written(recorder: Recorder) -> None:
     memory = SymmetricMemory(SimpleNamespace(), NBYTES, 4, torch.device("cpu"))
-    assert recorder.calls == ["synchronize", "barrier"]
-    assert recorder.own.tolist() == [1] * NBYTES + [0] * 16
+    assert recorder.calls == [("synchronize", [1] * NBYTES + [0] * 16), "barrier"]
     del memory
 
 
