@@ -13,8 +13,10 @@ from megatron.core.ops.attention.flash_forward_triton import (
     LOG2_E,
     Scores,
     Sight,
+    TensorDescriptor,
     TileSize,
     bias_strides,
+    copies_tiles,
     factors,
     find_seen,
     load_bias,
@@ -22,14 +24,10 @@ from megatron.core.ops.attention.flash_forward_triton import (
     row_length,
     shape_scores,
     switches,
+    tiles_of_rows,
     with_neighbouring_channels,
 )
 from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.4
-    TensorDescriptor = None
 
 _ROWS = 64
 """Queries of a program of `_statistics_kernel`."""
@@ -339,18 +337,15 @@ def flash_backward_triton(
         *gradient.stride()[:3], *output.stride()[:3], 1.0 / scores.scale if folds else LOG2_E, 1.0 / keep_scale,
         ROWS=_ROWS, WIDTH=padded[1],
     )  # fmt: skip
-    copies = _copies_tiles(query.device)
+    copies = copies_tiles(query.device)
     bulk = copies and query.is_cuda  # Triton's interpreter copies tiles but adds none
     total = query.new_zeros(sq, b, a, padded[0] if bulk else width, dtype=torch.float32)
     query_gradient = total[..., :width]
     tiles = TensorDescriptor.from_tensor(total.view(sq, -1), [tile.queries, padded[0]]) if bulk else None
-    bulk_loads = copies and tile.bulk_loads and full and all(_has_rows_for_copies(heads) for heads in (query, gradient))
-    query_tiles, gradient_tiles = (
-        TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, tile.queries, heads.shape[3]])
-        if bulk_loads
-        else None
-        for heads in (query, gradient)
-    )
+    bulk_loads = tile.bulk_loads and full and copies
+    query_tiles = tiles_of_rows(query, tile.queries) if bulk_loads else None
+    gradient_tiles = tiles_of_rows(gradient, tile.queries) if bulk_loads else None
+    bulk_loads = query_tiles is not None and gradient_tiles is not None
     key_gradient, value_gradient = key.new_empty(sk, b, groups, width), value.new_empty(value.shape)
     num_tiles = triton.cdiv(sk, tile.keys)
     order = _longest_first(sight, num_tiles, tile.keys, sk) if tile.heads_first else None
@@ -372,17 +367,6 @@ def flash_backward_triton(
         query_gradient, scores.scale * keep_scale, out=torch.empty_like(query_gradient, dtype=query_type)
     )
     return query_gradient, key_gradient, value_gradient, statistics[:, :, :sq, 1] * -keep_scale
-
-
-def _copies_tiles(device: torch.device) -> bool:
-    """Whether the device has an engine that copies tiles and adds them in memory (Hopper's TMA)."""
-    return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def _has_rows_for_copies(heads: Tensor) -> bool:
-    """Whether the engine can read heads: rows begin at multiples of 16 bytes."""
-    aligned = all(stride * heads.element_size() % 16 == 0 for stride in heads.stride()[:3])
-    return aligned and heads.data_ptr() % 16 == 0
 
 
 def _longest_first(sight: Sight, num_tiles: int, size: int, keys: int) -> Tensor | None:

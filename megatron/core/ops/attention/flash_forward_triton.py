@@ -5,6 +5,7 @@ skip the comparisons of positions. The file also has what forward and backward s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.dropout.keep_bits_triton import bit_of_key, byte_of_key
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.4
+    TensorDescriptor = None
 
 LOG2_E = 1.4426950408889634
 """Factor from natural logarithms to those of base 2, in which the kernels compute."""
@@ -53,10 +59,10 @@ class TileSize:
     keys: int
     num_warps: int
     num_stages: int
+    bulk_loads: bool = False
+    """The tiles that a program walks over are read by the engine that copies tiles, where the GPU has one."""
     by_query: bool = False
     """Backward: a row of a tile of scores is a query instead of a key."""
-    bulk_loads: bool = False
-    """Backward: tiles of queries are read by the engine that copies tiles, where the GPU has one."""
     folds: bool = False
     """Backward without dropout and cap: what is subtracted from scores is where the product's sum begins."""
     heads_first: bool = False
@@ -106,10 +112,12 @@ def find_seen(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    context, top, total, query, key, value, bits, hidden, bias, first, last, i, start, end, place, slope, queries, keys,
+    context, top, total, query, key_tiles, value_tiles, batch, group, key, value, bits, hidden, bias, first, last, i,
+    start, end, place, slope, queries, keys,
     key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
     COMPARES: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    BULK_LOADS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of keys from `first` to `last` to the running softmax of a tile of queries."""
@@ -121,7 +129,9 @@ def _walk(  # type: ignore[no-untyped-def]
         j = n + tl.arange(0, N)
         key_at = key + tl.cast(n, tl.int64) * key_row + key_offset
         value_at = value + tl.cast(n, tl.int64) * value_row + value_offset
-        if COMPARES or not FULL:
+        if BULK_LOADS:
+            k = key_tiles.load([batch, group, n, 0]).reshape(N, WIDTH)
+        elif COMPARES or not FULL:
             k = tl.load(key_at, mask=(j < keys)[:, None] & (channel < width)[None, :], other=0.0)
         else:
             k = tl.load(key_at)
@@ -161,7 +171,9 @@ def _walk(  # type: ignore[no-untyped-def]
             kept = ((words >> byte_of_key(column)) & (1 << bit_of_key(column))) != 0
             # With a constant 0, LLVM selects after the rounding, among unpacked halves: twice the instructions.
             weight = tl.where(kept, weight, keep_scale - keep_scale)
-        if COMPARES or not FULL:
+        if BULK_LOADS:
+            v = value_tiles.load([batch, group, n, 0]).reshape(N, VALUE_WIDTH)
+        elif COMPARES or not FULL:
             v = tl.load(value_at, mask=(j < keys)[:, None] & (value_channel < value_width)[None, :], other=0.0)
         else:
             v = tl.load(value_at)
@@ -171,12 +183,13 @@ def _walk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start", "key_start", "left", "right"])
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    output, lse, query, key, value, bits, sink, slopes, bias, edges, hidden,
+    output, lse, query, key_tiles, value_tiles, key, value, bits, sink, slopes, bias, edges, hidden,
     queries, keys, heads, shared, words, row_length, query_start, key_start, left, right, width, value_width,
     query_row, query_batch, query_head, key_row, key_batch, key_head, value_row, value_batch, value_head,
     bias_batch, bias_head, bias_row, bias_key, output_row, output_batch, output_head, factor, cap, keep_scale,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PACKED: tl.constexpr, HIDES: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINK: tl.constexpr, DROPS: tl.constexpr, FULL: tl.constexpr,
+    BULK_LOADS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(1).to(tl.int64)
@@ -185,6 +198,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     i = m + tl.arange(0, M)
     behind = tl.minimum(m + M, queries)
     channel, value_channel = tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    batch_index, group_index = batch.to(tl.int32), (head // shared).to(tl.int32)
     query += batch * query_batch + head * query_head
     key += batch * key_batch + head // shared * key_head
     value += batch * value_batch + head // shared * value_head
@@ -230,22 +244,25 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     place = key_start - query_start
     if HAS_LEFT or PACKED:
         context, top, total = _walk(
-            context, top, total, q, key, value, bits, hidden, bias, first, whole, i, start, end, place, slope, queries,
-            keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+            context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
+            first, whole, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+            width, value_width, left, right, factor, cap, keep_scale,
             True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
-            M, N, WIDTH, VALUE_WIDTH,
+            BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
         )  # fmt: skip
     context, top, total = _walk(
-        context, top, total, q, key, value, bits, hidden, bias, whole, whole_end, i, start, end, place, slope, queries,
-        keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+        context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
+        whole, whole_end, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+        width, value_width, left, right, factor, cap, keep_scale,
         False, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
-        M, N, WIDTH, VALUE_WIDTH,
+        BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
     )  # fmt: skip
     context, top, total = _walk(
-        context, top, total, q, key, value, bits, hidden, bias, whole_end, last, i, start, end, place, slope, queries,
-        keys, key_row, value_row, bias_row, bias_key, width, value_width, left, right, factor, cap, keep_scale,
+        context, top, total, q, key_tiles, value_tiles, batch_index, group_index, key, value, bits, hidden, bias,
+        whole_end, last, i, start, end, place, slope, queries, keys, key_row, value_row, bias_row, bias_key,
+        width, value_width, left, right, factor, cap, keep_scale,
         True, HAS_LEFT, HAS_RIGHT, PACKED, HIDES, HAS_CAP, HAS_SLOPES, HAS_BIAS, DROPS, FULL,
-        M, N, WIDTH, VALUE_WIDTH,
+        BULK_LOADS, M, N, WIDTH, VALUE_WIDTH,
     )  # fmt: skip
     if HAS_SINK:
         extra = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
@@ -284,14 +301,19 @@ def flash_forward_triton(
     output = query.new_empty(sq, b, a, value_width)
     lse = query.new_empty(b, a, sq, dtype=torch.float32)
     padded = padded_width(width), padded_width(value_width)
+    full = padded == (width, value_width)
+    bulk_loads = tile.bulk_loads and full and copies_tiles(query.device)
+    key_tiles = tiles_of_rows(key, tile.keys) if bulk_loads else None
+    value_tiles = tiles_of_rows(value, tile.keys) if bulk_loads else None
+    bulk_loads = key_tiles is not None and value_tiles is not None
     _forward_kernel[(triton.cdiv(sq, tile.queries), b * a)](
-        output, lse, query, key, value, bits, sink, scores.slopes, scores.bias, sight.edges, sight.hidden,
-        sq, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight), sight.query_start,
-        sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
+        output, lse, query, key_tiles, value_tiles, key, value, bits, sink, scores.slopes, scores.bias, sight.edges,
+        sight.hidden, sq, sk, a, a // groups, 0 if bits is None else bits.shape[2], row_length(sight),
+        sight.query_start, sight.key_start, sight.left or 0, sight.right or 0, width, value_width,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         *bias_strides(scores.bias), *output.stride()[:3], *factors(scores),
         1.0 if bits is None else 1.0 / (1.0 - probability),
-        **switches(scores, sight, bits), HAS_SINK=sink is not None, FULL=padded == (width, value_width),
+        **switches(scores, sight, bits), HAS_SINK=sink is not None, FULL=full, BULK_LOADS=bulk_loads,
         M=tile.queries, N=tile.keys, WIDTH=padded[0], VALUE_WIDTH=padded[1],
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -305,6 +327,20 @@ def flash_forward_triton(
 def with_neighbouring_channels(heads: Tensor) -> Tensor:
     """Returns heads whose channels are neighbours in memory: the same tensor, if they are."""
     return heads if heads.stride(3) == 1 else heads.contiguous()
+
+
+def copies_tiles(device: torch.device) -> bool:
+    """Returns whether the device has an engine that copies tiles and adds them in memory (Hopper's TMA)."""
+    return TensorDescriptor is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def tiles_of_rows(heads: Tensor, rows: int) -> Any:
+    """Returns heads [s, b, a, d] as [b, a, s, d] in tiles [1, 1, rows, d] for the engine that copies tiles; None if it
+    cannot read them, because rows do not begin at multiples of 16 bytes."""
+    aligned = all(stride * heads.element_size() % 16 == 0 for stride in heads.stride()[:3])
+    if not aligned or heads.data_ptr() % 16:
+        return None
+    return TensorDescriptor.from_tensor(heads.permute(1, 2, 0, 3), [1, 1, rows, heads.shape[3]])
 
 
 def padded_width(width: int) -> int:

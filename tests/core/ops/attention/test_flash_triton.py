@@ -9,7 +9,7 @@ from support import flash_agreement
 
 from megatron.core.attention_plan import plan_attention
 from megatron.core.backends import triton_backend
-from megatron.core.ops.attention import flash_backward_triton, flash_triton, kernels
+from megatron.core.ops.attention import flash_backward_triton, flash_forward_triton, flash_triton, kernels
 from megatron.core.ops.attention.flash_forward_triton import TileSize
 from megatron.core.ops.attention.kernels import VARLEN, Situation
 from megatron.core.ops.attention.unfused import AttentionCall, AttentionVariant
@@ -40,9 +40,11 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["causal", "causal, dropped", "chunks"])
-def test_forms_of_the_backward_kernel(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_triton, "_BACKWARD_TILES", {256: FORMS[form]})
-    monkeypatch.setattr(flash_backward_triton, "_copies_tiles", lambda device: True)
+def test_forms_of_the_kernels(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (flash_forward_triton, flash_backward_triton):
+        monkeypatch.setattr(module, "copies_tiles", lambda device: True)
+    for tiles in ("_FORWARD_TILES", "_BACKWARD_TILES"):
+        monkeypatch.setattr(flash_triton, tiles, {256: FORMS[form]})
     flash_agreement.attention_of(name)
 
 
