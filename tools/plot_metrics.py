@@ -1,6 +1,10 @@
-"""Plots training loss, validation loss and learning rate of a run.
+"""Plots one run, or several in one picture: losses, and below them throughput, memory, gradient norm or learning rate.
 
 python tools/plot_metrics.py runs/quickstart/metrics.jsonl --output loss.png
+python tools/plot_metrics.py runs/a runs/b --labels "batch 256" "batch 512" --smooth 50 --panels throughput memory \
+    --against tokens --output compared.png
+
+A run is named by its metrics.jsonl or by its folder.
 """
 
 import argparse
@@ -11,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.exceptions import UserError
-from megatron.training.logging.plot import plot_metrics
+from megatron.training.logging.plot import PANELS, plot_metrics
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,14 +23,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--output", type=Path, help="image file to write (default: loss.png beside the metrics)")
+    parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of each run, or the folder that has it")
+    parser.add_argument("--output", type=Path, help="image file to write (default: loss.png beside the first metrics)")
     parser.add_argument("--loss", default="lm loss", help="name of the loss to plot (default: %(default)s)")
     parser.add_argument("--title", help="title of the plot (default: name of the folder)")
+    parser.add_argument("--labels", nargs="+", default=[], help="names of the runs (default: those of their folders)")
+    parser.add_argument("--panels", nargs="+", default=[], choices=[*PANELS], help="what is drawn below the losses")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="N", help="draw means over N iterations (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--against",
+        default="iteration",
+        choices=["iteration", "tokens", "consumed samples"],
+        help="what the horizontal axis counts (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
+    first = args.metrics[0]
+    beside = first / "loss.png" if first.is_dir() else first.with_name("loss.png")
     try:
+        if args.smooth < 1:
+            raise UserError(f"--smooth {args.smooth}: give at least 1 iteration")
         picture = plot_metrics(
-            args.metrics, args.output or args.metrics.with_name("loss.png"), loss=args.loss, title=args.title
+            args.metrics,
+            args.output or beside,
+            loss=args.loss,
+            title=args.title,
+            labels=args.labels,
+            panels=args.panels,
+            smooth=args.smooth,
+            against=args.against,
         )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

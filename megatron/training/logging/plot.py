@@ -1,6 +1,8 @@
-"""Plots a run: losses, and the learning rate on a second axis."""
+"""Plots runs in one picture: losses, and panels with learning rate, gradient norm, throughput or memory."""
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,25 +10,63 @@ from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
 from megatron.training.logging.jsonl import MetricsHistory, read_metrics
 
+PANELS = {
+    "throughput": (("tokens per second", "throughput (TFLOP/s/GPU)"), "throughput"),
+    "memory": (("peak device memory (MB)", "device memory (MB)", "host memory (MB)"), "memory"),
+    "grad-norm": (("grad norm",), "gradient norm"),
+    "learning-rate": (("learning rate",), "learning rate"),
+}
+"""Panels below the losses: the values in the metrics, of which the first that a run has is drawn, and a title."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    label: str
+    path: Path
+    history: MetricsHistory
+    colour: str
+
 
 def plot_metrics(
-    metrics: str | os.PathLike[str], picture: str | os.PathLike[str], *, loss: str = "lm loss", title: str | None = None
+    metrics: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    picture: str | os.PathLike[str],
+    *,
+    loss: str = "lm loss",
+    title: str | None = None,
+    labels: Sequence[str] = (),
+    panels: Sequence[str] = (),
+    smooth: int = 1,
+    against: str = "iteration",
 ) -> Path:
-    """Plots a metrics.jsonl as a PNG: training and validation loss, learning rate on the right. Returns `picture`.
+    """Plots one or several metrics.jsonl as a PNG. Returns `picture`.
 
-    Raises UserError if matplotlib or the file is missing, or if the file has no value of `loss`.
+    Args:
+        labels: names of the runs; their folders when not given.
+        panels: names of `PANELS`, drawn below the losses. A single run without panels has the learning rate on a second
+            axis.
+        smooth: training losses and panels are means over so many iterations; the losses themselves are drawn pale.
+        against: what the horizontal axis counts: "iteration", "tokens" or "consumed samples".
+
+    Raises UserError if matplotlib or a file is missing, if a run has no value of `loss` or of any panel, or if labels
+    do not fit.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot: no window system and no global backend
     except ImportError as error:
         raise UserError("drawing a picture needs the package matplotlib (pip install matplotlib)") from error
-    history = read_metrics(metrics)
-    if not history.series(loss)[0] and not history.validation_series(loss)[0]:
-        raise UserError(f"{os.fspath(metrics)}: no line has a value of {loss!r}")
-    figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
-    axis = figure.subplots()
-    _draw(axis, history, loss)
-    axis.set_title(title or Path(metrics).parent.name or "training")
+    paths = [Path(path) for path in ([metrics] if isinstance(metrics, str | os.PathLike) else metrics)]
+    runs = _open(paths, labels)
+    for run in runs:
+        if not run.history.series(loss)[0] and not run.history.validation_series(loss)[0]:
+            raise UserError(f"{run.path}: no line has a value of {loss!r}")
+    figure = Figure(figsize=(9, 5 + 2.2 * len(panels)), dpi=120, layout="constrained")
+    heights = [2.4, *([1.0] * len(panels))]
+    axes = figure.subplots(1 + len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    _draw_losses(axes[0], runs, loss, smooth, against, with_rate=len(runs) == 1 and not panels)
+    for axis, panel in zip(axes[1:], panels, strict=True):
+        _draw_panel(axis, runs, panel, smooth, against)
+    axes[-1].set_xlabel(against)
+    axes[0].set_title(title or (runs[0].label if len(runs) == 1 else f"{len(runs)} runs"))
     picture = Path(picture)
     picture.parent.mkdir(parents=True, exist_ok=True)
     with open_atomically(picture) as file:
@@ -34,21 +74,82 @@ def plot_metrics(
     return picture
 
 
-def _draw(axis: Any, history: MetricsHistory, loss: str) -> None:
-    iterations, losses = history.series(loss)
-    lines = axis.plot(iterations, losses, color="tab:blue", linewidth=1.2, label=f"training {loss}")
-    for split, colour in (("validation", "tab:orange"), ("test", "tab:red")):
-        iterations, losses = history.validation_series(loss, split)
-        if iterations:
-            lines += axis.plot(iterations, losses, "o-", color=colour, markersize=4, label=f"{split} {loss}")
-    iterations, rates = history.series("learning rate")
-    if iterations:
-        right = axis.twinx()
-        lines += right.plot(iterations, rates, "--", color="tab:grey", linewidth=1.0, label="learning rate")
-        right.set_ylabel("learning rate")
-        right.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-        right.set_ylim(bottom=0.0)
-    axis.set_xlabel("iteration")
+def _open(paths: Sequence[Path], labels: Sequence[str]) -> list[_Run]:
+    paths = [path / "metrics.jsonl" if path.is_dir() else path for path in paths]
+    if labels and len(labels) != len(paths):
+        raise UserError(f"{len(labels)} labels for {len(paths)} runs; give one for each")
+    names = list(labels) or [path.parent.name or "training" for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    return [
+        _Run(name, path, read_metrics(path), f"C{number}")
+        for number, (name, path) in enumerate(zip(names, paths, strict=True))
+    ]
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Returns for each value the mean of it and the up to `window` - 1 values before it."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    ends = range(1, len(values) + 1)
+    return [(sums[end] - sums[max(0, end - window)]) / min(end, window) for end in ends]
+
+
+def _places(run: _Run, iterations: Sequence[int], against: str) -> list[float]:
+    """Returns where iterations stand on the horizontal axis. Raises UserError if the run does not say it."""
+    if against == "iteration":
+        return list(iterations)
+    known = dict(zip(*run.history.series(against), strict=True))
+    if any(iteration not in known for iteration in iterations):
+        raise UserError(f"{run.path}: a line has no value of {against!r}, which the horizontal axis counts")
+    return [known[iteration] for iteration in iterations]
+
+
+def _draw_losses(axis: Any, runs: Sequence[_Run], loss: str, smooth: int, against: str, with_rate: bool) -> None:
+    lines = []
+    for run in runs:
+        name = "" if len(runs) == 1 else f"{run.label}: "
+        iterations, losses = run.history.series(loss)
+        places = _places(run, iterations, against)
+        if smooth > 1:
+            axis.plot(places, losses, color=run.colour, linewidth=0.6, alpha=0.3)
+        label = f"{name}training {loss}" + (f", mean of {smooth}" if smooth > 1 else "")
+        lines += axis.plot(places, smoothed(losses, smooth), color=run.colour, linewidth=1.2, label=label)
+        for split, style in (("validation", "o--"), ("test", "s:")):
+            iterations, losses = run.history.validation_series(loss, split)
+            if iterations:
+                places = _places(run, iterations, against)
+                lines += axis.plot(places, losses, style, color=run.colour, markersize=4, label=f"{name}{split} {loss}")
+    if with_rate:
+        lines += _draw_rate(axis, runs[0], against)
     axis.set_ylabel(loss)
     axis.grid(alpha=0.3)
-    axis.legend(handles=lines, loc="upper right")
+    axis.legend(handles=lines, loc="upper right", fontsize="small")
+
+
+def _draw_rate(axis: Any, run: _Run, against: str) -> list[Any]:
+    iterations, rates = run.history.series("learning rate")
+    if not iterations:
+        return []
+    right = axis.twinx()
+    places = _places(run, iterations, against)
+    lines = right.plot(places, rates, "--", color="tab:grey", linewidth=1.0, label="learning rate")
+    right.set_ylabel("learning rate")
+    right.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    right.set_ylim(bottom=0.0)
+    return list(lines)
+
+
+def _draw_panel(axis: Any, runs: Sequence[_Run], panel: str, smooth: int, against: str) -> None:
+    keys, title = PANELS[panel]
+    key = next((key for key in keys if any(run.history.series(key)[0] for run in runs)), None)
+    if key is None:
+        raise UserError(f"panel {panel}: no run has a value of {' or '.join(map(repr, keys))}")
+    for run in runs:
+        iterations, values = run.history.series(key)
+        places = _places(run, iterations, against)
+        axis.plot(places, smoothed(values, smooth), color=run.colour, linewidth=1.0, label=run.label)
+    axis.set_ylabel(key if key != title else title, fontsize="small")
+    axis.set_ylim(bottom=0.0)
+    axis.grid(alpha=0.3)

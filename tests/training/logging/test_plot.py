@@ -6,7 +6,8 @@ import pytest
 
 from megatron.core.exceptions import UserError
 from megatron.training.logging.jsonl import JsonlLog
-from megatron.training.logging.plot import plot_metrics
+from megatron.training.logging.memory import MemoryReport
+from megatron.training.logging.plot import plot_metrics, smoothed
 from megatron.training.logging.records import Event, Speed, StepRecord, ValidationRecord
 
 
@@ -43,3 +44,57 @@ def test_a_missing_package_is_named(metrics, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UserError, match="package matplotlib"):
         plot_metrics(metrics, tmp_path / "loss.png")
+
+
+def drawn(monkeypatch):
+    """Returns a list to which each picture adds its figure."""
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+
+    def savefig(self, *args, **kwargs):
+        figures.append(self)
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return figures
+
+
+def test_runs_in_one_picture_with_panels(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for name, speed in (("a", 10.0), ("b", 20.0)):
+        log = JsonlLog(tmp_path / name / "metrics.jsonl")
+        steps = [
+            StepRecord(number, {"lm loss": 8.0 / number}, tokens=64 * number, memory=MemoryReport(number << 20, 0))
+            for number in range(1, 9)
+        ]
+        log.steps(steps, Speed(0.1, speed))
+        log.close()
+    figures = drawn(monkeypatch)
+    runs = [tmp_path / "a", tmp_path / "b" / "metrics.jsonl"]
+    plot_metrics(
+        runs, tmp_path / "p.png", labels=["x", "y"], panels=["throughput", "memory"], smooth=4, against="tokens"
+    )
+    (figure,) = figures
+    losses, throughput, memory = figure.axes
+    assert [line.get_label() for line in losses.lines if not line.get_label().startswith("_")] == [
+        "x: training lm loss, mean of 4",
+        "y: training lm loss, mean of 4",
+    ]
+    assert losses.lines[1].get_ydata()[3] == pytest.approx((8 + 4 + 8 / 3 + 2) / 4)
+    assert [*losses.lines[0].get_xdata()] == [64 * number for number in range(1, 9)]
+    assert throughput.get_ylabel() == "tokens per second" and [*throughput.lines[1].get_ydata()] == [20.0] * 8
+    assert memory.get_ylabel() == "host memory (MB)" and memory.lines[0].get_ydata()[0] == 1.0
+
+
+def test_smoothing_is_a_mean_of_the_last_values():
+    assert smoothed([4.0, 2.0, 3.0, 7.0], 2) == [4.0, 3.0, 2.5, 5.0]
+    assert smoothed([4.0, 2.0], 1) == [4.0, 2.0] and smoothed([], 3) == []
+
+
+def test_labels_and_panels_that_do_not_fit(metrics, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UserError, match="2 labels for 1 runs"):
+        plot_metrics(metrics, tmp_path / "loss.png", labels=["a", "b"])
+    with pytest.raises(UserError, match="panel memory: no run has a value of 'peak device memory"):
+        plot_metrics(metrics, tmp_path / "loss.png", panels=["memory"])
