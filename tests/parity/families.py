@@ -235,6 +235,8 @@ _BERT = Family(
     centres=("model",),
     further=[
         ("sp2", "pp2-zb-h1"),
+        ("pp2", "dp2-optim"),
+        ("tp2", "dp2-optim_grads"),
         ("sp2", "pp2", "dp2-optim"),
         ("pp4-layout", "dp2-optim_grads"),
         ("tp4", "recompute-all-parts"),
@@ -253,6 +255,8 @@ _T5 = Family(
     ),
     centres=("model",),
     further=[
+        ("tp2", "dp2-optim"),
+        ("pp2", "dp2-optim_grads"),
         ("pp4-split", "dp2-optim"),
         ("pp3-two-stacks",),
         ("pp2-auto",),

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megatron.core.exceptions import UserError
 from megatron.core.inference.generation import fill_up
 from megatron.core.inference.sampling import SamplingParams, next_tokens
+from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.layer_inputs import key_padding_mask
 
@@ -23,9 +25,9 @@ def generate_from_encoder(
     first_sequence: int = 0,
 ) -> list[list[int]]:
     """Returns what the decoder writes for each prompt after the id `begin`: up to `max_new_tokens` ids, without `end`,
-    at which a row stops. The decoder keeps no keys and values: each step computes all tokens written so far. The result
-    of a row does not depend on the other rows. `first_sequence` is that of `generate`; the model is whole. Raises
-    UserError for a prompt without tokens."""
+    at which a row stops. The decoder keeps the keys and values of the tokens that it has written, and those of the
+    encoder's output. The result of a row does not depend on the other rows. `first_sequence` is that of `generate`; the
+    model is whole. Raises UserError for a prompt without tokens."""
     if not all(prompts):
         raise UserError("a prompt has no tokens; an encoder needs one to read")
     model.eval()
@@ -33,17 +35,29 @@ def generate_from_encoder(
     tokens = fill_up(prompts).to(device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     padding = key_padding_mask(torch.arange(tokens.shape[1], device=device) < lengths[:, None])
-    written = torch.full((len(prompts), 1), begin, device=device)
-    encoded = model(tokens, written, encoder_attn_mask=padding, output_encoder_hidden_only=True)
+    newest = torch.full((len(prompts), 1), begin, device=device)
+    written: list[Tensor] = []
+    encoded = model(tokens, newest, encoder_attn_mask=padding, output_encoder_hidden_only=True)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     numbers = list(range(first_sequence, first_sequence + len(prompts)))
+    context = StaticInferenceContext(len(prompts), max(1, max_new_tokens))
+    context.begin(torch.ones_like(lengths), 1)
     for step in range(max_new_tokens):
-        logits = model(tokens, written, encoder_decoder_attn_mask=padding, encoder_hidden_states=encoded)
+        if step:
+            context.advance()
+        logits = model(
+            tokens,
+            newest,
+            encoder_decoder_attn_mask=padding,
+            encoder_hidden_states=encoded,
+            inference_context=context,
+        )
         chosen = next_tokens(logits[:, -1], sampling, numbers, step)
-        written = torch.cat([written, chosen[:, None]], 1)
+        written.append(chosen)
+        newest = chosen[:, None]
         if end is not None:
             finished |= chosen == end
             if finished.all():
                 break
-    rows = written[:, 1:].tolist()
+    rows = torch.stack(written, 1).tolist() if written else [[] for _ in prompts]
     return [row[: row.index(end)] if end in row else row for row in rows]

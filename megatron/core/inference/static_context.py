@@ -30,6 +30,11 @@ class StaticInferenceContext:
         """Number of positions of the buffers that any row uses."""
         self._first_call = True
 
+    @property
+    def extent(self) -> int:
+        """Number of positions that any row uses; implements `InferenceContext.extent`."""
+        return self._extent
+
     def begin(self, lengths: Tensor, filled_to: int) -> Tensor:
         """Empties the cache. Prompts of these lengths (int64 [b], each at least 1), padded to `filled_to` tokens, come
         next. Returns their positions, int64 [1, filled_to]."""

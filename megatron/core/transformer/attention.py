@@ -258,9 +258,28 @@ class CrossAttention(MegatronModule):
         [t, h]. Under sequence parallelism both hold this rank's tokens."""
         encoder = inputs.encoder
         assert encoder is not None, "cross attention needs LayerInputs.encoder"
-        query, key, value = self.get_query_key_value_tensors(hidden_states, encoder.hidden_states, inputs)
+        query, key, value = self._project(hidden_states, inputs)
         context = self.core_attention(query, key, value, encoder.attention_mask, inputs=inputs)  # [s, b, a * d]
         return self.linear_proj(context.flatten(0, 1))
+
+    def _project(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns query, key and value. An inference context keeps keys and values, which all tokens of the decoder
+        read."""
+        cache, states = inputs.inference_context, inputs.encoder
+        assert states is not None
+        if cache is not None:
+            key, value = (cache.recall(self.layer_number, f"cross {part}") for part in ("key", "value"))
+            if key is not None and value is not None:
+                return self._query(hidden_states, inputs), key, value
+        query, key, value = self.get_query_key_value_tensors(hidden_states, states.hidden_states, inputs)
+        if cache is not None:
+            cache.remember(self.layer_number, "cross key", key)
+            cache.remember(self.layer_number, "cross value", value)
+        return query, key, value
+
+    def _query(self, hidden_states: Tensor, inputs: LayerInputs) -> Tensor:
+        query, clip = as_heads(self.linear_q(hidden_states)[0], inputs.tokens, self.num_heads), self.config.clip_qkv
+        return query if clip is None else query.clamp(-clip, clip)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, key_value_states: Tensor, inputs: LayerInputs
@@ -268,12 +287,12 @@ class CrossAttention(MegatronModule):
         """Returns this rank's heads: query [s, b, a, d] of the decoder's tokens, key and value [s, b, a, d] of the
         encoder's."""
         assert inputs.encoder is not None
-        query = as_heads(self.linear_q(hidden_states)[0], inputs.tokens, self.num_heads)
+        query = self._query(hidden_states, inputs)
         heads = as_heads(self.linear_kv(key_value_states)[0], inputs.encoder.tokens, self.num_heads)  # [s, b, a, 2 * d]
         key, value = heads.chunk(2, dim=-1)
         if self.config.clip_qkv is not None:
             clip = self.config.clip_qkv
-            query, key, value = (tensor.clamp(-clip, clip) for tensor in (query, key, value))
+            key, value = key.clamp(-clip, clip), value.clamp(-clip, clip)
         return query, key, value
 
 

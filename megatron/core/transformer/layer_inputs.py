@@ -37,6 +37,10 @@ class InferenceContext(Protocol):
     max_sequence_length: int
     """Number of tokens of the longest row that the cache can hold."""
 
+    @property
+    def extent(self) -> int:
+        """Number of tokens of the longest row, with the current ones."""
+
     def extend(self, layer_number: int, key: Tensor, value: Tensor, reader: str = "attention") -> CachedKeyValues:
         """Adds the keys and values [s, b, g, d] of the current tokens for a layer. Returns all that the tokens attend
         to. `reader` names the part of the layer that keeps them, if a layer has several."""

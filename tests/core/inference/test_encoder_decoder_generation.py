@@ -7,6 +7,10 @@ from support.t5_against_transformers import InFloat64, ours, theirs
 from megatron.core.exceptions import UserError
 from megatron.core.inference.encoder_decoder_generation import generate_from_encoder
 from megatron.core.inference.sampling import GREEDY, SamplingParams
+from megatron.core.inference.static_context import StaticInferenceContext
+from megatron.core.models.T5 import T5Model
+from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 PROMPTS = [[5, 9, 33, 2], [7], [60, 41, 12, 12, 3, 8, 20]]
 
@@ -34,3 +38,37 @@ def test_greedy_and_sampled_tokens() -> None:
     assert together == alone and together != expected
     with pytest.raises(UserError, match="a prompt has no tokens"):
         generate_from_encoder(model, [[3], []], 0, 7, GREEDY)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["relative", "rope", "learned_absolute"])
+def test_a_cache_changes_no_logits(positions: str) -> None:
+    """The decoder's tokens one by one, with their keys and values kept, against all at once. Keys and values of the
+    encoder's output are computed once."""
+    torch.manual_seed(3)
+    model = small_t5(positions).eval()
+    read, wrote = torch.randint(40, (2, 5)), torch.randint(40, (2, 6))
+    hidden = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])[:, None, None]
+    encoded = model(read, wrote, encoder_attn_mask=hidden, output_encoder_hidden_only=True)
+    fixed = {"encoder_decoder_attn_mask": hidden, "encoder_hidden_states": encoded}
+    expected = model(read, wrote, **fixed)
+    projected: list[int] = []
+    assert model.decoder is not None
+    for layer in model.decoder.layers:
+        layer.cross_attention.linear_kv.register_forward_hook(lambda *_: projected.append(1))
+    context = StaticInferenceContext(2, 6)
+    context.begin(torch.tensor([2, 2]), 2)
+    found = [model(read, wrote[:, :2], **fixed, inference_context=context)]
+    for place in range(2, 6):
+        context.advance()
+        found.append(model(read, wrote[:, place : place + 1], **fixed, inference_context=context))
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-12)
+    assert len(projected) == 2
+    with pytest.raises(UserError, match="the context is full"):
+        context.advance()
+
+
+def small_t5(positions: str) -> T5Model:
+    config = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, fp64=True, init_method_std=0.3)
+    specs = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(2)
+    return T5Model(config, config, *specs, 40, 8, position_embedding_type=positions)  # type: ignore[arg-type]

@@ -189,16 +189,21 @@ class T5Model(LanguageModule):
         - `output_encoder_hidden_only`: returns the encoder's output [s, b, h].
         - Every stage reads the ids, at least for their shapes, and gets its hidden states by `set_input_tensor`.
         - `micro_batch` is how the tokens run in this step; the schedules of `pipeline_parallel` add it to the call.
+        - `inference_context`: the decoder's tokens continue those in the context, which has as many of each row. Give
+          `encoder_hidden_states` with it. Cross attention computes its keys and values in the first call.
 
         Under sequence parallelism hidden states are this rank's [s / ranks, b, h].
         """
-        if inference_context is not None or inference_params is not None:
-            raise UserError("inference_context: T5 has no cache of keys and values yet; leave it out")
+        context = inference_context or inference_params
+        if context is not None and self.sequence_parallel:
+            raise UserError("sequence_parallel does not go with an inference_context: one token has no parts; unset it")
+        if context is not None and self.rotary_pos_emb is not None:
+            self.rotary_pos_emb.check_cache(context.max_sequence_length)
         if packed_seq_params is not None:
             raise UserError("packed_seq_params: T5 reads whole rows; leave it out")
         micro_batch = micro_batch or MicroBatch()
         read = self._layer_inputs(encoder_input_ids, _four_dims(encoder_attn_mask), micro_batch, "encoder.")
-        written = self._layer_inputs(decoder_input_ids, _four_dims(decoder_attn_mask), micro_batch, "")
+        written = self._layer_inputs(decoder_input_ids, _four_dims(decoder_attn_mask), micro_batch, "", context)
         received, encoded = self._take_received(written.tokens)
         if encoder_hidden_states is not None:
             encoded = encoder_hidden_states
@@ -251,12 +256,21 @@ class T5Model(LanguageModule):
         hidden: Tensor = self.embedding(ids, positions, inputs.hidden_dropout_position(0, "embedding"))
         return hidden
 
-    def _layer_inputs(self, ids: Tensor, mask: Tensor | None, micro_batch: MicroBatch, stack: str) -> LayerInputs:
+    def _layer_inputs(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        micro_batch: MicroBatch,
+        stack: str,
+        context: InferenceContext | None = None,
+    ) -> LayerInputs:
         """Returns what the layers of a stack read besides the hidden states. Positions that are neither learned nor
         rotated come from the stack's bias."""
         learned = self.max_sequence_length if self.position_embedding_type == "learned_absolute" else None
-        tokens: Tokens = self.describe_tokens(None, ids, None, None, None, learned, micro_batch.rng_position)
-        inputs = self.layer_inputs(tokens, ids.device, micro_batch, mask)
+        first = 0 if context is None else context.extent - ids.shape[1]
+        tokens = dataclasses.replace(self._tokens_of(ids, None), first_position=first)
+        tokens = self.describe_tokens(tokens, ids, None, None, None, learned, micro_batch.rng_position)
+        inputs = self.layer_inputs(tokens, ids.device, micro_batch, mask, context)
         return dataclasses.replace(inputs, stack=stack)
 
     def _encoder_states(self, hidden: Tensor, mask: Tensor | None, inputs: LayerInputs) -> EncoderStates:

@@ -9,6 +9,7 @@ import torch
 from support.t5_against_transformers import InFloat64, ours, theirs
 
 from megatron.core.exceptions import UserError
+from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import get_t5_decoder_with_local_block_spec, get_t5_encoder_with_local_block_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -147,6 +148,9 @@ def test_what_t5_refuses(settings: dict[str, Any], options: dict[str, Any], name
         t5(made_of=config(**settings), **options)
 
 
-def test_a_cache_is_refused() -> None:
-    with pytest.raises(UserError, match="inference_context"):
-        t5()(ids(8, 0), ids(5, 1), inference_params=object())
+def test_a_cache_of_too_many_tokens_is_refused() -> None:
+    """More than the model has learned positions for."""
+    model, context = t5(position_embedding_type="learned_absolute"), StaticInferenceContext(2, 99)
+    context.begin(torch.tensor([99, 99]), 99)
+    with pytest.raises(UserError, match="99 tokens in a row, but the model has learned positions for"):
+        model(ids(8, 0), ids(5, 1), inference_params=context)
