@@ -156,7 +156,11 @@ class ByDevice:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the implementation for the device of the first tensor argument."""
         first = next(argument for argument in args if isinstance(argument, Tensor))
-        return (self.cuda if first.is_cuda else self.cpu)(*args, **kwargs)
+        return self.chosen_for(first)(*args, **kwargs)
+
+    def chosen_for(self, tensor: Tensor) -> Callable[..., Any]:
+        """Returns the implementation for the device of a tensor."""
+        return self.cuda if tensor.is_cuda else self.cpu
 
 
 LOCAL = Backend("local", keep_rows=ByDevice(cpu=keep_rows_compiled, cuda=keep_rows))

@@ -1,11 +1,15 @@
 """Compares kernels of experts with their definitions. Runs in its own process, with TRITON_INTERPRET=1 or on a GPU."""
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.backends import LOCAL
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ops.activation import Activation, gelu_erf, gelu_tanh, quick_gelu, squared_relu
 from megatron.core.ops.moe.grouped_linear import RowGroups, grouped_bias, grouped_linear
 from megatron.core.ops.moe.grouped_linear_triton import (
@@ -16,7 +20,12 @@ from megatron.core.ops.moe.grouped_linear_triton import (
 from megatron.core.ops.moe.permute import copies_by_group, permute, unpermute
 from megatron.core.ops.moe.permute_triton import copies_by_group_triton, permute_triton, unpermute_triton
 from megatron.core.ops.moe.weighted_activation import weighted_activation
-from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
+from megatron.core.ops.moe.weighted_activation_triton import keeps_only_arguments, weighted_activation_triton
+from megatron.core.tokens import Tokens
+from megatron.core.transformer.layer_inputs import LayerInputs
+from megatron.core.transformer.recompute import recompute_parts, recomputed_modules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_CPU = DEVICE.type == "cpu"
@@ -111,6 +120,36 @@ def nan_inputs() -> None:
         product[0, 1] = product[1, 8] = float("nan")
         expected, ours = (f(product, None, None, activation) for f in (weighted_activation, weighted_activation_triton))
         assert torch.equal(ours.isnan(), expected.isnan()) and ours.isnan().sum() == 2, activation
+
+
+def recomputed_activation() -> None:
+    """Checks that an MLP without its activation's result has the same gradients, and that one more kernel computes it:
+    the kernel keeps nothing but its arguments, which are kept anyway."""
+    found = []
+    for way in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}):
+        calls: list[int] = []
+
+        def counted(*arguments: Any, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            return weighted_activation_triton(*arguments)
+
+        counted.keeps_only_arguments = keeps_only_arguments  # type: ignore[attr-defined]
+        backend = dataclasses.replace(LOCAL, weighted_activation=counted)
+        sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "hidden_dropout": 0.0}
+        kind: dict[str, Any] = {"gated_linear_unit": True, "add_bias_linear": False}
+        config = TransformerConfig(**sizes, **kind, **way)
+        parts = get_gpt_layer_local_spec().submodules
+        parts = TransformerLayerSubmodules(mlp=parts.mlp, mlp_bda=parts.mlp_bda)
+        layer = TransformerLayer(config, parts, backend=backend).to(DEVICE)
+        with torch.no_grad():
+            for number, parameter in enumerate(layer.parameters()):
+                parameter.copy_(values(*parameter.shape, seed=number))
+        recompute_parts(layer, recomputed_modules(config))
+        hidden = values(6, 8).requires_grad_()
+        layer(hidden, LayerInputs(Tokens(6, 1))).backward(values(6, 8, seed=9))
+        found.append([hidden.grad, *(parameter.grad for parameter in layer.parameters()), len(calls)])
+    assert all(map(torch.equal, found[0][:-1], found[1][:-1])) and len(found[0]) == 4
+    assert [one[-1] for one in found] == [1, 2]
 
 
 def products() -> None:

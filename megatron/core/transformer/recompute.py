@@ -5,6 +5,7 @@ Full: layers keep their input and nothing else. Selective, by module:
 - `core_attn` keeps queries, keys and values; of another token mixer it recomputes the part that the mixer names in its
   attribute `recomputed_part`, nothing if that is None;
 - `mlp` keeps its normed input;
+- `mlp_act` keeps the output of an MLP's first product, not the input of its second one;
 - `layernorm` keeps no norm's result; a product that needs it for its weight gradient recomputes it from the
   layer's hidden states;
 - `mla_up_proj` keeps the latents of latent attention instead of queries, keys and values;
@@ -12,8 +13,8 @@ Full: layers keep their input and nothing else. Selective, by module:
 - `moe_act` keeps the outputs of the experts' first products, not the inputs of their second ones;
 - `shared_experts` keep their input.
 
-All can be combined. `mlp` concerns layers without experts. With `layernorm` and `mlp` (or `moe`), an MLP (or a layer of
-experts) keeps nothing.
+All can be combined. `mlp` and `mlp_act` concern layers without experts. With `layernorm` and `mlp` (or `moe`), an MLP
+(or a layer of experts) keeps nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.backends import ByDevice
 from megatron.core.collectives import Group
 from megatron.core.exceptions import UserError
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
@@ -143,6 +145,13 @@ def _recompute_mlp(layer: Any, modules: Sequence[str]) -> None:
         _recompute(layer.mlp)
 
 
+def _recompute_mlp_activation(layer: Any, modules: Sequence[str]) -> None:
+    if getattr(layer, "has_channel_mixer", True) and not _has_experts(layer, "mlp_act") and "mlp" not in modules:
+        _discard_activation(
+            _part(layer, "mlp_act", "mlp.activate"), layer.mlp, _part(layer, "mlp_act", "mlp.linear_fc2")
+        )
+
+
 def _recompute_experts(layer: Any, modules: Sequence[str]) -> None:
     if _has_experts(layer, "moe"):
         _recompute(layer.mlp)
@@ -164,6 +173,7 @@ _RECOMPUTE_MODULE: dict[str, Callable[[Any, Sequence[str]], None]] = {
     "layernorm": _recompute_norms,
     "mla_up_proj": _recompute_heads,
     "mlp": _recompute_mlp,
+    "mlp_act": _recompute_mlp_activation,
     "moe": _recompute_experts,
     "moe_act": _recompute_activations,
     "shared_experts": _recompute_shared_experts,
@@ -182,8 +192,27 @@ def _recompute(module: Any) -> None:
 def _discard_activation(activate: Any, mlp: Any, linear_fc2: Any) -> None:
     """Keeps nothing between the two products of an MLP: neither intermediate results of the activation nor its output,
     which the second product needs for its weight gradient."""
-    discarded = DiscardedResults(_AsTuple(Recomputed(activate)), linear_fc2.forward)
+    discarded = DiscardedResults(_AsTuple(_WithoutIntermediates(activate)), linear_fc2.forward)
     mlp.activate, linear_fc2.forward = _FromTuple(discarded.compute), discarded
+
+
+@dataclass(frozen=True)
+class _WithoutIntermediates:
+    """The activation of an MLP, which keeps nothing but its arguments for backward: computed again there, unless its
+    kernel needs nothing else."""
+
+    activate: Any
+
+    def __call__(self, product: Tensor, bias: Tensor | None, *weights: Tensor | None) -> Tensor:
+        mlp = getattr(self.activate, "__self__", None)  # a user's may be a function
+        kernel = getattr(getattr(mlp, "backend", None), "weighted_activation", None)
+        kernel = kernel.chosen_for(product) if isinstance(kernel, ByDevice) else kernel
+        keeps_only_arguments = getattr(kernel, "keeps_only_arguments", None)
+        if keeps_only_arguments is not None:
+            of_mlp = (weights or (None,))[0], mlp.activation_func  # type: ignore[union-attr]
+            if keeps_only_arguments(product, bias, *of_mlp):
+                return self.activate(product, bias, *weights)
+        return Recomputed(self.activate)(product, bias, *weights)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ WAYS = {
     "core_attn": {"recompute_granularity": "selective"},
     "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "mlp_act": {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
     "layernorm and mlp": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "all parts": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]},
 }
@@ -77,7 +78,7 @@ def test_no_bit_changes(way, precision):
     assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
 
 
-@pytest.mark.parametrize("way", ["uniform", "block of 2", "all parts"])
+@pytest.mark.parametrize("way", ["uniform", "block of 2", "mlp_act", "all parts"])
 def test_a_gated_model_with_norms_of_queries_and_keys(way):
     settings = {"gated_linear_unit": True, "normalization": "RMSNorm", "add_bias_linear": False}
     assert_equal(gradients(build(**settings, **WAYS[way])), gradients(build(**settings)))
@@ -113,6 +114,7 @@ def test_memory_that_is_kept():
     assert saved["layernorm"] == pytest.approx(2, abs=0.1)  # the two norms' results
     # fc1's result and the activation's, 4 each; not fc2's, which the addition keeps nothing of.
     assert saved["mlp"] == pytest.approx(8, abs=0.6)
+    assert saved["mlp_act"] == pytest.approx(4, abs=0.3)  # the activation's result; states of the generator are kept
     assert saved["layernorm and mlp"] == pytest.approx(saved["layernorm"] + saved["mlp"], abs=0.1)
     assert saved["core_attn"] > 0.9  # at least its result, which the projection wants again
     assert saved["all parts"] == pytest.approx(saved["core_attn"] + saved["layernorm and mlp"], abs=0.1)
@@ -210,7 +212,7 @@ def test_what_cannot_be_recomputed_is_refused(settings, message):
 # ---------------------------------------------------------------------------------------------------------------------
 # Split over ranks
 
-SPLIT_WAYS = [way for way in WAYS if way not in ("uniform by 2", "layernorm", "mlp")]
+SPLIT_WAYS = [way for way in WAYS if way not in ("uniform by 2", "layernorm", "mlp", "mlp_act")]
 
 
 def _split(sequence_parallel: bool) -> None:

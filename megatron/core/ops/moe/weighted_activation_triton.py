@@ -185,14 +185,27 @@ def weighted_activation_triton(
 ) -> Tensor:
     """Computes `weighted_activation` in one kernel. Float64 and other activations use the reference. `notes_largest`:
     without a bias the largest values of the result and of the product's gradient are noted for fp8."""
-    exact = torch.float64 in (product.dtype, None if weights is None else weights.dtype)
-    if exact or not isinstance(activation, Activation) or activation.function not in _KINDS:
+    if not _has_kernel(product, weights, activation):
         return weighted_activation(product, bias, weights, activation)
     if bias is not None and (weights is not None or bias.dim() > 1):
         product, bias = product + bias, None
     if bias is not None:
         return _BiasedActivation.apply(product, bias, activation)
     return _WeightedActivation.apply(product, weights, activation, notes_largest)
+
+
+def _has_kernel(product: Tensor, weights: Tensor | None, activation: Activation) -> bool:
+    exact = torch.float64 in (product.dtype, None if weights is None else weights.dtype)
+    return not exact and isinstance(activation, Activation) and activation.function in _KINDS
+
+
+def keeps_only_arguments(product: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation) -> bool:
+    """Returns whether backward of `weighted_activation_triton` needs nothing but these arguments."""
+    adds_bias = bias is not None and (weights is not None or bias.dim() > 1)
+    return _has_kernel(product, weights, activation) and not adds_bias
+
+
+weighted_activation_triton.keeps_only_arguments = keeps_only_arguments  # type: ignore[attr-defined]
 
 
 class _WeightedActivation(torch.autograd.Function):

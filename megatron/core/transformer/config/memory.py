@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from megatron.core.config_fields import flag, not_a_flag, not_yet, too_small
 
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mla_up_proj", "moe", "moe_act", "shared_experts")
+RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp", "mlp_act", "mla_up_proj", "moe", "moe_act", "shared_experts")
 """Parts of a layer that can be recomputed by themselves."""
 _MODULES_OF_EXPERTS = ("moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
@@ -31,7 +31,7 @@ class MemoryConfig:
 
     recompute_modules: list[str] | None = flag(None, only_with="recompute_granularity=selective")
     """With --recompute-granularity selective: parts of a layer to recompute, any of core_attn, layernorm, mlp,
-    mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
+    mlp_act (of a layer without experts), mla_up_proj, moe, moe_act, shared_experts. Default: core_attn."""
 
     distribute_saved_activations: bool | None = flag(False, only_with="tensor_model_parallel_size")
     """With full recomputation: distribute the kept layer inputs over tensor parallel ranks."""
@@ -173,8 +173,8 @@ def _what_is_missing(config: Any, module: str) -> str | None:
         return "is a part of {multi_latent_attention:name}, which is not set"
     if module in _MODULES_OF_EXPERTS and config.num_moe_experts is None:
         return "is a part of a layer of experts, and {num_moe_experts:name} is not set"
-    if module == "mlp" and config.num_moe_experts is not None and config.moe_layer_freq == 1:
-        return "is a part of a layer without experts, and there is none; moe works"
+    if module in ("mlp", "mlp_act") and config.num_moe_experts is not None and config.moe_layer_freq == 1:
+        return f"is a part of a layer without experts, and there is none; {module.replace('mlp', 'moe')} works"
     if module == "shared_experts" and not config.moe_shared_expert_intermediate_size:
         return "need {moe_shared_expert_intermediate_size:name}, which is not set"
     if module == "shared_experts" and config.moe_shared_expert_overlap:
