@@ -54,7 +54,7 @@ from tools.floor import Clock, measure_floor, summary
 from tools.recorder import Recorder
 
 _KINDS = {
-    "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel",
+    "products": r"nvjet|gemm|cutlass|cublas|_accumulate_kernel|_product_kernel|_weight_kernel",
     "attention": r"sdpa|flash|fmha|cudnn|_merge",
     "communication": r"nccl",
     "norms": r"_norm_|layer_norm",

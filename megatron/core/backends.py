@@ -272,6 +272,8 @@ def triton_backend() -> Backend | None:
                     ("weighted_activation", weighted_activation, weighted_activation_triton),
                     ("layer_norm_with_residual", layer_norm_with_residual, layer_norm_with_residual_triton),
                     ("rms_norm_with_residual", rms_norm_with_residual, rms_norm_with_residual_triton),
+                    ("permute", permute, permute_triton),
+                    ("unpermute", unpermute, unpermute_triton),
                 )
             },
             grouped,

@@ -16,6 +16,8 @@ from megatron.core.ops.fp8.quantize_triton import (
     largest_value_triton,
     quantize_blocks_triton,
 )
+from megatron.core.ops.moe.permute import copies_by_group
+from megatron.core.ops.moe.permute_triton import permute_triton, unpermute_triton
 from megatron.core.ops.moe.weighted_activation_triton import weighted_activation_triton
 from megatron.core.ops.norm_triton import layer_norm_with_residual_triton, rms_norm_with_residual_triton
 
@@ -71,6 +73,28 @@ def noted_values() -> None:
             largest = quantize.noted_largest(tensor)
             assert largest is not None and torch.equal(largest, quantize.largest_value(tensor)), what
             assert quantize.noted_largest(tensor * 1) is None and quantize.noted_largest(tensor.mul_(2)) is None
+
+
+def noted_rows() -> None:
+    """Checks the largest values of rows that experts' activations and permutations note."""
+    for width in (48, 2080):
+        weights = matrix(5, 1)[:, 0].float().requires_grad_()
+        found: list[Tensor] = []
+        inputs = matrix(5, width).requires_grad_() * 1
+        inputs.register_hook(found.append)
+        result = weighted_activation_triton(inputs, None, weights, Activation(F.silu, True), True)
+        result.backward(matrix(*result.shape))
+        for tensor in (result.detach_(), found[0]):
+            largest = quantize.noted_largest_of_rows(tensor)
+            assert largest is not None and torch.equal(largest, tensor.abs().amax(1).float())
+            assert quantize.noted_largest(tensor) is None
+        copies, _ = copies_by_group(torch.tensor([[0, 1], [1, 0], [1, 2]], device=DEVICE), None, 6, 3)
+        tokens, rows = (matrix(n, width + 1000).requires_grad_() * 1 for n in (3, 6))
+        rows.register_hook(found.append)
+        unpermute_triton(rows, copies, True).backward(matrix(3, width + 1000))
+        for tensor in (permute_triton(tokens, copies, True).detach_(), found[1]):
+            largest = quantize.noted_largest_of_rows(tensor)
+            assert largest is not None and torch.equal(largest, tensor.abs().amax(1).float())
 
 
 def casts() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core.collectives import Group, all_reduce
 from megatron.core.ops.fp8.formats import scale_for
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
+from megatron.core.ops.fp8.quantize import noted_largest_of_rows
 from megatron.core.ops.fp8.recipes import DelayedScaling, Fp8Settings, LinearSplit, Role, Scaling, largest_over
 
 
@@ -75,7 +76,8 @@ class TensorwiseGroupScaling(GroupScaling):
         self, matrix: Tensor, segments: Segments, role: Role, *, rows: bool, columns: bool, records: bool
     ) -> QuantizedGroupsPair:
         """Casts by the scale of each segment's largest value, over the ranks that divide it."""
-        amax = self.settings.kernels.grouped.largest(matrix, segments)
+        of_rows = noted_largest_of_rows(matrix)
+        amax = self.settings.kernels.grouped.largest(matrix if of_rows is None else of_rows[:, None], segments)
         for groups in self.split.groups(role):
             amax = largest_over(amax, groups)
         if role is not Role.WEIGHTS:

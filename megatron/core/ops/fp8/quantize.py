@@ -44,16 +44,25 @@ def largest_value(matrix: Tensor) -> Tensor:
 
 
 def note_largest(tensor: Tensor, largest: Tensor) -> None:
-    """Notes the largest absolute value of a tensor, which the kernel that computed the tensor found. The note is lost
-    with the Python object: views and sums have none."""
+    """Notes the largest absolute value of a tensor, a scalar, or those of its rows, [n], which the kernel that computed
+    the tensor found. The note is lost with the Python object: views and sums have none."""
     if not tensor.is_inference():
         tensor.noted_largest = largest, tensor._version  # type: ignore[attr-defined]
 
 
 def noted_largest(tensor: Tensor) -> Tensor | None:
     """Returns the largest absolute value that was noted; None if there is none, or the tensor was written since."""
+    return _noted(tensor, 0)
+
+
+def noted_largest_of_rows(tensor: Tensor) -> Tensor | None:
+    """Returns the largest absolute value of each row, [n], if they were noted; see `noted_largest`."""
+    return _noted(tensor, 1)
+
+
+def _noted(tensor: Tensor, dim: int) -> Tensor | None:
     largest, version = getattr(tensor, "noted_largest", (None, None))
-    return largest if largest is not None and version == tensor._version else None
+    return largest if largest is not None and version == tensor._version and largest.dim() == dim else None
 
 
 def largest_of_lines(matrix: Tensor) -> tuple[Tensor, Tensor]:

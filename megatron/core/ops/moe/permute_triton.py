@@ -1,10 +1,14 @@
 """Permutation of tokens on a GPU: copies and sums in one pass each, and the rows of copies by counting."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.ops.fp8.quantize import note_largest
+from megatron.core.ops.fp8.quantize_triton import bits_of_size
 from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
 
 _TILE = 2048
@@ -15,7 +19,7 @@ _CHOICES = 256
 
 @triton.jit
 def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annotations
-    rows, tokens, source, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, largest, tokens, source, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NOTES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -23,6 +27,9 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     inside = (row < count)[:, None] & (column < width)[None, :]
     value = tl.load(tokens + token[:, None] * width + column[None, :], mask=inside)
     tl.store(rows + row[:, None] * width + column[None, :], value, mask=inside)
+    if NOTES:
+        size = bits_of_size(tl.where(inside, value.to(tl.float32), 0.0))
+        tl.atomic_max(largest + row, tl.max(size, 1), mask=row < count)
 
 
 @triton.jit
@@ -41,13 +48,19 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
     tl.store(tokens + token[:, None] * width + column[None, :], total.to(tokens.dtype.element_ty), mask=there)
 
 
-def rows_of_tokens_triton(tokens: Tensor, copies: Copies) -> Tensor:
-    """Computes `permute.rows_of_tokens`."""
+def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = False) -> Tensor:
+    """Computes `permute.rows_of_tokens`. `notes_largest`: the largest value of each row is noted for fp8."""
     tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, width)
     if count:
         grid, tile = _tiles(count, width)
-        _rows_kernel[grid](rows, tokens, copies.source.contiguous(), count, width, **tile)
+        largest = None
+        if notes_largest and tokens.dtype is not torch.float64:
+            largest = torch.zeros(count, dtype=torch.int32, device=tokens.device)
+        source = copies.source.contiguous()
+        _rows_kernel[grid](rows, largest, tokens, source, count, width, **tile, NOTES=largest is not None)
+        if largest is not None:
+            note_largest(rows, largest.view(torch.float32))
     return rows
 
 
@@ -131,13 +144,14 @@ def copies_by_group_triton(groups: Tensor, kept: Tensor | None, rows: int, num_g
 
 
 TRITON_MOVES = Moves(rows_of_tokens_triton, tokens_of_rows_triton)
+_NOTING_MOVES = Moves(functools.partial(rows_of_tokens_triton, notes_largest=True), tokens_of_rows_triton)
 
 
-def permute_triton(tokens: Tensor, copies: Copies) -> Tensor:
-    """Computes `permute.permute`."""
-    return permute(tokens, copies, TRITON_MOVES)
+def permute_triton(tokens: Tensor, copies: Copies, notes_largest: bool = False) -> Tensor:
+    """Computes `permute.permute`. `notes_largest`: the largest value of each row is noted for fp8."""
+    return permute(tokens, copies, _NOTING_MOVES if notes_largest else TRITON_MOVES)
 
 
-def unpermute_triton(rows: Tensor, copies: Copies) -> Tensor:
-    """Computes `permute.unpermute`."""
-    return unpermute(rows, copies, TRITON_MOVES)
+def unpermute_triton(rows: Tensor, copies: Copies, notes_largest: bool = False) -> Tensor:
+    """Computes `permute.unpermute`. `notes_largest`: the largest value of each row of the gradient is noted for fp8."""
+    return unpermute(rows, copies, _NOTING_MOVES if notes_largest else TRITON_MOVES)

@@ -76,9 +76,11 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, BIASED: tl.constexpr, WEIGHTED: tl.constexpr,
     NOTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if NOTES == 2:
+        largest += row
     if NOTES:
         before = tl.load(largest)
-    row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < ffn
     at = product + row * ffn * (2 if GATED else 1) + channel
@@ -105,10 +107,12 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, NOTES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if NOTES == 2:
+        largest += row
     if NOTES:
         before = tl.load(largest)
     size = tl.zeros((BLOCK,), tl.int32)
-    row = tl.program_id(0).to(tl.int64)
     weight = tl.load(weights + row).to(tl.float32) if WEIGHTED else 1.0
     start = row * ffn * (2 if GATED else 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -184,7 +188,8 @@ def weighted_activation_triton(
     notes_largest: bool = False,
 ) -> Tensor:
     """Computes `weighted_activation` in one kernel. Float64 and other activations use the reference. `notes_largest`:
-    without a bias the largest values of the result and of the product's gradient are noted for fp8."""
+    without a bias the largest values of the result and of the product's gradient are noted for fp8: with `weights`
+    those of each row, because the rows of different experts have different scales."""
     if not _has_kernel(product, weights, activation):
         return weighted_activation(product, bias, weights, activation)
     if bias is not None and (weights is not None or bias.dim() > 1):
@@ -227,11 +232,11 @@ class _WeightedActivation(torch.autograd.Function):
         weights_gradient = None if weights is None else torch.empty_like(weights)
         ffn = gradient.shape[-1]
         if gradient.numel():
-            largest = torch.zeros((), dtype=torch.int32, device=product.device) if ctx.notes_largest else None
+            largest = _notes(product, weights) if ctx.notes_largest else None
             _activation_backward_kernel[(gradient.numel() // ffn,)](
                 product_gradient, largest, weights_gradient, gradient.contiguous(), product, weights, ffn,
                 *_numbers(ctx.activation), **_facts(ctx.activation), WEIGHTED=weights is not None,
-                NOTES=largest is not None, BLOCK=_block(ffn),
+                NOTES=_kind_of_notes(largest), BLOCK=_block(ffn),
             )  # fmt: skip
             if largest is not None:
                 note_largest(product_gradient, largest.view(torch.float32))
@@ -270,14 +275,25 @@ def _activated(
     output = product.new_empty(*product.shape[:-1], ffn)
     if output.numel():
         block = _block(ffn)
-        largest = torch.zeros((), dtype=torch.int32, device=product.device) if notes_largest else None
+        largest = _notes(product, weights) if notes_largest else None
         _activation_forward_kernel[(output.numel() // ffn, triton.cdiv(ffn, block))](
             output, largest, product, bias, weights, ffn, *_numbers(activation), **_facts(activation),
-            BIASED=bias is not None, WEIGHTED=weights is not None, NOTES=largest is not None, BLOCK=block,
+            BIASED=bias is not None, WEIGHTED=weights is not None, NOTES=_kind_of_notes(largest), BLOCK=block,
         )  # fmt: skip
         if largest is not None:
             note_largest(output, largest.view(torch.float32))
     return output
+
+
+def _notes(product: Tensor, weights: Tensor | None) -> Tensor:
+    """Returns the memory for the bits of the largest value of all rows or, with weights, of each row."""
+    shape = () if weights is None else (weights.numel(),)
+    return torch.zeros(shape, dtype=torch.int32, device=product.device)
+
+
+def _kind_of_notes(largest: Tensor | None) -> int:
+    """Returns 0 for no notes, 1 for one value, 2 for one of each row."""
+    return 0 if largest is None else 1 + largest.dim()
 
 
 def _block(ffn: int) -> int:
