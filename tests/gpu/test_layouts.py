@@ -74,6 +74,7 @@ def test_float32(gpus: Pool, cell: Cell) -> None:
 IN_BFLOAT16 = [
     ("dp2",),
     ("sp2",),
+    ("sp2-pieces",),
     ("pp2-zb-v",),
     ("cp2-p2p",),
     ("cp2-all_gather",),

@@ -19,6 +19,16 @@ def test_what_hides_exchanges_says_where_there_are_none() -> None:
     assert said(f"{both} --tensor-model-parallel-size 2 --sequence-parallel", ranks=2) == [shared]
 
 
+def test_pieces_say_which_layers_have_none() -> None:
+    def said(flags: str) -> list[str]:
+        flags = f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {flags}"
+        return [note for note in configured(flags, ranks=2).notes if note.startswith("--tp-comm-overlap")]
+
+    assert said("") == said("--tp-comm-overlap-transport process-group --tp-comm-overlap-rs-dgrad") == []
+    (note,) = said("--fp8-format hybrid --fp8-recipe delayed")
+    assert note.startswith("--tp-comm-overlap: products in fp8 are not cut, since a scale needs the largest value")
+
+
 def test_without_experts_their_sizes_change_no_grid() -> None:
     config = configured("--expert-tensor-parallel-size 2")
     assert config.grid == configured().grid
