@@ -1,7 +1,12 @@
 """Our own flash attention on a GPU: its numbers are those of its definition in float64."""
 
+from dataclasses import replace
+
 import pytest
 from support import flash_agreement
+
+from megatron.core.ops.attention import flash_triton
+from megatron.core.ops.attention.flash_forward_triton import TileSize
 
 pytestmark = pytest.mark.gpu
 
@@ -12,6 +17,28 @@ def test_dropout_bits_are_those_of_the_definition() -> None:
 
 @pytest.mark.parametrize("name", flash_agreement.CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
+    flash_agreement.attention_of(name)
+
+
+@pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
+def test_odd_documents(kind: str) -> None:
+    flash_agreement.documents(kind)
+
+
+SMALL = TileSize(64, 64, 4, 2)
+FORMS = {
+    "rows of queries": replace(SMALL, by_query=True),
+    "copied tiles, sums begin with what is subtracted": replace(SMALL, bulk_loads=True, folds=True),
+    "all, longest first": replace(SMALL, num_stages=3, bulk_loads=True, by_query=True, folds=True, heads_first=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["causal, dropped", "chunks", "packed, dropped", "relative bias, packed"])
+def test_forms_of_the_kernels(form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tiles in ("_FORWARD_TILES", "_BACKWARD_TILES"):
+        monkeypatch.setattr(flash_triton, tiles, {256: FORMS[form]})
+        monkeypatch.setattr(flash_triton, tiles + "_WITH_DROPOUT", {})
     flash_agreement.attention_of(name)
 
 

@@ -161,6 +161,33 @@ def attention_of(name: str) -> None:
         assert error < TOLERANCE, (name, what, float(error))
 
 
+def documents(kind: str) -> None:
+    """Odd documents: single tokens, one as long as the row, empty ones, many, and tokens behind the last boundary."""
+    length = 2048 if ON_GPU else 48
+    cuts = {
+        "single tokens": [*range(length // 2), length // 2 + 7, length],
+        "one": [0, length],
+        "many, some empty": sorted(
+            torch.randint(0, length, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+        ),
+        "tail": [0, 5, length // 3],
+    }[kind]
+    if kind.startswith("many"):
+        cuts = [0, *cuts, length, length]
+    case = Case(AttentionVariant(SCALE, True), length // 8 if ON_GPU else length, batch=1)
+    tensors, call = problem(case)
+    call = replace(call, cu_seqlens=torch.tensor(cuts, dtype=torch.int32, device=DEVICE), max_seqlen=length)
+    results = []
+    for function, dtype in ((attention, torch.float64), (flash_attention_triton, DTYPE)):
+        leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in tensors[:3]]
+        output = function(*leaves, case.variant, call)
+        output.backward(tensors[4].to(dtype))
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for exact, ours in zip(*results, strict=True):
+        # Single tokens have gradients of 0.
+        assert (ours.double() - exact).abs().max() < TOLERANCE * exact.abs().max().clamp(min=0.1), kind
+
+
 def heads_in_turns(patch: pytest.MonkeyPatch) -> None:
     """A call with too many dropout bits to keep gives the same numbers, some heads at a time."""
     case = CASES["causal, dropped"]

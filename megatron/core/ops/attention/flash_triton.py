@@ -23,6 +23,9 @@ draws the bits again."""
 _FORWARD_TILES = {64: TileSize(64, 64, 4, 3), 128: TileSize(64, 64, 4, 3), 256: TileSize(64, 64, 8, 2)}
 _BACKWARD_TILES = {64: TileSize(64, 64, 4, 2), 128: TileSize(64, 128, 8, 2), 256: TileSize(32, 64, 8, 2)}
 """The fastest tiles on an H200 for heads of at most so many channels."""
+_FORWARD_TILES_WITH_DROPOUT: dict[int, TileSize] = {}
+_BACKWARD_TILES_WITH_DROPOUT: dict[int, TileSize] = {}
+"""Those that take the place of the others with dropout, where the fastest ones differ."""
 
 
 def flash_attention_triton(
@@ -71,7 +74,7 @@ class _FlashAttention(torch.autograd.Function):
         scores = _scores_of(variant, call.first_head, query)
         output, lse = flash_forward_triton(
             query, key, value, sink, _with_bias(scores, bias, query, key), sight, bits, variant.dropout,
-            _tile(_FORWARD_TILES, query, value),
+            _forward_tile(query, value, bits),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, sink, bias, output, lse, bits if keeps_bits else None)
         ctx.variant, ctx.call, ctx.scores, ctx.sight = variant, call, scores, sight
@@ -89,7 +92,7 @@ class _FlashAttention(torch.autograd.Function):
             bias_parts = bias_gradient.expand(query.shape[1], query.shape[2], query.shape[0], key.shape[0])
         query_gradient, key_gradient, value_gradient, delta = flash_backward_triton(
             gradient, query, key, value, output, lse, _with_bias(ctx.scores, bias, query, key), ctx.sight, bits,
-            ctx.variant.dropout, _tile(_BACKWARD_TILES, query, value), query.dtype, bias_parts,
+            ctx.variant.dropout, _backward_tile(query, value, bits), query.dtype, bias_parts,
         )  # fmt: skip
         if bias_gradient is not None:
             if bits is not None:
@@ -106,10 +109,10 @@ def flash_block_attention_triton(
     query: Tensor, key: Tensor, value: Tensor, offsets: BlockOffsets, variant: AttentionVariant, call: BlockCall
 ) -> tuple[Tensor, Tensor]:
     """Computes `blocks.block_attention` for heads of at most 256 channels."""
+    bits = _bits_of_block(query, key, offsets, variant, call)
     return flash_forward_triton(
-        query, key, value, None,
-        _scores_of(variant, call.first_head, query), _sight_of_block(query, key, offsets, call),
-        _bits_of_block(query, key, offsets, variant, call), variant.dropout, _tile(_FORWARD_TILES, query, value),
+        query, key, value, None, _scores_of(variant, call.first_head, query),
+        _sight_of_block(query, key, offsets, call), bits, variant.dropout, _forward_tile(query, value, bits),
     )  # fmt: skip
 
 
@@ -125,10 +128,11 @@ def flash_block_attention_backward_triton(
     call: BlockCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `blocks.block_attention_backward`. The gradient of the query is float32."""
+    bits = _bits_of_block(query, key, offsets, variant, call)
     return flash_backward_triton(
         gradient, query, key, value, output, lse, _scores_of(variant, call.first_head, query),
-        _sight_of_block(query, key, offsets, call), _bits_of_block(query, key, offsets, variant, call), variant.dropout,
-        _tile(_BACKWARD_TILES, query, value), torch.float32,
+        _sight_of_block(query, key, offsets, call), bits, variant.dropout,
+        _backward_tile(query, value, bits), torch.float32,
     )[:3]  # fmt: skip
 
 
@@ -136,9 +140,17 @@ def flash_block_attention_backward_triton(
 # From calls to the kernels' arguments
 
 
+def _forward_tile(query: Tensor, value: Tensor, bits: Tensor | None) -> TileSize:
+    return _tile(_FORWARD_TILES if bits is None else _FORWARD_TILES | _FORWARD_TILES_WITH_DROPOUT, query, value)
+
+
+def _backward_tile(query: Tensor, value: Tensor, bits: Tensor | None) -> TileSize:
+    return _tile(_BACKWARD_TILES if bits is None else _BACKWARD_TILES | _BACKWARD_TILES_WITH_DROPOUT, query, value)
+
+
 def _tile(tiles: dict[int, TileSize], query: Tensor, value: Tensor) -> TileSize:
     width = max(query.shape[3], value.shape[3])
-    return next(tile for widest, tile in tiles.items() if width <= widest)
+    return next(tiles[widest] for widest in sorted(tiles) if width <= widest)
 
 
 def _scores_of(variant: AttentionVariant, first_head: int, query: Tensor) -> Scores:
@@ -178,9 +190,11 @@ def _sight_of_block(query: Tensor, key: Tensor, offsets: BlockOffsets, call: Blo
 
 
 def _edges(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Returns `Sight.edges` of rows of `length` tokens with these boundaries."""
+    """Returns `Sight.edges` of rows of `length` tokens with these boundaries. Tokens behind the last boundary are a
+    document too."""
     document = document_of(torch.arange(length, device=cu_seqlens.device), cu_seqlens)
-    return torch.stack([cu_seqlens[document], cu_seqlens[document + 1]])
+    bounds = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), length)])
+    return torch.stack([bounds[document], bounds[document + 1]])
 
 
 def _bits_of_rows(query: Tensor, key: Tensor, variant: AttentionVariant, call: AttentionCall) -> Tensor | None:

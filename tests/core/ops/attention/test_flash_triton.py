@@ -29,6 +29,21 @@ def test_outputs_and_gradients_are_those_of_the_definition(name: str) -> None:
     flash_agreement.attention_of(name)
 
 
+@pytest.mark.parametrize("kind", ["single tokens", "one", "many, some empty", "tail"])
+def test_odd_documents(kind: str) -> None:
+    flash_agreement.documents(kind)
+
+
+def test_dropout_may_have_tiles_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_triton, "_BACKWARD_TILES", {64: TILE, 256: TILE})
+    monkeypatch.setattr(flash_triton, "_BACKWARD_TILES_WITH_DROPOUT", {64: replace(TILE, keys=64)})
+    heads, bits = torch.zeros(1, 1, 1, 32), torch.zeros(1, dtype=torch.int32)
+    assert flash_triton._backward_tile(heads, heads, None) == TILE
+    assert flash_triton._backward_tile(heads, heads, bits).keys == 64
+    wide = torch.zeros(1, 1, 1, 128)
+    assert flash_triton._backward_tile(wide, wide, bits) == TILE
+
+
 TILE = TileSize(32, 32, 4, 1)
 FORMS = {
     "rows of queries": replace(TILE, by_query=True),
