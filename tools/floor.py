@@ -95,7 +95,7 @@ def measure_floor(seen: Recorder, config: Any, num_microbatches: int, update_byt
         ]
         if each.fp8:
             # Each matrix is read once and written in both layouts; weights once a step.
-            tokens, weight = 4 * each.rows * (each.inputs + each.outputs), 4 * each.inputs * each.outputs
+            tokens, weight = 4 * each.rows * (each.inputs + each.outputs), 4 * each.inputs * each.outputs * each.weights
             moved = tokens * num_microbatches + weight
             found.append(Timed("casts to fp8", each.describe(), count, moved / rate))
     for call, count in seen.attention.values():

@@ -32,6 +32,8 @@ class Product:
     fp8: bool = False
     experts: bool = False
     """Whether the rows are divided among experts; timed as one product of the same FLOPs."""
+    weights: int = 1
+    """Number of weights that are cast to fp8."""
     backward: tuple[bool, bool] = (True, True)
     """Whether the gradients of the inputs and of the weight are computed."""
 
@@ -108,8 +110,12 @@ class Recorder:
             for asked, kernels in backend.attention.items()
         }
         multiply = self._noting(_note_fp8_product, backend.fp8_kernels.product)
+        grouped = backend.fp8_kernels.grouped
+        grouped = dataclasses.replace(grouped, product=self._noting(_note_fp8_experts, grouped.product))
         noting = {name: self._noting(_NOTES[name], kernel) for name, kernel in backend.fp8_kernels.noting.items()}
-        changed["fp8_kernels"] = dataclasses.replace(backend.fp8_kernels, product=multiply, noting=noting)
+        changed["fp8_kernels"] = dataclasses.replace(
+            backend.fp8_kernels, product=multiply, grouped=grouped, noting=noting
+        )
         return dataclasses.replace(backend, **changed)
 
     def _noting(self, note: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +190,14 @@ def _note_fp8_product(
 ) -> None:
     rows, width = left.values.shape
     seen.products[Product(rows, width, right.values.shape[0], dtype, fp8=True)] += 1
+
+
+def _note_fp8_experts(
+    seen: Recorder, output: Tensor, left: Any, right: Any, segments: Any, dtype: torch.dtype, **_: Any
+) -> None:
+    rows, width = left.values.shape
+    weights = segments.groups
+    seen.products[Product(rows, width, output.shape[1], dtype, fp8=True, experts=True, weights=weights)] += 1
 
 
 def _note_attention(

@@ -32,6 +32,7 @@ ANCHOR = "elapsed time per iteration (ms): 9.0 | throughput per GPU (TFLOP/s/GPU
         ),
         (FP8, "100.0%", {"2 times 32 x 32 x 64 fp8", "4 times 32 x 32 x 64 bfloat16", "2 times 32 x 48 x 32 fp8"}),
         (EXPERTS, "101.0%", {"4 times 64 x 32 x 32 float32 (experts, as one)", "4 times 32 x 32 x 4 float32"}),
+        (f"{EXPERTS} {FP8}", "101.0%", {"2 times 64 x 32 x 32 fp8 (experts, as one)"}),
     ],
 )
 def test_the_floor_has_all_products_of_a_step(

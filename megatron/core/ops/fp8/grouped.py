@@ -44,9 +44,14 @@ class Segments:
     @classmethod
     def of_rows(cls, groups: RowGroups, rows: int) -> "Segments":
         """Returns the segments of rows that are sorted by group and source."""
-        if groups.by_source is None or groups.by_source.shape[1] == 1:
-            return cls(groups.counts, rows, 1, groups.sizes)
-        return cls(groups.by_source.flatten(), rows, groups.by_source.shape[1])
+        if "segments" not in groups.derived:
+            if groups.by_source is None or groups.by_source.shape[1] == 1:
+                groups.derived["segments"] = cls(groups.counts, rows, 1, groups.sizes)
+            else:
+                groups.derived["segments"] = cls(groups.by_source.flatten(), rows, groups.by_source.shape[1])
+        found: Segments = groups.derived["segments"]
+        assert found.rows == rows
+        return found
 
     @classmethod
     def of_weight(cls, weight: Tensor) -> "Segments":

@@ -6,7 +6,7 @@ it has one, which may defer the product.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class RowGroups:
     by_source: Tensor | None = None
     """int64 [groups, sources]: number of rows of each group from each source, the rank whose tokens they are. Rows of a
     group are sorted by source. None: there is one source."""
+    derived: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What operations have computed from the counts, by a name of theirs: the products of a layer share it."""
 
     @classmethod
     def of_sources(cls, counts: Tensor, sizes: Sequence[int] | None = None) -> "RowGroups":
