@@ -53,10 +53,19 @@ class PeerMemory(Protocol):
 class SymmetricMemory:
     """`PeerMemory` by torch's symmetric memory. It uses no multicast."""
 
-    def __init__(self, group: ProcessGroup, nbytes: int, words: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        nbytes: int,
+        words: int,
+        device: torch.device,
+        beside: "SymmetricMemory | None" = None,
+    ) -> None:
         """All ranks of the group allocate together. Waits for the current stream, and for the other ranks.
 
-        `nbytes` of data must be a multiple of 4. Raises UserError if the GPUs do not reach each other.
+        `nbytes` of data must be a multiple of 4. `beside` is other memory whose streams this one uses too: a GPU has
+        few queues, and streams that share one wait for each other. Raises UserError if the GPUs do not reach each
+        other.
         """
         assert nbytes % 4 == 0, nbytes
         try:
@@ -73,8 +82,11 @@ class SymmetricMemory:
         self._words = [address + nbytes for address in self._handle.buffer_ptrs]
         self._views: dict[Any, Tensor] = {}
         rank = self._handle.rank
-        self.copies: Lane = _StreamLane(device, self._words, rank)
-        self.signals: Lane = _StreamLane(device, self._words, rank)
+        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream]
+        """Those of `copies` and `signals`."""
+        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if beside is None else beside.streams
+        self.copies: Lane = _StreamLane(self.streams[0], self._words, rank)
+        self.signals: Lane = _StreamLane(self.streams[1], self._words, rank)
 
     def view(self, rank: int, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the tensor at byte `start`, a multiple of the type's size."""
@@ -87,8 +99,8 @@ class SymmetricMemory:
 class _StreamLane:
     """A lane that is a CUDA stream."""
 
-    def __init__(self, device: torch.device, words: list[int], rank: int) -> None:
-        self.stream = torch.cuda.Stream(device)
+    def __init__(self, stream: torch.cuda.Stream, words: list[int], rank: int) -> None:
+        self.stream = stream
         self._words, self._rank = words, rank
         """Address of the first word of each rank."""
 

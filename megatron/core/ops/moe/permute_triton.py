@@ -13,6 +13,9 @@ from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
 
 _TILE = 2048
 """Elements that one program moves."""
+BY_TOKEN = False
+"""Whether copies are made token by token, so that each token is read once. Otherwise they are made in the order of
+rows, where copies of a token are far apart, and a token is read for each copy if the cache is smaller than all."""
 _CHOICES = 256
 """Choices whose rows one program finds."""
 
@@ -30,6 +33,20 @@ def _rows_kernel(  # type: ignore[no-untyped-def]  # Triton would evaluate annot
     if NOTES:
         size = bits_of_size(tl.where(inside, value.to(tl.float32), 0.0))
         tl.atomic_max(largest + row, tl.max(size, 1), mask=row < count)
+
+
+@triton.jit
+def _spread_kernel(  # type: ignore[no-untyped-def]
+    rows, tokens, places, count, width, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there = (token < count)[:, None] & (column < width)[None, :]
+    value = tl.load(tokens + token[:, None] * width + column[None, :], mask=there)
+    for j in range(K):
+        place = tl.load(places + token * K + j, mask=token < count, other=-1).to(tl.int64)
+        copied = there & (place >= 0)[:, None]
+        tl.store(rows + place[:, None] * width + column[None, :], value, mask=copied)
 
 
 @triton.jit
@@ -52,7 +69,11 @@ def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = 
     """Computes `permute.rows_of_tokens`. `notes_largest`: the largest value of each row is noted for fp8."""
     tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, width)
-    if count:
+    if count and BY_TOKEN and copies.places.shape[1] > 1:
+        places = copies.places.contiguous()
+        grid, tile = _tiles(places.shape[0], width)
+        _spread_kernel[grid](rows, tokens, places, places.shape[0], width, K=places.shape[1], **tile)
+    elif count:
         grid, tile = _tiles(count, width)
         largest = None
         if notes_largest and tokens.dtype is not torch.float64:

@@ -124,15 +124,18 @@ def start_copied_rows(
     rows: Tensor, group: Group, received: Sequence[int], sent: Sequence[int], most: int
 ) -> PendingRows:
     """Starts an all-to-all of rows on GPUs. `most` is equal on all ranks, and no rank sends another one more rows. The
-    first one with this `most`, shape and type waits for the device and for the other ranks. Raises UserError if the
-    GPUs do not reach each other's memory."""
+    first one with this `most`, shape and type waits for the current stream and for the other ranks. Raises UserError if
+    the GPUs do not reach each other's memory."""
     assert isinstance(group, ProcessGroup)
     rings = _RINGS.setdefault(group, {})
     key = most, tuple(rows.shape[1:]), rows.dtype
     if key not in rings:
         ranks, shape = group_ranks(group), tuple(rows.shape[1:])
         sizes = RowRing.sizes(len(ranks), most, math.prod(shape) * rows.dtype.itemsize)
-        rings[key] = RowRing(SymmetricMemory(group, *sizes, rows.device), ranks, group_rank(group), most, shape)
+        first = next(iter(rings.values())).memory if rings else None
+        assert first is None or isinstance(first, SymmetricMemory)
+        memory = SymmetricMemory(group, *sizes, rows.device, first)
+        rings[key] = RowRing(memory, ranks, group_rank(group), most, shape)
     return rings[key].start(rows, received, sent)
 
 
