@@ -32,7 +32,6 @@ _STATE_NAMES = {
 _OLD_ARGUMENTS: dict[str, Any] = {
     "dataloader_inter_document_masking": False,
     "modelopt_enabled": False,
-    "object_storage_cache_path": None,
     "per_dataset_sequences_path": None,
     "renormalize_blend_weights": False,
     "s3_cache_path": None,

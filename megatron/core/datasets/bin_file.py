@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megatron.core.datasets.object_store import RemoteBin, is_url, read_bytes
 from megatron.core.exceptions import UserError
 
 
@@ -47,6 +48,13 @@ class ReadBin:
         return np.frombuffer(data, dtype)
 
 
+def open_bin(path: str, mapped: bool) -> MappedBin | ReadBin | RemoteBin:
+    """Returns a reader of a token file, which may be an object in a store."""
+    if is_url(path):
+        return RemoteBin(path)
+    return MappedBin(path) if mapped else ReadBin(path)
+
+
 def _size_of(path: str) -> int:
     try:
         return Path(path).stat().st_size
@@ -66,5 +74,7 @@ def _map(path: str) -> mmap.mmap:
 
 def map_or_read(path: str, limit: int = 1 << 20) -> mmap.mmap | bytes:
     """Reads a small file and maps a large one. A map needs a file descriptor, and a blend may have thousands of
-    files."""
+    files. An object in a store is read."""
+    if is_url(path):
+        return read_bytes(path)
     return Path(path).read_bytes() if _size_of(path) <= limit else _map(path)

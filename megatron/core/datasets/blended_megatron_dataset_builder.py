@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets import object_store
 from megatron.core.datasets.blend_stages import BlendStage, StageOrder
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -197,7 +198,7 @@ class BlendedMegatronDatasetBuilder:
     def _open_low_level(self, prefix: str | None) -> Any:
         if prefix is not None:
             for path in self.cls.files_of(prefix):
-                if not Path(path).is_file():
+                if not (object_store.exists(path) if object_store.is_url(path) else Path(path).is_file()):
                     raise UserError(f"--data-path {prefix}: no file {path}{_weight_hint(prefix)}")
         return self.cls.build_low_level_dataset(prefix, self.config)
 

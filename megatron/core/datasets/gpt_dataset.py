@@ -16,6 +16,7 @@ from megatron.core.datasets.index_building import SampleIndices, SamplePlan, bui
 from megatron.core.datasets.index_cache import Arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.object_store import is_url
 from megatron.core.datasets.special_tokens import (
     causal_mask,
     cumulative_lengths,
@@ -53,7 +54,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """Read sequence_length + 1 tokens, so that the last input has a label; False: pad the last label."""
 
     object_storage_cache_path: str | None = None
-    """Not supported: a value raises UserError."""
+    """Local folder for copies of the .idx files of data sets in object stores; None: they are read into memory."""
 
     s3_cache_path: str | None = None
     """The name of `object_storage_cache_path` in scripts of releases 0.8 to 0.11."""
@@ -75,8 +76,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.object_storage_cache_path or self.s3_cache_path) is not None:
-            raise UserError("--object-storage-cache-path: object storage is not supported; copy or mount the files")
+        if self.index_copies is not None and is_url(self.index_copies):
+            raise UserError(
+                f"--object-storage-cache-path {self.index_copies}: copies of index files from object storage need a "
+                "local folder"
+            )
         if self.hybrid_context_parallel:
             raise UserError("--hybrid-context-parallel: not yet: samples padded for hybrid context parallelism")
         if self.needs_documents and getattr(self.tokenizer, "eod", None) is None:
@@ -84,6 +88,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
                 "--reset-position-ids, --reset-attention-mask, --eod-mask-loss: need a tokenizer with an "
                 "end-of-document token"
             )
+
+    @property
+    def index_copies(self) -> str | None:
+        """Local folder for copies of .idx files."""
+        return self.object_storage_cache_path or self.s3_cache_path
 
     @property
     def needs_documents(self) -> bool:
@@ -143,7 +152,8 @@ class GPTDataset(MegatronDataset):
         """Opens the .bin and .idx files of a prefix."""
         assert dataset_path is not None
         expected = getattr(config, "token_dtype_code", None)
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files, dtype_code=expected)
+        copies = config.index_copies if isinstance(config, GPTDatasetConfig) else None
+        return IndexedDataset(dataset_path, False, config.mmap_bin_files, copies, dtype_code=expected)
 
     @classmethod
     def is_empty(cls, low_level_dataset: Any, indices: Sequence[int] | np.ndarray, config: Any, split: Split) -> bool:

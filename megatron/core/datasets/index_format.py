@@ -18,11 +18,11 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from megatron.core.datasets.object_store import is_url, read_bytes, size_of
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import open_atomically
 
@@ -113,13 +113,17 @@ def read_header(path: str | os.PathLike[str]) -> IndexHeader:
     Raises UserError if the file does not exist, is not an index, has an unknown version or token type, or is shorter
     than its header says.
     """
-    path = Path(path)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_HEADER.size)
-            size = os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such index file; tools/preprocess_data.py writes it beside the .bin") from None
+    if is_url(path):
+        path = os.fspath(path)
+        size = size_of(path)
+        head = read_bytes(path, 0, min(size, _HEADER.size))
+    else:
+        try:
+            with open(path, "rb") as file:
+                head = file.read(_HEADER.size)
+                size = os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such index file; tools/preprocess_data.py writes it beside the .bin") from None
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
         raise UserError(f"{path}: not an index of tokens (it does not begin with {MAGIC!r})")
     _, version, code, num_sequences, num_document_indices = _HEADER.unpack(head)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.datasets.bin_file import MappedBin, ReadBin, map_or_read
+from megatron.core.datasets import object_store
+from megatron.core.datasets.bin_file import ReadBin, map_or_read, open_bin
 from megatron.core.datasets.index_format import (
     DType,
     get_bin_path,
@@ -20,6 +21,7 @@ from megatron.core.datasets.index_format import (
     read_header,
     write_index,
 )
+from megatron.core.datasets.object_store import is_url, local_copy
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sync_directory
 
@@ -34,10 +36,13 @@ class IndexedDataset(torch.utils.data.Dataset):
     """Random access to the sequences of `<path_prefix>.bin` and `.idx`.
 
     Args:
-        path_prefix: common path of the two files, without suffix.
+        path_prefix: common path of the two files, without suffix. It may be the URL of objects in a store
+            (object_store.py).
         multimodal: the .idx file ends with a mode for each sequence (its header does not say so). Items are then
             (tokens, mode).
         mmap: map the .bin file into memory; False: read each item from the file.
+        object_storage_config: for a URL: a local folder for a copy of the .idx file, or an object with such a
+            `path_to_idx_cache`; None: it is read into memory.
         dtype_code, sequences_per_dataset: expected token type, and expected numbers of sequences and of document
             indices. They are compared with the file.
 
@@ -59,9 +64,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         dtype_code: int | None = None,
     ) -> None:
         super().__init__()
-        if object_storage_config is not None or s3_config is not None:
-            raise UserError(f"{path_prefix}: object storage is not supported; copy or mount the files")
-        self.initialize(path_prefix, multimodal, mmap, None, fast_cache_load, sequences_per_dataset, dtype_code)
+        storage = object_storage_config if object_storage_config is not None else s3_config
+        self.initialize(path_prefix, multimodal, mmap, storage, fast_cache_load, sequences_per_dataset, dtype_code)
 
     def initialize(
         self,
@@ -77,7 +81,11 @@ class IndexedDataset(torch.utils.data.Dataset):
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
-        self._header = read_header(get_idx_path(path_prefix))
+        self._storage = getattr(object_storage_config, "path_to_idx_cache", object_storage_config)
+        self._idx_path = get_idx_path(path_prefix)
+        if is_url(path_prefix) and self._storage is not None:
+            self._idx_path = local_copy(self._idx_path, self._storage)
+        self._header = read_header(self._idx_path)
         self._check_expectations(sequences_per_dataset, dtype_code)
         self._replaced_documents: np.ndarray | None = None
         self._digests: dict[bool, str] = {}
@@ -87,6 +95,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether both files exist."""
+        if is_url(path_prefix):
+            return object_store.exists(get_idx_path(path_prefix)) and object_store.exists(get_bin_path(path_prefix))
         return Path(get_idx_path(path_prefix)).exists() and Path(get_bin_path(path_prefix)).exists()
 
     @property
@@ -156,9 +166,9 @@ class IndexedDataset(torch.utils.data.Dataset):
         digest.update(self._lengths.data)
         if with_documents:
             digest.update(np.ascontiguousarray(self._document_indices).data)
-        with open(get_bin_path(self.path_prefix), "rb") as file:
-            for start in np.linspace(0, max(size - _DIGEST_BLOCK_BYTES, 0), _DIGEST_BLOCKS, dtype=np.int64).tolist():
-                digest.update(os.pread(file.fileno(), _DIGEST_BLOCK_BYTES, start))
+        blocks = ReadBin(get_bin_path(self.path_prefix)) if not is_url(self.path_prefix) else self._tokens
+        for start in np.linspace(0, max(size - _DIGEST_BLOCK_BYTES, 0), _DIGEST_BLOCKS, dtype=np.int64).tolist():
+            digest.update(blocks.read(start, min(_DIGEST_BLOCK_BYTES, size - start), np.dtype(np.uint8)).data)
         return digest.hexdigest()
 
     def _read(self, idx: int, offset: int, length: int | None) -> np.ndarray:
@@ -177,7 +187,7 @@ class IndexedDataset(torch.utils.data.Dataset):
         return self._tokens.read(start, count, self.dtype)
 
     def _open(self) -> None:
-        header, idx_path = self._header, get_idx_path(self.path_prefix)
+        header, idx_path = self._header, self._idx_path
         data = map_or_read(idx_path)
         self._lengths = np.frombuffer(data, np.int32, header.num_sequences, header.lengths_offset)
         self._pointers = np.frombuffer(data, np.int64, header.num_sequences, header.pointers_offset)
@@ -190,7 +200,7 @@ class IndexedDataset(torch.utils.data.Dataset):
                 raise UserError(f"{idx_path}: contains no modes; it was not written as multimodal")
             self._modes = np.frombuffer(data, np.int8, header.num_sequences, header.modes_offset)
         bin_path = get_bin_path(self.path_prefix)
-        self._tokens: MappedBin | ReadBin = MappedBin(bin_path) if self.mmap else ReadBin(bin_path)
+        self._tokens = open_bin(bin_path, self.mmap)
 
     def _check_sizes(self) -> None:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
@@ -238,6 +248,7 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     def __getstate__(self) -> dict[str, Any]:
         arguments = {"path_prefix": self.path_prefix, "multimodal": self.multimodal, "mmap": self.mmap}
+        arguments["object_storage_config"] = self._storage
         return {"arguments": arguments, "replaced_documents": self._replaced_documents}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.index_cache import Arrays, IndexCache, load_array
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path
+from megatron.core.datasets.object_store import is_url
 from megatron.core.datasets.utils import Split
 
 
@@ -80,9 +81,10 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):
     ) -> Arrays:
         """Returns index arrays from the cache. Builds and saves them if the cache has none or `valid` rejects them.
 
-        Indices of made-up data are cached only in a folder that the config names.
+        Indices of made-up data and of data in object stores are cached only in a folder that the config names.
         """
-        if self.dataset_path is None and not self.config.path_to_cache:
+        nowhere = self.dataset_path is None or is_url(self.dataset_path)
+        if nowhere and not self.config.path_to_cache:
             return build()
         name = type(self).__name__
         folder = self.config.path_to_cache or Path(f"{self.dataset_path}/cache/{name}_indices")

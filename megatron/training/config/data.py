@@ -20,8 +20,8 @@ class DataConfig:
     """Data sets, their division into training, validation and test data, and the contents of a sample."""
 
     data_path: list[str] | None = flag(None, nargs="*")
-    """Prefix of a preprocessed data set, without .bin and .idx. Several prefixes make a blend; a number before each is
-    its weight."""
+    """Prefix of a preprocessed data set, without .bin and .idx, or the URL of one in an object store
+    (s3://bucket/prefix). Several prefixes make a blend; a number before each is its weight."""
 
     split: str | None = None
     """Shares of training, validation and test data, such as 969,30,1, which is the default and is printed when it is
@@ -48,6 +48,10 @@ class DataConfig:
 
     data_cache_path: str | None = None
     """Folder for index caches; a folder beside each data set when not given."""
+
+    object_storage_cache_path: str | None = flag(None, families=["gpt"])
+    """Local folder for copies of the .idx files of data sets in object stores (--data-path s3://bucket/prefix). Without
+    it every process reads them into memory."""
 
     mock_data: bool = False
     """Train on made-up data, to try a run without a data set. Replaces the data sets of flags before it."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.config_fields import literal_text
+from megatron.core.datasets.object_store import exists, is_url
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.exceptions import UserError
@@ -43,6 +44,22 @@ def files_exist(s: Settings) -> Iterator[str]:
                 yield f"{{{field}:name}} " + literal_text(f"{prefix}: no such file; --sft reads .jsonl files")
 
 
+def data_in_object_stores(s: Settings) -> Iterator[str]:
+    """Data in an object store has no folder beside it for the order of samples, and conversations are local files."""
+    for field in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        url = next((word for word in getattr(s, field) or () if is_url(word)), None)
+        if url is None:
+            continue
+        if s.sft:
+            yield f"{{{field}:name}} " + literal_text(f"{url}: ") + "{sft:name} reads local .jsonl files; copy them"
+        elif s.data_cache_path is None:
+            yield (
+                f"{{{field}:name}} " + literal_text(f"{url}: ") + "give {data_cache_path:name}, a local folder for the "
+                "order of samples"
+            )
+        return
+
+
 def validation_sets(s: Settings) -> Iterator[str]:
     """The data of --multiple-validation-sets has no weights, and each set has a name."""
     if not s.multiple_validation_sets:
@@ -68,6 +85,15 @@ def validation_sets(s: Settings) -> Iterator[str]:
 
 def _data_set_exists(field: str, prefix: str) -> Iterator[str]:
     """A data set consists of two files. If the index is missing, the problem offers prefixes with similar names."""
+    if is_url(prefix):
+        try:
+            missing = [suffix for suffix in (".idx", ".bin") if not exists(prefix + suffix)]
+        except UserError as error:
+            yield f"{{{field}:name}} " + literal_text(str(error))
+            return
+        if missing:
+            yield f"{{{field}:name}} " + literal_text(f"{prefix}{missing[0]}: no such object")
+        return
     missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
     if missing:
         folder, name = Path(prefix).parent, Path(prefix).name
@@ -97,6 +123,7 @@ PATHS = (
     "data_stages",
     "per_split_data_args_path",
     "data_cache_path",
+    "object_storage_cache_path",
     "vocab_file",
     "merge_file",
     "tokenizer_model",

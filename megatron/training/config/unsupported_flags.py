@@ -147,7 +147,7 @@ _REFUSED = {
     "it needs a service of one cluster; SIGTERM makes all ranks save after the same step and exit": "adlr-autoresume",
     "it needs a package of NVIDIA; --profile and tools/show_timeline.py show where a step's time goes": """
         run-workload-inspector-server""",
-    "paths are those of the file system; mount the object store": "enable-msc object-storage-cache-path",
+    "give URLs of object stores (s3://bucket/prefix) as --data-path; fsspec reads them": "enable-msc",
     "NCCL uses SHARP where the network has it if the environment variable NCCL_COLLNET_ENABLE is 1": """
         sharp-enabled-group use-sharp""",
     "--dry-run shows what each rank of any number would hold, in one process": "fake-process-group",

@@ -17,6 +17,7 @@ def gpt_dataset_config(config: PretrainConfig, tokenizer: Tokenizer) -> GPTDatas
         "reset_attention_mask": config.data.reset_attention_mask,
         "eod_mask_loss": config.data.eod_mask_loss,
         "create_attention_mask": False,
+        "object_storage_cache_path": config.data.object_storage_cache_path,
         "full_validation": config.evaluation.full_validation,
     }
     if not config.data.fim_data:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.core.datasets.index_format import get_bin_path, get_idx_path, read_header
+from megatron.core.datasets.object_store import is_url, size_of
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import sha256_of_file
 from megatron.training.data_preparation.manifest import DataManifest, get_manifest_path, read_manifest
@@ -27,7 +28,12 @@ def check_data(
     manifest. Raises UserError that names the file and the remedy.
     """
     manifest = check_manifest(path_prefix, tokenizer, vocab_size, warn)
-    if manifest is None:
+    if manifest is None and is_url(path_prefix):
+        warn(
+            f"{get_manifest_path(path_prefix)}: no manifest, so the tokenizer of these ids is unknown, and they are "
+            "not compared with the vocabulary (tools/preprocess_data.py writes manifests)"
+        )
+    elif manifest is None:
         warn(
             f"{get_manifest_path(path_prefix)}: no manifest, so the tokenizer of these ids is unknown; "
             f"checking all ids (tools/preprocess_data.py writes manifests)"
@@ -63,6 +69,14 @@ def check_manifest(
             "checked)"
         )
     for suffix, record in manifest.files.items() if files else ():
+        if is_url(path_prefix):  # its bytes are not read twice; the size is compared
+            found = size_of(f"{path_prefix}.{suffix}")
+            if found != record.bytes:
+                raise UserError(
+                    f"{path_prefix}.{suffix}: not the file that {path} lists: {found} bytes, not {record.bytes}; copy "
+                    "the data set again"
+                )
+            continue
         check_file(Path(f"{path_prefix}.{suffix}"), record.bytes, record.sha256, path)
     return manifest
 

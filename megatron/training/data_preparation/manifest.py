@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.object_store import exists, is_url, read_bytes
 from megatron.core.exceptions import UserError
 from megatron.core.utils.files import parse_json, write_atomically
 from megatron.training.tokenizer.base import Tokenizer
@@ -74,11 +75,19 @@ def get_manifest_path(path_prefix: str) -> str:
     return path_prefix + ".manifest.json"
 
 
+def _text_of(path: str) -> str:
+    if not is_url(path):
+        return Path(path).read_text("utf-8")
+    if not exists(path):
+        raise FileNotFoundError(path)
+    return read_bytes(path).decode()
+
+
 def read_manifest(path_prefix: str) -> DataManifest | None:
     """Reads the manifest of a prefix; None if it has none. Raises UserError if it is invalid."""
-    path = Path(get_manifest_path(path_prefix))
+    path = get_manifest_path(path_prefix)
     try:
-        content = parse_json(path.read_text("utf-8"))
+        content = parse_json(_text_of(path))
         if content.pop("version") != VERSION:
             raise UserError(f"{path}: made by another release; prepare the data again, or remove the file")
         tokenizer = TokenizerRecord(**content.pop("tokenizer"))

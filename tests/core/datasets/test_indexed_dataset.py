@@ -211,8 +211,6 @@ def test_beliefs_are_checked(prefix):
         IndexedDataset(prefix, sequences_per_dataset=(4, 5))
     with pytest.raises(UserError, match="contains uint16"):
         IndexedDataset(prefix, dtype_code=DType.int32.value)
-    with pytest.raises(UserError, match="object storage"):
-        IndexedDataset(prefix, object_storage_config=object())
 
 
 def test_the_digest_tells_contents_apart(prefix, tmp_path, write_documents):

@@ -1,0 +1,100 @@
+"""Data sets in object stores: prefixes such as s3://bucket/corpus, read through the package fsspec.
+
+An index (.idx) is read as a whole, or copied once into a local folder (`local_copy`) and mapped from there. Tokens
+(.bin) are read sample by sample, in the processes that read ahead. Every process opens its own connection.
+"""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.exceptions import UserError
+from megatron.core.utils.files import open_atomically
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+
+_opened: dict[tuple[int, str], Any] = {}
+"""File systems by process id and scheme: connections do not survive a fork."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names an object in a store, such as gs://bucket/key."""
+    return _SCHEME.match(os.fspath(path)) is not None
+
+
+def file_system(url: str) -> Any:
+    """Returns the fsspec file system of a URL. Raises UserError, naming the package, if one is missing."""
+    scheme = url.partition("://")[0].lower()
+    key = os.getpid(), scheme
+    if key not in _opened:
+        try:
+            import fsspec
+
+            _opened[key] = fsspec.filesystem(scheme, skip_instance_cache=True)
+        except ImportError as error:
+            raise UserError(
+                f"{url}: reading {scheme}:// needs a package that is not installed ({error}); install it, or copy or "
+                "mount the files"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{url}: {scheme}:// is no kind of store that fsspec knows ({error})") from error
+    return _opened[key]
+
+
+def exists(url: str) -> bool:
+    """Whether there is such an object. Raises UserError if the store cannot be asked."""
+    return bool(_ask(url, "exists"))
+
+
+def size_of(url: str) -> int:
+    """Returns the bytes of an object. Raises UserError if there is none, or if the store cannot be asked."""
+    return int(_ask(url, "size"))
+
+
+def read_bytes(url: str, start: int | None = None, stop: int | None = None) -> bytes:
+    """Returns an object's bytes [start, stop). Raises UserError if they cannot be read."""
+    return bytes(_ask(url, "cat_file", start=start, end=stop))
+
+
+def _ask(url: str, method: str, **options: Any) -> Any:
+    store = file_system(url)
+    try:
+        return getattr(store, method)(url, **options)
+    except FileNotFoundError:
+        raise UserError(f"{url}: no such object") from None
+    except Exception as error:  # each store has its own errors: of the network, of permissions
+        raise UserError(f"{url}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def local_copy(url: str, folder: str | os.PathLike[str]) -> str:
+    """Returns the path of a copy of an object in a local folder, which is made if it is not there. The name has the
+    object's size, so a changed object of another size is copied again."""
+    name = hashlib.sha256(f"{url} {size_of(url)}".encode()).hexdigest()[:32]
+    path = Path(folder) / f"{name}-{url.rsplit('/', 1)[-1]}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = read_bytes(url)
+        with open_atomically(path) as file:
+            file.write(content)
+    return str(path)
+
+
+class RemoteBin:
+    """Reads tokens of an object by ranges of bytes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.size = size_of(url)
+
+    def read(self, start: int, count: int, dtype: np.dtype) -> np.ndarray:
+        """Returns `count` tokens from byte `start` on. Raises UserError if the object does not have them."""
+        if count == 0:
+            return np.empty(0, dtype)
+        data = read_bytes(self._url, start, start + count * dtype.itemsize)
+        if len(data) < count * dtype.itemsize:
+            raise UserError(f"{self._url}: was shortened while it was read")
+        return np.frombuffer(data, dtype)

@@ -1,0 +1,45 @@
+"""Runs whose data is in an object store: the same samples as from files, and what the flags must say."""
+
+from pathlib import Path
+
+import fsspec
+import pytest
+from support.command_lines import problems_of, without
+from support.runs import train, write_documents
+
+from megatron.core.exceptions import UserError
+from megatron.training.arguments import configure
+from megatron.training.config.settings import LaunchEnvironment
+
+NO_DATA = without("--mock-data")
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    local = write_documents(tmp_path / "corpus")
+    store = fsspec.filesystem("memory")
+    for suffix in ("bin", "idx"):
+        store.pipe_file(f"/runs/corpus.{suffix}", Path(f"{local}.{suffix}").read_bytes())
+    return local
+
+
+def test_the_samples_are_those_of_files(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"--train-iters 2 --eval-iters 0 --data-cache-path {tmp_path / 'cache'}"
+    files = train(f"{flags} --data-path {prefix}")
+    copies = f"--object-storage-cache-path {tmp_path / 'copies'} --num-workers 1"
+    remote = train(f"{flags} {copies} --data-path memory://runs/corpus")
+    assert remote.losses == files.losses and remote.sample_ids == files.sample_ids
+    assert len([*(tmp_path / "copies").iterdir()]) == 1
+    assert "memory://runs/corpus.manifest.json: no manifest" in capsys.readouterr().err
+
+
+def test_flags_that_must_fit(prefix: str) -> None:
+    (problem,) = problems_of("--data-path memory://runs/corpus", base=NO_DATA)
+    assert problem == (
+        "--data-path memory://runs/corpus: give --data-cache-path, a local folder for the order of samples"
+    )
+    words = f"{NO_DATA} --data-path memory://runs/none --data-cache-path x".split()
+    with pytest.raises(UserError, match=r"--data-path memory://runs/none.idx: no such object"):
+        configure(words, launch_environment=LaunchEnvironment(1, False, looks_at_files=True))
+    found = problems_of("--data-path memory://runs/corpus --data-cache-path x --sft", base=NO_DATA)
+    assert any("--sft reads local .jsonl files; copy them" in problem for problem in found)
