@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import TINY, run_script
+from support.runs import TINY, run_script, train_on_ranks
 
 import pretrain_mamba
 from megatron.core.transformer.layer_costs import flops_per_token, layer_cost
@@ -40,6 +40,31 @@ def test_the_ways_to_say_the_layers(flags: str, pattern: str) -> None:
 def test_a_bar_ends_a_pipeline_stage() -> None:
     transformer = configured("--hybrid-layer-pattern MM*|M- --pipeline-model-parallel-size 2", 2).transformer
     assert transformer.pipeline_model_parallel_layout == "Ettt|ttL"
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ("--hybrid-layer-pattern M*|M-/*-/*-", "M*|M-/*-/*-"),
+        ("--hybrid-layer-pattern M*|M- --mtp-num-layers 2 --mtp-hybrid-override-pattern *-", "M*|M-/*-/*-"),
+        ("--hybrid-layer-pattern M*|M-/M --mtp-hybrid-override-pattern *-", "M*|M-/M"),
+    ],
+)
+def test_depths_of_multi_token_prediction(flags: str, pattern: str) -> None:
+    transformer = configured(f"{flags} --pipeline-model-parallel-size 2", 2).transformer
+    depths = pattern.count("/")
+    assert (transformer.hybrid_layer_pattern, transformer.mtp_num_layers) == (pattern, depths)
+    assert transformer.num_layers == 4 and transformer.pipeline_model_parallel_layout == f"Ett|tt{'m' * depths}L"
+
+
+def test_stages_change_nothing_for_a_model_that_predicts_several_tokens() -> None:
+    """A Mamba-2 layer and an MLP after the decoder predict one more token, in one process and on two stages."""
+    flags = f"{SIZES} --fp64 --num-layers 3 --hybrid-layer-pattern M*-/M- --train-iters 2"
+    (alone,) = train_on_ranks(flags, 1)
+    *_, last = train_on_ranks(f"{flags} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttmL", 2)
+    assert last.losses == pytest.approx(alone.losses, rel=1e-11) and len(last.losses) == 2
+    (plain,) = train_on_ranks(flags.replace("/M-", ""), 1)
+    assert alone.losses[0] == pytest.approx(plain.losses[0], rel=1e-11) and alone.losses[1] != plain.losses[1]
 
 
 @pytest.mark.parametrize(

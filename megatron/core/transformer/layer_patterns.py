@@ -37,10 +37,32 @@ STAGE_BORDER = "|"
 """Ends a pipeline stage in a `hybrid_layer_pattern`."""
 
 
+PREDICTION_BORDER = "/"
+"""Begins the letters of a depth of multi-token prediction in a `hybrid_layer_pattern`."""
+
+
 def hybrid_letters(config: Any) -> str | None:
-    """Returns the letter of each layer of a hybrid model; None for other models."""
+    """Returns the letter of each decoder layer of a hybrid model; None for other models."""
     pattern = config.hybrid_layer_pattern
-    return None if pattern is None else pattern.replace(STAGE_BORDER, "")
+    return None if pattern is None else pattern.partition(PREDICTION_BORDER)[0].replace(STAGE_BORDER, "")
+
+
+def prediction_letters(config: Any) -> list[str]:
+    """Returns the letters of each depth of multi-token prediction of a hybrid model, such as `*E`; empty for other
+    models."""
+    pattern = config.hybrid_layer_pattern
+    return [] if pattern is None else pattern.split(PREDICTION_BORDER)[1:]
+
+
+def parts_of_letters(letters: str) -> LayerParts | None:
+    """Returns what a depth of multi-token prediction is made of: the part of one letter, or a token mixer followed by a
+    channel mixer. None for other letters."""
+    parts = [HYBRID_LAYERS.get(letter, LayerParts(None, None)) for letter in letters]
+    if len(parts) == 1 and parts[0] != LayerParts(None, None):
+        return parts[0]
+    if len(parts) == 2 and parts[0].token_mixer and parts[1].channel_mixer:
+        return LayerParts(parts[0].token_mixer, parts[1].channel_mixer)
+    return None
 
 
 def has_mixer(config: Any, mixer: str) -> bool:
@@ -48,6 +70,7 @@ def has_mixer(config: Any, mixer: str) -> bool:
     letters = hybrid_letters(config)
     if letters is None:
         return bool(config.experimental_attention_variant == mixer)
+    letters += "".join(prediction_letters(config))
     return any(letter in HYBRID_LAYERS and HYBRID_LAYERS[letter].token_mixer == mixer for letter in letters)
 
 
@@ -56,7 +79,9 @@ def stages_of_pattern(pattern: str | None) -> str | None:
     none."""
     if pattern is None or STAGE_BORDER not in pattern:
         return None
-    return "E" + STAGE_BORDER.join("t" * len(stage) for stage in pattern.split(STAGE_BORDER)) + "L"
+    decoder, *depths = pattern.split(PREDICTION_BORDER)
+    stages = STAGE_BORDER.join("t" * len(stage) for stage in decoder.split(STAGE_BORDER))
+    return f"E{stages}{'m' * len(depths)}L"
 
 
 def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
@@ -76,8 +101,12 @@ def evenly_mixed(num_layers: int, attention_ratio: float, mlp_ratio: float) -> s
 
 def layer_parts(config: Any, layer_number: int) -> LayerParts:
     """Returns what a layer (counted from 1) is made of. Layers of multi-token prediction are made as the decoder's
-    last."""
-    letters = hybrid_letters(config)
+    last; in a hybrid model as their own letters say."""
+    letters, predictions = hybrid_letters(config), prediction_letters(config)
+    if predictions and layer_number > config.num_layers:
+        parts = parts_of_letters(predictions[layer_number - config.num_layers - 1])
+        assert parts is not None, "the config has checked the letters"
+        return parts
     if letters is not None:
         return HYBRID_LAYERS[letters[as_decoder_layer(config, layer_number) - 1]]
     described = described_layer(config, layer_number)

@@ -44,7 +44,7 @@ from megatron.core.transformer.config.positions import PositionConfig
 from megatron.core.transformer.config.router import RouterConfig
 from megatron.core.transformer.config.stages import StageConfig, has_prediction_stage
 from megatron.core.transformer.config.token_mixers import TokenMixerConfig
-from megatron.core.transformer.layer_patterns import hybrid_letters, stages_of_pattern
+from megatron.core.transformer.layer_patterns import hybrid_letters, prediction_letters, stages_of_pattern
 
 
 @dataclass(kw_only=True)
@@ -111,6 +111,7 @@ class TransformerConfig(
         letters = hybrid_letters(self)
         self.is_hybrid_model = letters is not None
         self.num_layers = self.num_layers or len(letters or "")
+        self.mtp_num_layers = self.mtp_num_layers or len(prediction_letters(self)) or self.mtp_num_layers
         if self.pipeline_model_parallel_layout is None and self.pipeline_model_parallel_size > 1:
             self.pipeline_model_parallel_layout = stages_of_pattern(self.hybrid_layer_pattern)
 

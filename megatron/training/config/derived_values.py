@@ -11,7 +11,13 @@ from megatron.core.exceptions import UserError
 from megatron.core.num_microbatches_calculator import BatchSteps
 from megatron.core.pipeline_parallel.stages import virtual_stages
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS, encoded_layers
-from megatron.core.transformer.layer_patterns import evenly_mixed, hybrid_letters, stages_of_pattern
+from megatron.core.transformer.layer_patterns import (
+    PREDICTION_BORDER,
+    evenly_mixed,
+    hybrid_letters,
+    prediction_letters,
+    stages_of_pattern,
+)
 from megatron.training.config.settings import Settings
 
 
@@ -83,9 +89,15 @@ def _hybrid(s: Settings) -> str | None:
         note = f"the layers of the hybrid model are --hybrid-layer-pattern {s.hybrid_layer_pattern}"
     elif s.hybrid_layer_pattern is not None and any(ratios):
         note = "--hybrid-attention-ratio and --hybrid-mlp-ratio: have no effect beside --hybrid-layer-pattern"
+    predicting = s.mtp_hybrid_override_pattern
+    if predicting is not None and s.hybrid_layer_pattern is not None and not prediction_letters(s):
+        depths = f"{PREDICTION_BORDER}{predicting}" * (s.mtp_num_layers or 1)
+        s.set_derived("hybrid_layer_pattern", f"{s.hybrid_layer_pattern}{depths}")
     letters = hybrid_letters(s)
     if letters is None:
         return note
+    if s.mtp_num_layers is None and prediction_letters(s):
+        s.set_derived("mtp_num_layers", len(prediction_letters(s)))
     if not s.is_hybrid_model:
         s.set_derived("is_hybrid_model", True)
     if s.num_layers is None:

@@ -142,6 +142,10 @@ class ModelConfig:
 
     # Older releases --------------------------------------------------------------------------------------------------
 
+    mtp_hybrid_override_pattern: str | None = flag(None, only_with="hybrid_layer_pattern")
+    """Older releases: letters of each depth of multi-token prediction in a hybrid model. --hybrid-layer-pattern has
+    them after a /."""
+
     use_legacy_models: bool = not_yet(False)
     """Older releases: models from before megatron.core."""
 

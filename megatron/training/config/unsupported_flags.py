@@ -190,7 +190,6 @@ _NOT_YET = {
     "gated delta products are not supported": """
         gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder""",
     "states of Mamba-2 layers are in float32": "mamba-training-ssm-states-dtype",
-    "hybrid models predict one token": "mtp-hybrid-override-pattern",
     "layers have one residual stream": "enable-mhc-connections",
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",

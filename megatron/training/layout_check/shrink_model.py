@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel.stages import pipeline_of
 from megatron.core.transformer.config.heterogeneous import described_layers
-from megatron.core.transformer.layer_patterns import STAGE_BORDER, has_mixer, hybrid_letters
+from megatron.core.transformer.layer_patterns import PREDICTION_BORDER, STAGE_BORDER, has_mixer, hybrid_letters
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.config.flag_table import flag_table, spelling_of
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -15,6 +15,8 @@ from megatron.training.layout_check.shrink_layout import LayoutSizes, comm_types
 
 _SHORT = {"attention_chunk_size": 5, "rope_scaling_original_length": 8, "nope_temperature_floor": 3}
 """Flags that count tokens, and how many there are in a small run at most."""
+MOST_DEPTHS = 2
+"""Largest number of multi-token prediction layers of a small model."""
 _MOST_LAYERS = 16
 """A layout that is written stage by stage is run as it is up to so many layers."""
 
@@ -120,7 +122,7 @@ class ShrunkFlags:
         listed += [*self._expert_words(), *self._latent_words(), *self._per_channel_words()]
         listed += [*self._hybrid_words(), *self._delta_words(), *self._sparse_words()]
         if transformer.mtp_num_layers:
-            listed += ["--mtp-num-layers", str(min(2, transformer.mtp_num_layers))]
+            listed += ["--mtp-num-layers", str(min(MOST_DEPTHS, transformer.mtp_num_layers))]
         if transformer.window_size is not None:
             listed += ["--window-size", ",".join(str(min(reach, 5)) for reach in transformer.window_size)]
         return [*listed, *self._length_words()]
@@ -186,9 +188,10 @@ class ShrunkFlags:
             cycled = ",".join(kinds[layer % len(kinds)] for layer in range(self.num_layers))
             return ["--heterogeneous-layers-config-encoded-json", f'{{"block_configs": [{cycled}]}}']
         self.left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}
-        pattern = str(self.config.transformer.hybrid_layer_pattern)
+        pattern, border, depths = str(self.config.transformer.hybrid_layer_pattern).partition(PREDICTION_BORDER)
         if len(pattern.replace(STAGE_BORDER, "")) != self.num_layers or self.sizes.pipeline == 1:
             pattern = "".join(kinds[layer % len(kinds)] for layer in range(self.num_layers))
+        pattern += border + PREDICTION_BORDER.join(depths.split(PREDICTION_BORDER)[:MOST_DEPTHS])
         groups = self.sizes.tensor * self.sizes.context
         words = {"mamba-num-groups": groups, "mamba-num-heads": 2 * groups, "mamba-head-dim": 8, "mamba-state-dim": 4}
         return _spelled_out({"hybrid-layer-pattern": pattern, **words})

@@ -64,7 +64,7 @@ def test_help_about_flags_that_do_nothing_here() -> None:
         "--mrope-section": "Not supported yet: positions have one coordinate",
         "--rl-profile": "--rl-profile: refused: reinforcement learning is out of scope",
         "--modelopt-enabled": "--modelopt-enabled: accepted without effect: layers need",
-        "--mtp-hybrid-override-pattern": "--mtp-hybrid-override-pattern: not yet: hybrid models predict",
+        "--gdp-num-householder": "--gdp-num-householder: not yet: gated delta products",
         "--DDP-impl": "--DDP-impl: retired and ignored: there is one",
         "--xyzzy": "--help --xyzzy: neither a flag nor a section",
     }

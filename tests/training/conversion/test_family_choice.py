@@ -179,6 +179,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "moe_apply_probs_on_input": (
         "--moe-apply-probs-on-input --moe-router-topk 1 --moe-router-pre-softmax --qk-layernorm",
     ),
+    "mtp_hybrid_override_pattern": (f"{HYBRID} --hybrid-layer-pattern M* --mtp-hybrid-override-pattern M",),
     "mtp_loss_scaling_factor": ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0.5",),
     "mtp_num_layers": ("--mtp-num-layers 1",),
     "no_rope_freq": ("--no-rope-freq 2",),

@@ -14,7 +14,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.layer_patterns import layer_parts
+from megatron.core.transformer.layer_patterns import layer_parts, prediction_letters
 from megatron.core.transformer.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.transformer.mlp import MLP, LinearBranch, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
@@ -317,16 +317,17 @@ def get_gpt_mtp_block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> ModuleSpec | None:
-    """Returns the specs of a pipeline stage's layers of multi-token prediction, each built as the decoder's last layer;
-    None if the stage has none. `spec` is that of the stage's decoder layers, all or one. `pp_rank` defaults to this
-    rank's. `use_transformer_engine` has no effect."""
+    """Returns the specs of a pipeline stage's layers of multi-token prediction, each built as the decoder's last layer,
+    in a hybrid model as its letters say; None if the stage has none. `spec` is that of the stage's decoder layers, all
+    or one. `pp_rank` defaults to this rank's. `use_transformer_engine` has no effect."""
     depths = _stage_of_chunk(config, vp_stage, pp_rank).prediction_layers
     if not depths:
         return None
-    last: ModuleSpec = gpt_layer_spec_of(config, config.num_layers)
-    if isinstance(spec, ModuleSpec) and not isinstance(spec.submodules, TransformerBlockSubmodules):
+    last: ModuleSpec = gpt_layer_spec_of(config, config.num_layers + 1)
+    of_hybrid = bool(prediction_letters(config))
+    if isinstance(spec, ModuleSpec) and not isinstance(spec.submodules, TransformerBlockSubmodules) and not of_hybrid:
         last = spec
-    else:
+    elif not of_hybrid:
         block = spec if isinstance(spec, TransformerBlockSubmodules) else spec.submodules
         last = block.layer_specs[-1] if block.layer_specs else last
     layer = ModuleSpec(

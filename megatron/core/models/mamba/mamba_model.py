@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from megatron.core.exceptions import UserError
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.transformer.layer_patterns import evenly_mixed
@@ -54,7 +55,8 @@ class MambaModel(GPTModel):
                 raise UserError("MambaModel: the config is not that of a hybrid model; make it with is_hybrid_model")
             config = dataclasses.replace(config, hybrid_layer_pattern=pattern)
         groups = pg_collection or default_collection()
-        layers = mamba_stack_spec(config, vp_stage=vp_stage, pp_rank=groups.rank("pp"))
+        place = {"vp_stage": vp_stage, "pp_rank": groups.rank("pp")}
+        layers = mamba_stack_spec(config, **place)
         super().__init__(
             config,
             layers,
@@ -72,5 +74,6 @@ class MambaModel(GPTModel):
             seq_len_interpolation_factor=seq_len_interpolation_factor,
             pg_collection=groups,
             vp_stage=vp_stage,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, **place),
             vocab_padding_multiple=vocab_padding_multiple,
         )

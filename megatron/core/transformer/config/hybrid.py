@@ -6,7 +6,15 @@ from typing import Any
 
 from megatron.core.config_fields import flag, literal_text, too_small
 from megatron.core.rank_grid import divisors
-from megatron.core.transformer.layer_patterns import HYBRID_LAYERS, STAGE_BORDER, hybrid_letters, stages_of_pattern
+from megatron.core.transformer.layer_patterns import (
+    HYBRID_LAYERS,
+    PREDICTION_BORDER,
+    STAGE_BORDER,
+    hybrid_letters,
+    parts_of_letters,
+    prediction_letters,
+    stages_of_pattern,
+)
 
 _HYBRID = "hybrid_layer_pattern"
 
@@ -18,7 +26,8 @@ class HybridConfig:
     hybrid_layer_pattern: str | None = None
     """Make a hybrid model: one letter for each layer, M (Mamba-2), G (gated delta net), * (attention), D (sparse
     attention), - (MLP) or E (experts). Each layer is its norm, this one part and a residual. A | ends a pipeline
-    stage."""
+    stage. After the layers, a / and letters for each depth of multi-token prediction: M-M*-/*E/*E predicts two more
+    tokens. A depth is one letter, or one of M G * D and then - or E."""
 
     is_hybrid_model: bool | None = flag(None, on="--is-hybrid-model")
     """Make a hybrid model; without --hybrid-layer-pattern and ratios all its layers are Mamba-2 layers."""
@@ -60,7 +69,7 @@ def validate(config: Any) -> Iterator[str]:
     letters = hybrid_letters(config)
     if letters is None:
         return
-    unknown = sorted(set(letters) - set(HYBRID_LAYERS))
+    unknown = sorted(set(letters + "".join(prediction_letters(config))) - set(HYBRID_LAYERS))
     if unknown:
         yield f"{{hybrid_layer_pattern}}: {literal_text(_unknown(unknown[0]))}"
         return
@@ -75,13 +84,12 @@ def validate(config: Any) -> Iterator[str]:
             "{pipeline_model_parallel_layout} does not go with a | in {hybrid_layer_pattern}, which ends a stage too; "
             "give one of the two"
         )
-    yield from _expert_problems(config, letters)
+    yield from _prediction_problems(config)
+    yield from _expert_problems(config, letters + "".join(prediction_letters(config)))
     if config.norm_placement.startswith("parallel"):
         yield "{norm_placement}: layers of a {hybrid_layer_pattern:name} have one branch each; pre works"
     if config.use_mup:
         yield "{use_mup}: not yet with {hybrid_layer_pattern:name}; leave it out"
-    if config.mtp_num_layers:
-        yield "{mtp_num_layers}: not yet with {hybrid_layer_pattern:name}; leave it out"
     if getattr(config, "experimental_attention_variant", None) is not None:
         yield "{experimental_attention_variant} does not go with {hybrid_layer_pattern:name}, whose letters say all"
     if getattr(config, "num_encoder_layers", None):
@@ -90,16 +98,23 @@ def validate(config: Any) -> Iterator[str]:
         yield from _mamba_problems(config)
 
 
-_NOT_YET = {
-    "/": "layers of multi-token prediction after a /; leave them out",
-}
-"""Megatron-LM's further letters."""
+def _prediction_problems(config: Any) -> Iterator[str]:
+    """Yields a problem unless the depths of multi-token prediction are alike, of one layer, and as many as said."""
+    depths = prediction_letters(config)
+    if len(depths) != (config.mtp_num_layers or 0):
+        yield (
+            f"{{hybrid_layer_pattern}} has {len(depths)} depths of multi-token prediction, {{mtp_num_layers}}; give "
+            f"letters after a {PREDICTION_BORDER} for each, such as {PREDICTION_BORDER}*-"
+        )
+    elif depths and (len(set(depths)) > 1 or parts_of_letters(depths[0]) is None):
+        yield (
+            f"{{hybrid_layer_pattern}}: not yet: {PREDICTION_BORDER.join(depths)} as depths of multi-token prediction; "
+            "each is the same: one letter, or one of M G * D and then - or E"
+        )
 
 
 def _unknown(letter: str) -> str:
     known = ", ".join(f"{known} ({parts.token_mixer or parts.channel_mixer})" for known, parts in HYBRID_LAYERS.items())
-    if letter in _NOT_YET:
-        return f"not yet: {_NOT_YET[letter]}"
     return f"{letter!r} is no layer; the letters are {known}, and {STAGE_BORDER} between pipeline stages"
 
 
