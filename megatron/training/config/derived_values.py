@@ -20,6 +20,9 @@ from megatron.core.transformer.layer_patterns import (
 )
 from megatron.training.config.settings import Settings
 
+DISPATCHER_ON_GPUS = "allgather"
+"""The dispatcher of ranks with GPUs that share experts, if no flag names one."""
+
 
 def derive_values(settings: Settings) -> list[str]:
     """Completes the settings in place. Returns notes about flags that are read differently from how they are written,
@@ -202,6 +205,18 @@ def _backend(s: Settings) -> str | None:
     return None
 
 
+def _dispatcher(s: Settings) -> str | None:
+    default, ours = s.moe_token_dispatcher_type, DISPATCHER_ON_GPUS
+    shares = s.num_moe_experts is not None and s.expert_model_parallel_size > 1 and s.launch_environment.has_cuda
+    if not shares or s.is_given("moe_token_dispatcher_type") or ours == default:
+        return None
+    s.set_derived("moe_token_dispatcher_type", ours)
+    return (
+        f"--moe-token-dispatcher-type {ours}: the default of ranks with GPUs that share experts; Megatron-LM's default "
+        f"is {default}"
+    )
+
+
 def _virtual_stages(s: Settings) -> None:
     """Number of model chunks per pipeline stage, from the flag for this number or for the layers of each chunk."""
     chunks, each = s.num_virtual_stages_per_pipeline_rank, s.num_layers_per_virtual_pipeline_stage
@@ -351,6 +366,7 @@ _DERIVATIONS: tuple[Callable[[Settings], str | None], ...] = (
     _number_formats,
     _ranks,
     _backend,
+    _dispatcher,
     _virtual_stages,
     _sharding,
     _batch,

@@ -8,6 +8,7 @@ from support.command_lines import SMALL, configured, problems_of, without
 
 from megatron.core.num_microbatches_calculator import BatchSchedule, BatchSteps
 from megatron.core.transformer.config.heterogeneous import HETEROGENEOUS
+from megatron.training.config import derived_values
 from megatron.training.config.derived_values import iterations_of_samples, iterations_of_steps
 from megatron.training.inspection.run_description import command_line_of
 
@@ -64,6 +65,22 @@ def test_ranks_and_batches() -> None:
     config = configured("--global-batch-size 32", ranks=8)
     assert config.grid.data == config.parallel.data_parallel_size == config.world_size == 8
     assert configured(ranks=8).training.global_batch_size == 16
+
+
+def test_the_dispatcher_of_gpus_that_share_experts_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = "--num-experts 4 --expert-model-parallel-size 2"
+
+    def dispatcher(flags: str, has_cuda: bool = True) -> str:
+        config = configured(flags, ranks=2, has_cuda=has_cuda)
+        noted = any(note.startswith("--moe-token-dispatcher-type flex: the default of ranks") for note in config.notes)
+        assert noted == (config.provenance["moe_token_dispatcher_type"] == "derived")
+        return config.transformer.moe_token_dispatcher_type
+
+    assert dispatcher(shared) == derived_values.DISPATCHER_ON_GPUS
+    monkeypatch.setattr(derived_values, "DISPATCHER_ON_GPUS", "flex")
+    assert dispatcher(shared) == "flex"
+    assert dispatcher(shared, has_cuda=False) == dispatcher("--num-experts 4") == dispatcher("") == "allgather"
+    assert dispatcher(f"{shared} --moe-token-dispatcher-type alltoall") == "alltoall"
 
 
 def test_the_backend_follows_the_device() -> None:
