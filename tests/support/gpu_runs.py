@@ -33,11 +33,16 @@ FLAGS = f"""
 
 DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--train-iters", "10", "--lr-decay-iters", "50"]
 
+OFFLOADED = [
+    *["--fine-grained-activation-offloading", "--min-offloaded-tensor-size", "1", "--offload-modules"],
+    *["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"],
+]
 WATCHED = {
     "float32": [],
     "bf16": ["--bf16"],
     "fp16": ["--fp16"],
     "bf16 dropout": ["--bf16", "--hidden-dropout", "0.1"],
+    "bf16 offload": ["--bf16", "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", *OFFLOADED],
 }
 WATCHED_LENGTH = ["--train-iters", "20", "--lr-warmup-iters", "10"]
 
