@@ -44,7 +44,8 @@ def missing_values(s: Settings) -> Iterator[str]:
         yield "{lr:name} is missing: the learning rate at the top of the schedule, such as 3e-4"
     if s.train_iters is None and s.train_samples is None and not s.skip_train:
         yield "{train_iters:name} or {train_samples:name} is missing: how long to train"
-    if not s.datasets_of_script and not s.build(DataConfig).sources():
+    of_script = s.datasets_of_script or s.dataloader_type == "external"
+    if not of_script and not s.build(DataConfig).sources():
         yield "{data_path:name} is missing: the prefix of preprocessed data; or --mock-data to try a run without any"
 
 
@@ -235,6 +236,16 @@ def _layout_invariance(s: Settings) -> Iterator[str]:
         )
 
 
+def _external_data(s: Settings) -> Iterator[str]:
+    """A script's own iterators cannot be started again, nor is their length known."""
+    if s.dataloader_type != "external":
+        return
+    if s.loss_spike_action == "rewind":
+        yield "{loss_spike_action} reads data again, which {dataloader_type} cannot; skip works"
+    if s.full_validation:
+        yield "{full_validation:name} needs data sets, whose length is known; {dataloader_type} has iterables"
+
+
 def _rewinds(s: Settings) -> Iterator[str]:
     """--loss-spike-action rewind needs whole checkpoints to go back to."""
     if s.loss_spike_action != "rewind":
@@ -308,6 +319,7 @@ RULES: tuple[Rule, ...] = (
     graph_checks.micro_batch_graphs,
     graph_checks.optimizer_graph,
     _layout_invariance,
+    _external_data,
     _rewinds,
     _numbers_are_finite,
 )

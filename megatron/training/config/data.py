@@ -72,9 +72,10 @@ class DataConfig:
     """Processes per rank that read and prepare batches; 0: the training process does it. The number does not change the
     samples."""
 
-    dataloader_type: Literal["single", "cyclic", "external"] | None = flag(None, supported=[None, "single", "cyclic"])
-    """Order of samples. single (the default): the data set's own order, once. cyclic: a new permutation in each
-    epoch."""
+    dataloader_type: Literal["single", "cyclic", "external"] | None = None
+    """Order of samples. single (the default): the data set's own order, once. cyclic: a new permutation in each epoch.
+    external: the script's datasets provider returns iterables of this rank's micro-batches, which are used as they
+    are."""
 
     data_sharding: bool = flag(True, off="--no-data-sharding", no_effect=_SHARDING)
     """With --dataloader-type cyclic: each data parallel rank shuffles a part of its own."""
@@ -171,8 +172,8 @@ class DataConfig:
         for field in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
             if not 0 <= (getattr(self, field) or 0) <= 1:
                 yield f"{{{field}}}: expected a fraction from 0 to 1, such as 0.5"
-        if self.data_stages is not None and self.dataloader_type == "cyclic":
-            yield "{data_stages:name} gives the order of samples, which {dataloader_type} would shuffle; leave it out"
+        if self.data_stages is not None and self.dataloader_type in ("cyclic", "external"):
+            yield "{data_stages:name} gives the order of samples, which {dataloader_type} would replace; leave it out"
         sources = self.sources()
         if len(sources) > 1:
             names = " and ".join(f"{{{field}:name}}" for field in sources)

@@ -1,6 +1,6 @@
 """The data of a run: an iterator over micro-batches for each split, which continues where the run stopped."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ def build_splits(
     --multiple-validation-sets the validation data is a list of data sets.
     """
     available = _on_any_rank([dataset is not None for dataset in datasets], environment)
+    if config.data.dataloader_type == "external":
+        _check_external(datasets, available[0] or config.evaluation.skip_train)
     if not available[0] and not config.evaluation.skip_train:
         raise UserError(
             "there is no training data: give --data-path (and a --split with a training part) or --mock-data"
@@ -126,6 +128,23 @@ def build_splits(
         valid=split(valid, state.consumed_valid_samples, sizes[1]) if available[1] and evaluates else None,
         test=evaluation,
     )
+
+
+def _check_external(datasets: Sequence[Any], has_training_data: bool) -> None:
+    """Raises UserError unless the script's provider has returned iterables of batches."""
+    for name, dataset in zip(("training", "validation", "test"), datasets, strict=True):
+        each = dataset if isinstance(dataset, list | tuple) and name == "validation" else [dataset]
+        for one in each:
+            if one is not None and not isinstance(one, Iterable):
+                raise UserError(
+                    f"--dataloader-type external: the {name} data of the script's provider is a {type(one).__name__}, "
+                    "not an iterable of this rank's micro-batches; return one, or leave the flag out"
+                )
+    if not has_training_data:
+        raise UserError(
+            "--dataloader-type external: the script's datasets provider returns no training data; it must return an "
+            "iterable of this rank's micro-batches (docs/data.md), as pretrain_gpt.py does not"
+        )
 
 
 def _validation_sets(evaluation: EvaluationConfig, valid: Any) -> Iterator[tuple[str | None, Any]]:

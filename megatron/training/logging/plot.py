@@ -149,7 +149,8 @@ def _draw_panel(axis: Any, runs: Sequence[_Run], panel: str, smooth: int, agains
     for run in runs:
         iterations, values = run.history.series(key)
         places = _places(run, iterations, against)
-        axis.plot(places, smoothed(values, smooth), color=run.colour, linewidth=1.0, label=run.label)
+        marker = "." if len(values) < 50 else None  # memory has one value for each line of the log
+        axis.plot(places, smoothed(values, smooth), color=run.colour, linewidth=1.0, marker=marker, label=run.label)
     axis.set_ylabel(key if key != title else title, fontsize="small")
     axis.set_ylim(bottom=0.0)
     axis.grid(alpha=0.3)

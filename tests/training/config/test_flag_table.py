@@ -33,6 +33,7 @@ OURS = {
     "--metrics-path",
     "--nonfinite-action",
     "--nonfinite-dump-dir",
+    "--object-storage-cache-path",
     "--loss-spike-action",
     "--loss-spike-history",
     "--loss-spike-limit",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_lines import SMALL, configured
+from support.command_lines import SMALL, configured, problems_of, without
 
 from megatron.core.exceptions import UserError
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -54,6 +54,29 @@ def test_a_split_without_data_or_use_is_none() -> None:
     assert splits.valid is None and splits.test is not None
     splits = build("--eval-iters 0", Numbers(), Numbers(), Numbers())
     assert splits.valid is None and splits.test is None
+
+
+def test_iterables_of_a_script_are_used_as_they_are() -> None:
+    batches = [torch.tensor([number]) for number in range(4)]
+    splits = build("--dataloader-type external", iter(batches), [batches[3]], None, consumed_train_samples=2)
+    assert [next_of(splits.train) for _ in range(2)] == [[0], [1]]  # the script finds the place of a resumed run
+    assert next_of(splits.valid) == [3] and splits.test is None
+    for data, message in (
+        ((5, None, None), "the training data of the script's provider is a int, not an iterable of this rank's"),
+        ((batches, 5, None), "the validation data of the script's provider is a int"),
+        ((None, None, None), "the script's datasets provider returns no training data"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build("--dataloader-type external", *data)
+
+
+def test_flags_of_iterables() -> None:
+    assert problems_of("--dataloader-type external", base=without("--mock-data")) == []
+    rewind = "--loss-spike-action rewind --save x --save-interval 1"
+    assert problems_of(f"--dataloader-type external --full-validation {rewind}") == [
+        "--loss-spike-action rewind reads data again, which --dataloader-type external cannot; skip works",
+        "--full-validation needs data sets, whose length is known; --dataloader-type external has iterables",
+    ]
 
 
 def test_training_data_are_required() -> None:
