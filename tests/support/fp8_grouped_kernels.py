@@ -11,6 +11,7 @@ from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import scale_for
 from megatron.core.ops.fp8.grouped import QuantizedGroups, QuantizedGroupsPair, Segments
 from megatron.core.ops.fp8.grouped_product_triton import (
+    Tile,
     accumulate_product_of_groups_triton,
     product_of_groups_triton,
 )
@@ -120,7 +121,10 @@ def products() -> None:
         assert rows is not None and weight is not None
         exact = grouped.product_of_groups(rows, weight, found, torch.float32, turned=turned)
         for precise in (True, False):
-            ours = product_of_groups_triton(rows, weight, found, torch.float32, turned=turned, precise=precise)
+            tile = None if precise else Tile(128, 256, 3, 8, persistent=True)
+            ours = product_of_groups_triton(
+                rows, weight, found, torch.float32, turned=turned, precise=precise, tile=tile
+            )
             close(ours, exact, precise or scope == "blocks", (scope, turned, precise))
 
 
@@ -133,12 +137,13 @@ def weight_gradients() -> None:
             assert left is not None and right is not None
             exact, ours = (torch.ones(3, 48, 80, device=DEVICE) for _ in range(2))
             grouped.accumulate_product_of_groups(exact, left, right, found)
-            accumulate_product_of_groups_triton(ours, left, right, found)
+            tile = Tile(128, 128, 4, 8, persistent=scope == "all")
+            accumulate_product_of_groups_triton(ours, left, right, found, tile=tile)
             assert torch.equal(ours[1], torch.ones_like(ours[1]))
             close(ours - 1, exact - 1, True, (scope, found.per_group))
 
 
 def close(ours: Tensor, exact: Tensor, precise: bool, what: object) -> None:
-    """Sums of 14 bits are held to fewer."""
+    """The units of a GPU keep about 14 bits of a sum; Triton's interpreter adds in float32."""
     error = float((ours.double() - exact.double()).norm() / exact.double().norm())
-    assert error < (2e-4 if precise else 2e-3), (what, error)
+    assert error < (1e-6 if DEVICE.type == "cpu" else 1e-3 if precise else 3e-3), (what, error)

@@ -16,6 +16,7 @@ from megatron.core.ops.fp8 import grouped
 from megatron.core.ops.fp8.formats import BLOCK
 from megatron.core.ops.fp8.grouped import QuantizedGroups, Segments
 from megatron.core.ops.fp8.grouped_quantize_triton import place_of_block
+from megatron.core.ops.sum_rows_triton import num_multiprocessors
 
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +30,8 @@ class Tile:
     width: int
     stages: int
     warps: int
+    persistent: bool = False
+    """Each multiprocessor has one program, which loads for a tile while it stores the one before."""
 
 
 FAST_TILE = Tile(128, 256, 3, 8)
@@ -54,15 +57,16 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     output, rows, weight, row_factors, weight_factors, of_blocks, ends, block_ends, number, per_group, width, k, step,
     row_stride, row_step, group_step, line_step, block_step,
     TURNED: tl.constexpr, ROW_SCALE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, PRECISE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """ROW_SCALE and WEIGHT_SCALE: 0 one for all, 1 one for a segment or group, 2 one for a line, 3 one for a block."""
     tiles = tl.cdiv(width, WIDTH)
-    # Neighbouring programs share a block of rows; an expert's weight stays in the cache for all its blocks.
-    segment, first, end = place_of_block(tl.program_id(0) // tiles, of_blocks, ends, block_ends, number, BLOCK)
-    if first < end:
+    last = tl.load(block_ends + number - 1) * tiles
+    # Neighbouring tiles share a block of rows; an expert's weight stays in the cache for all its blocks.
+    for tile in tl.range(tl.program_id(0), last, tl.num_programs(0), flatten=FLATTEN):
+        segment, first, end = place_of_block(tile // tiles, of_blocks, ends, block_ends, number, BLOCK)
         group = segment // per_group
-        first_out = tl.program_id(0) % tiles * WIDTH
+        first_out = tile % tiles * WIDTH
         row, out = first + tl.arange(0, BLOCK), first_out + tl.arange(0, WIDTH)
         total = tl.zeros((BLOCK, WIDTH), tl.float32)
         if ROW_SCALE == 3:
@@ -94,34 +98,34 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_kernel(  # type: ignore[no-untyped-def]
-    total, left, right, left_factors, right_factors, block_ends, per_group, out_width, in_width,
+    total, left, right, left_factors, right_factors, block_ends, groups, per_group, out_width, in_width,
     left_step, left_stride, right_step, right_stride,
     SCALE: tl.constexpr, PARTS: tl.constexpr, PRECISE: tl.constexpr, BLOCK: tl.constexpr,
-    OUT: tl.constexpr, IN: tl.constexpr, BAND: tl.constexpr,
+    OUT: tl.constexpr, IN: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """SCALE as in the kernel of products; PARTS: the segments of a group have factors of their own."""
-    group = tl.program_id(1)
-    # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
     tiles_out, tiles_in = tl.cdiv(out_width, OUT), tl.cdiv(in_width, IN)
-    band = tl.program_id(0) // (BAND * tiles_in)
-    height = tl.minimum(tiles_out - band * BAND, BAND)
-    inside_band = tl.program_id(0) % (BAND * tiles_in)
-    first_out, first_in = (band * BAND + inside_band % height) * OUT, (inside_band // height) * IN
-    o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
-    segment = group * per_group
-    block = tl.load(block_ends + segment - 1, mask=segment > 0, other=0)
-    last = tl.load(block_ends + segment + per_group - 1)
-    if block < last:
+    of_group = tiles_out * tiles_in
+    for tile in tl.range(tl.program_id(0), groups * of_group, tl.num_programs(0), flatten=FLATTEN):
+        group, inside_group = tile // of_group, tile % of_group
+        # Orders tiles in bands of BAND tile rows, so that neighbouring programs share inputs in the cache.
+        band = inside_group // (BAND * tiles_in)
+        height = tl.minimum(tiles_out - band * BAND, BAND)
+        inside_band = inside_group % (BAND * tiles_in)
+        first_out, first_in = (band * BAND + inside_band % height) * OUT, (inside_band // height) * IN
+        o, i = first_out + tl.arange(0, OUT), first_in + tl.arange(0, IN)
+        segment = group * per_group
+        block = tl.load(block_ends + segment - 1, mask=segment > 0, other=0)
+        last = tl.load(block_ends + segment + per_group - 1)
+        end_out = tl.where(block < last, out_width, 0)  # a group without rows is left as it is
         found = tl.zeros((OUT, IN), tl.float32)
         if SCALE == 3:
             of_left = left_factors + tl.minimum(o, out_width - 1) * left_stride
             of_right = right_factors + tl.minimum(i, in_width - 1) * right_stride
             for number in range(block, last):
                 dy, x = left.load([first_out, number * BLOCK]), right.load([first_in, number * BLOCK])
-                left_factor, right_factor = (
-                    tl.load(of_left + number * left_step),
-                    tl.load(of_right + number * right_step),
-                )
+                left_factor = tl.load(of_left + number * left_step)
+                right_factor = tl.load(of_right + number * right_step)
                 found += tl.dot(dy, x.T) * (left_factor[:, None] * right_factor[None, :])
         elif PARTS:
             for part in range(segment, segment + per_group):
@@ -138,7 +142,7 @@ def _weight_kernel(  # type: ignore[no-untyped-def]
                 found = _dot(dy, x, found, PRECISE, BLOCK)
             found = _scaled(found, left_factors, right_factors, segment, o, i, out_width, in_width, SCALE)
         at = total + group.to(tl.int64) * out_width * in_width + o.to(tl.int64)[:, None] * in_width + i[None, :]
-        inside = (o < out_width)[:, None] & (i < in_width)[None, :]
+        inside = (o < end_out)[:, None] & (i < in_width)[None, :]
         tl.store(at, tl.load(at, mask=inside, other=0.0) + found, mask=inside)
 
 
@@ -187,7 +191,8 @@ def product_of_groups_triton(
         in_out, in_k = triton.cdiv(width, BLOCK), triton.cdiv(k, BLOCK)
         row_steps, (line, block) = rows.factors.stride(), weight_factors.stride()
         steps = (*row_steps, in_k * block, line, block) if turned else (*row_steps, in_out * line, line, block)
-    _product_kernel[(segments.blocks * triton.cdiv(width, tile.width),)](
+    tiles = segments.blocks * triton.cdiv(width, tile.width)
+    _product_kernel[(_programs(tiles, tile, output),)](
         output,
         TensorDescriptor.from_tensor(rows.values, [BLOCK, BLOCK]),
         TensorDescriptor.from_tensor(weight.values, [tile.width, BLOCK]),
@@ -208,6 +213,7 @@ def product_of_groups_triton(
         PRECISE=precise,
         BLOCK=BLOCK,
         WIDTH=tile.width,
+        FLATTEN=tile.persistent,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -235,13 +241,15 @@ def accumulate_product_of_groups_triton(
     if left.scope != right.scope:  # one of them has one factor for all
         left, right = _for_segments(left, segments), _for_segments(right, segments)
     steps = (*left.factors.t().stride(), *right.factors.t().stride()) if left.scope == "blocks" else (0, 0, 0, 0)
-    _weight_kernel[(triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width), number)](
+    tiles = number * triton.cdiv(out_width, tile.height) * triton.cdiv(in_width, tile.width)
+    _weight_kernel[(_programs(tiles, tile, total),)](
         total,
         TensorDescriptor.from_tensor(left.values, [tile.height, BLOCK]),
         TensorDescriptor.from_tensor(right.values, [tile.width, BLOCK]),
         left.factors,
         right.factors,
         segments.block_ends,
+        number,
         segments.per_group,
         out_width,
         in_width,
@@ -253,9 +261,14 @@ def accumulate_product_of_groups_triton(
         OUT=tile.height,
         IN=tile.width,
         BAND=8,
+        FLATTEN=tile.persistent,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _programs(tiles: int, tile: Tile, result: Tensor) -> int:
+    return min(tiles, num_multiprocessors(result.device)) if tile.persistent else tiles
 
 
 def _for_segments(matrix: QuantizedGroups, segments: Segments) -> QuantizedGroups:
