@@ -25,7 +25,7 @@ experts="$experts --moe-token-dispatcher-type alltoall --moe-router-load-balanci
 case ${1:-GPT125M} in
   GPT125M) model="--num-layers 12 --hidden-size 768 --num-attention-heads 12" ;;
   MOE8)
-    model="--num-layers 8 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --swiglu --normalization RMSNorm"
+    model="--num-layers 4 --hidden-size 512 --ffn-hidden-size 1024 --num-attention-heads 8 --swiglu --normalization RMSNorm"
     model="$model --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights $experts" ;;
   *) echo "unknown model $1: GPT125M or MOE8" && exit 2 ;;
 esac
