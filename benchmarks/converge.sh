@@ -31,7 +31,7 @@ case ${1:-GPT125M} in
 esac
 name=${1:-GPT125M} out=$OUT/${1:-GPT125M}
 model="$model --vocab-size 32767 --seq-length 1024 --max-position-embeddings 1024"
-schedule="--micro-batch-size 16 --global-batch-size 16 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters $((ITERS / 20)) --lr-decay-iters $ITERS ${MORE:-}"
+schedule="--micro-batch-size 8 --global-batch-size 8 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters $((ITERS / 20)) --lr-decay-iters $ITERS ${MORE:-}"
 mkdir -p "$out"
 
 text=$OUT/text_text_document
