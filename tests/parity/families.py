@@ -219,7 +219,7 @@ _MIXERS = Family(
         recompute="recompute-full recompute-core",
     ),
     centres=("model",),
-    further=[("sp2", "recompute-all-parts"), ("tp2", "pp2-zb-h1"), ("sp2", "dp2-optim")],
+    further=[("sp2", "recompute-all-parts"), ("tp2", "pp2-zb-h1"), ("sp2", "dp2-optim"), ("sp2", "cp2-a2a")],
     rare=[("tp4", "pp2-interleaved"), ("sp2", "pp2", "dp2-optim_grads_params")],
 )
 

@@ -248,8 +248,6 @@ class Layout:
         stages = str(self.pipeline.settings.get("pipeline_model_parallel_layout") or "")
         if "m" in stages and stages.count("m") != model.predicting:
             return "the stage layout has another number of multi-token prediction layers"
-        if context > 1 and model.settings.get("experimental_attention_variant") == "dsa":
-            return "an indexer compares all keys of a row"
         if model.settings.get("linear_num_key_heads", tensor * context) % (tensor * context):
             return "the ranks of a row do not divide the heads of gated delta nets"
         if model.kind == "t5":

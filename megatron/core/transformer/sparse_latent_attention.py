@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from megatron.core.backends import Backend, choose_backend
 from megatron.core.collectives import gather_rows
+from megatron.core.context_parallel import cut_rows
+from megatron.core.context_parallel.all_gather import gather_whole_rows
 from megatron.core.exceptions import UserError
 from megatron.core.ops.attached_loss import attach_loss
 from megatron.core.ops.attention.indexer import indexer_loss, unselected_keys
@@ -19,6 +21,7 @@ from megatron.core.parameters import Constant
 from megatron.core.process_groups_config import ProcessGroupCollection, default_collection
 from megatron.core.tensor_parallel.replicated import ReplicatedLinear
 from megatron.core.tensor_parallel.storage import new_parameter
+from megatron.core.tokens import row_index
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs, as_heads
 from megatron.core.transformer.layer_metrics import LayerMetrics
@@ -106,6 +109,9 @@ class SparseLatentAttention(MLASelfAttention):
     KL(attention's mean distribution over its heads || softmax(I)), over all keys that a query may see, or with
     `dsa_indexer_use_sparse_loss` over the selected ones. The distribution over all keys is that of attention without
     selection.
+
+    Under context parallelism each rank scores the keys of whole rows for its own queries, so the indexer's keys are
+    gathered, and for the loss the keys of attention too.
     """
 
     def __init__(
@@ -120,8 +126,6 @@ class SparseLatentAttention(MLASelfAttention):
         backend: Backend | None = None,
     ) -> None:
         groups = pg_collection or default_collection()
-        if groups.size("cp") > 1:
-            raise UserError(f"context_parallel_size {groups.size('cp')} does not go with dsa; use 1")
         backend = backend or choose_backend(config)
         super().__init__(
             config, submodules, layer_number, attn_mask_type, cp_comm_type, pg_collection=groups, backend=backend
@@ -129,6 +133,7 @@ class SparseLatentAttention(MLASelfAttention):
         self.indexer = DSAIndexer(config, groups.tp, backend)
         self.metrics = LayerMetrics(layer_number)
         self.score_scale = score_scale(config)
+        self.cp_group, self.cp_size = groups.cp, groups.size("cp")
 
     def forward(self, hidden_states: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         """Returns (output [t, h], bias of the output projection that the caller adds) for hidden states [t, h]. Under
@@ -138,6 +143,7 @@ class SparseLatentAttention(MLASelfAttention):
         places = None
         if inputs.inference_context is None:
             query, key, value = self.expand(*latents, inputs)
+            index = index._replace(key=self._whole_rows(index.key))
         else:
             query = self.query_heads(latents.query, inputs)
             seen = inputs.inference_context.extend(
@@ -147,7 +153,7 @@ class SparseLatentAttention(MLASelfAttention):
             index_key = index.key[:, :, None]
             seen = inputs.inference_context.extend(self.layer_number, index_key, index_key[..., :0], "indexer")
             index = index._replace(key=seen.key.squeeze(2))
-        hidden = self._hidden_keys(inputs, query.shape[0], key.shape[0], places, query.device)
+        hidden = self._hidden_keys(inputs, query.shape[0], index.key.shape[0], places, query.device)
         mask = self._unselected(index, hidden, inputs)
         attended = self.core_attention(query, key, value, mask, inputs=inputs, query_positions=places)
         if self.training and torch.is_grad_enabled() and self.config.dsa_indexer_loss_coeff:
@@ -173,7 +179,7 @@ class SparseLatentAttention(MLASelfAttention):
         hidden: Callable[[int, int], Tensor],
         inputs: LayerInputs,
     ) -> Tensor:
-        attention = query.detach(), key.detach(), self.score_scale
+        attention = query.detach(), self._whole_rows(key.detach()), self.score_scale
         relu, coefficient, count = self.config.dsa_indexer_scoring_relu, self.config.dsa_indexer_loss_coeff, 1
         assert coefficient
         loss = indexer_loss(index, attention, hidden, relu, self.tp_group) / inputs.tokens.count
@@ -182,13 +188,20 @@ class SparseLatentAttention(MLASelfAttention):
             count = inputs.tokens.count
         return attach_loss(attended, loss * (coefficient * count), inputs.auxiliary_scale)
 
+    def _whole_rows(self, rows: Tensor) -> Tensor:
+        """Returns whole rows of keys [sk, b, ...] for this rank's part of them [s, b, ...]."""
+        return rows if self.cp_size == 1 else gather_whole_rows(rows, self.cp_group, self.cp_size)
+
     def _hidden_keys(
         self, inputs: LayerInputs, sq: int, sk: int, places: Tensor | None, device: torch.device
     ) -> Callable[[int, int], Tensor]:
         """Returns a function that tells which keys a block of queries may not see, before any selection."""
-        mask = inputs.attention_mask
+        mask, part = inputs.attention_mask, inputs.tokens.part
         if mask is not None and mask.shape[1] != 1:
             raise UserError("dsa selects keys for all heads, so an attention_mask has the shape [b, 1, s, s]")
+        if part is not None:
+            places = row_index(inputs.tokens, device)[None]
+            mask = cut_rows(mask, part, 2) if mask is not None and mask.shape[2] == inputs.tokens.row_length else mask
         call = AttentionCall(query_positions=places, mask=mask, cu_seqlens=inputs.tokens.cu_seqlens)
 
         def of_block(first: int, rows: int) -> Tensor:

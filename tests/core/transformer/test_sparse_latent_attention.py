@@ -3,25 +3,27 @@
 `tests/parity` compares layouts with one process, `tests/core/ops/attention/test_indexer.py` the loss with its formula.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from core.models.test_model_options_against_transformers import NothingNarrower
+from support.processes import run_on_ranks
 from transformers import DeepseekV32Config
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
+from megatron.core.context_parallel import cut_rows, sequence_part
 from megatron.core.exceptions import UserError
 from megatron.core.inference.static_context import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import gpt_layer_spec_of
 from megatron.core.ops.rope import Rotation
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.rank_grid import RankGrid
 from megatron.core.tokens import Tokens
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.layer_inputs import LayerInputs
 from megatron.core.transformer.layer_metrics import take_layer_metrics
-from megatron.core.transformer.sparse_latent_attention import SparseLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 VOCABULARY, LENGTH = 37, 12
@@ -36,9 +38,10 @@ def config_of(**settings: Any) -> MLATransformerConfig:
     return MLATransformerConfig(**{**plain, **sizes, **LATENT, **INDEXER, **variant, **settings})
 
 
-def build(**settings: Any) -> GPTModel:
+def build(groups: ProcessGroupCollection | None = None, **settings: Any) -> GPTModel:
     config = config_of(**settings)
-    model = GPTModel(config, gpt_layer_spec_of(config, 1), VOCABULARY, LENGTH, position_embedding_type="rope")
+    facts: dict[str, Any] = {"position_embedding_type": "rope", "pg_collection": groups}
+    model = GPTModel(config, gpt_layer_spec_of(config, 1), VOCABULARY, LENGTH, **facts)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -186,7 +189,6 @@ def test_rows_hide_keys_from_the_indexer_too() -> None:
         ({"dsa_indexer_topk": 0}, "dsa_indexer_topk 0 must be at least 1"),
         ({"dsa_indexer_loss_coeff": -1.0}, "dsa_indexer_loss_coeff -1.0 must be at least 0"),
         ({"dsa_indexer_head_dim": 3}, "dsa_indexer_head_dim 3 is less than the 4 rotary channels"),
-        ({"context_parallel_size": 2}, "context_parallel_size 2 does not go with dsa"),
         ({"window_size": (4, 0)}, "window_size 4 0 does not go with dsa; leave it out"),
         ({"softmax_type": "learnable"}, "softmax_type learnable does not go with dsa"),
     ],
@@ -201,10 +203,6 @@ def test_what_cannot_be_selected_is_refused() -> None:
     config = config_of()
     with pytest.raises(UserError, match="dsa selects among earlier keys"):
         gpt_layer_spec_of(config, 1, AttnMaskType.padding)
-    groups = SimpleNamespace(tp=None, size=lambda axis: 2 if axis == "cp" else 1)
-    parts = gpt_layer_spec_of(config, 1).submodules.self_attention.submodules
-    with pytest.raises(UserError, match="context_parallel_size 2 does not go with dsa"):
-        SparseLatentAttention(config, parts, 1, pg_collection=groups)  # type: ignore[arg-type]
 
 
 def test_options_of_the_indexer() -> None:
@@ -216,3 +214,47 @@ def test_options_of_the_indexer() -> None:
     ):
         other = build(dsa_indexer_topk=2, **option)
         assert (other(ids) - plain(ids)).abs().max() > 1e-3, option
+
+
+MASK = torch.rand(1, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)).gt(0.6).tril(-1)
+"""Hides some earlier keys, and never the query's own."""
+
+
+def losses_and_gradients(
+    groups: ProcessGroupCollection, case: str, mask: torch.Tensor | None, borders: list[int] | None, **loss: Any
+) -> list[torch.Tensor]:
+    """Returns the losses of a row's tokens, or of this rank's part of it, and the gradients of their sum."""
+    model, ids, part = build(groups, **loss, calculate_per_token_loss=True), tokens_of(1), sequence_part(groups)
+    if part is not None:
+        ids = cut_rows(ids, part, 1)
+        mask = cut_rows(mask, part, 2) if mask is not None and case == "mask of its queries" else mask
+    facts = {"cu_seqlens": torch.tensor(borders, dtype=torch.int32), "max_seqlen": 6} if borders else {}
+    losses = model(ids, None, mask, labels=ids, tokens=Tokens(ids.shape[1], 1, part, **facts))
+    losses.sum().backward()
+    return [losses.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def agrees_with_whole_rows(case: str, mask: torch.Tensor | None, borders: list[int] | None, sparse: bool) -> None:
+    one, groups = (
+        ProcessGroupCollection.from_grid(RankGrid(2, context=ranks), torch.distributed.get_rank()) for ranks in (1, 2)
+    )
+    loss = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": sparse, "dsa_indexer_n_heads": 12}
+    expected, *whole = losses_and_gradients(one, case, mask, borders, **loss)
+    for way in ("p2p", "a2a"):
+        found, *parts = losses_and_gradients(groups, case, mask, borders, **loss, cp_comm_type=way)
+        part = sequence_part(groups)
+        assert part is not None
+        torch.testing.assert_close(found, cut_rows(expected, part, 1), rtol=1e-11, atol=1e-11)
+        for ours, gradient in zip(parts, whole, strict=True):
+            torch.distributed.all_reduce(ours, group=groups.cp)
+            torch.testing.assert_close(ours, gradient, rtol=1e-10, atol=1e-11)
+
+
+def all_cases_agree() -> None:
+    agrees_with_whole_rows("mask of whole rows", MASK, None, sparse=True)
+    agrees_with_whole_rows("mask of its queries", MASK, None, sparse=False)
+    agrees_with_whole_rows("documents", None, [0, 5, 6, 12], sparse=True)
+
+
+def test_split_rows_are_whole_rows() -> None:
+    run_on_ranks(all_cases_agree, 2)

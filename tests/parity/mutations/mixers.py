@@ -37,4 +37,20 @@ MIXERS = [
         '"input_is_whole": False}',
         "dsa/sp2/default",
     ),
+    Mutation(
+        "queries-of-another-part",
+        "each context parallel rank selects keys as if its queries stood where those of the first rank do",
+        "core/transformer/sparse_latent_attention.py",
+        "places = row_index(inputs.tokens, device)[None]",
+        "places = row_index(inputs.tokens, device, 0)[None]",
+        "dsa/cp2-p2p/per-token",
+    ),
+    Mutation(
+        "indexer-keys-of-other-ranks",
+        "a context parallel rank's loss does not train the indexer's keys, which other ranks computed",
+        "core/transformer/sparse_latent_attention.py",
+        "gather_whole_rows(rows, self.cp_group, self.cp_size)",
+        "gather_whole_rows(rows.detach(), self.cp_group, self.cp_size)",
+        "dsa/cp2-p2p/per-token",
+    ),
 ]

@@ -117,8 +117,6 @@ def _sparse_problems(config: Any) -> Iterator[str]:
             f"{{dsa_indexer_head_dim}} is less than the {turned} rotary channels of {{qk_pos_emb_head_dim}}, which the "
             f"indexer's heads have too; {turned} works"
         )
-    if config.context_parallel_size > 1:
-        yield "{context_parallel_size} does not go with dsa, whose indexer compares all keys of a row; use 1"
     for name, plain in _OTHER_SCORES.items():
         if getattr(config, name) != plain:
             yield f"{{{name}}} does not go with dsa; leave it out"
