@@ -24,6 +24,17 @@ class LoggingConfig:
     log_throughput: bool = False
     """Add TFLOP/s per GPU to the log line."""
 
+    log_device_memory_used: bool = False
+    """Log the memory that is in use on the whole GPU of the rank that logs, by any process and beside torch's
+    allocator too, as nvidia-smi shows it: in the reports of memory, the file of metrics and TensorBoard."""
+
+    log_memory_interval: int | None = None
+    """Steps between two reports of memory, which ranks of the first replica print. Without it there is one, after the
+    first step, on GPUs only."""
+
+    log_energy: bool = False
+    """Log the energy per step and the power of a GPU, as means over all GPUs, measured by NVIDIA's driver."""
+
     log_params_norm: bool = False
     """Log the 2-norm of all weights."""
 
@@ -141,7 +152,7 @@ class LoggingConfig:
     def validate(self) -> Iterator[str]:
         """Yields a problem for each impossible value, in the grammar of `config_fields`."""
         yield from too_small(self, ("log_interval", "tensorboard_log_interval", "tensorboard_queue_size"), 1)
-        yield from too_small(self, ("straggler_minmax_count",), 1)
+        yield from too_small(self, ("straggler_minmax_count", "log_memory_interval"), 1)
         yield from too_small(self, ("profile_step_start",), 0)
         if self.record_memory_history and not self.profile_ranks:
             yield "{record_memory_history} needs a rank in {profile_ranks:name}"

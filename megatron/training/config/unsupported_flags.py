@@ -194,8 +194,6 @@ _NOT_YET = {
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
     "logits have the number format of the model": "output-logit-dtype",
-    "the log has the memory and time of steps, without energy and intervals of its own": """
-        log-device-memory-used log-energy log-memory-interval""",
     "profiles are those of --profile": "nvtx-ranges pytorch-profiler-collect-chakra",
     "the hardware is not tested during a run": "gpu-sniff-test-interval",
 }

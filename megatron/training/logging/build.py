@@ -13,6 +13,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launch.environment import Environment
 from megatron.training.logging.device_peaks import peak_tflops
 from megatron.training.logging.display import MEGATRON_LM, SHORT, make_display
+from megatron.training.logging.energy import make_energy_meter
 from megatron.training.logging.jsonl import JsonlLog
 from megatron.training.logging.layer_reports import LayerReports
 from megatron.training.logging.metrics import StepMetrics
@@ -47,6 +48,11 @@ def build_log(
     peak = peak_tflops(environment.device, transformer.params_dtype, fp8=transformer.fp8 is not None)
     if config.logging.log_throughput and peak is None and environment.logs:
         print("--log-throughput: the peak rate of this device is not known, so no utilisation is given", flush=True)
+    first_replica, on_gpu = not (groups.rank("dp") or groups.rank("cp")), environment.device.type == "cuda"
+    if config.logging.log_device_memory_used and not on_gpu and environment.logs:
+        print(
+            "--log-device-memory-used: the log shows the memory of the host only, since this run has no GPU", flush=True
+        )
     return TrainingLog(
         metrics,
         _writers(config, environment, state) if environment.logs else (),
@@ -72,7 +78,10 @@ def build_log(
         ),
         per_layer=transformer.moe_per_layer_logging,
         timers=timers,
-        reports_memory=environment.device.type == "cuda" and not (groups.rank("dp") or groups.rank("cp")),
+        reports_memory=on_gpu and first_replica,
+        memory_interval=config.logging.log_memory_interval if first_replica else None,
+        device_memory_used=config.logging.log_device_memory_used,
+        energy=make_energy_meter(environment.device, notes=environment.logs) if config.logging.log_energy else None,
     )
 
 

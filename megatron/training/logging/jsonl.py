@@ -144,6 +144,8 @@ def step_line(step: StepRecord, speed: Speed) -> dict[str, Any]:
         "tokens per second": speed.tokens_per_second,
         "throughput (TFLOP/s/GPU)": speed.tflops_per_device,
         "mfu": speed.mfu,
+        "energy per GPU (J/iter/GPU)": step.energy_joules,
+        "power per GPU (W/GPU)": step.power_watts,
         "seconds left": step.seconds_left,
         **({} if step.memory is None else _memory(step.memory)),
         **{f"{name} ms": seconds * 1000.0 for name, seconds in step.times.items()},
@@ -163,6 +165,7 @@ def _memory(report: MemoryReport) -> dict[str, float | None]:
         "host memory (MB)": report.host_resident,
         "device memory (MB)": report.device_allocated,
         "peak device memory (MB)": report.device_peak_allocated,
+        "device memory used (MB)": report.device_used,
     }
     return {name: None if count is None else round(count / 2**20, 1) for name, count in found.items()}
 

@@ -20,6 +20,8 @@ class MemoryReport:
     device_peak_reserved: int | None = None
     device_allocations: int | None = None
     """Tensors alive on the device."""
+    device_used: int | None = None
+    """Memory of the whole device that is in use, by any process and for any purpose; None if it was not asked for."""
 
     @property
     def peak(self) -> int:
@@ -31,17 +33,20 @@ class MemoryReport:
         if self.device_allocated is not None:
             text += f" | allocated: {_mb(self.device_allocated)} | max allocated: {_mb(self.device_peak_allocated)}"
             text += f" | reserved: {_mb(self.device_reserved)} | max reserved: {_mb(self.device_peak_reserved)}"
+        if self.device_used is not None:
+            text += f" | device memory used: {_mb(self.device_used)}"
         return text
 
 
-def memory_report(device: torch.device) -> MemoryReport:
+def memory_report(device: torch.device, *, device_used: bool = False) -> MemoryReport:
     """Returns the present and the largest memory of this process. Reads the allocator's counters and does not wait for
-    the device."""
+    the device. With `device_used` it also asks the driver for the memory in use on the whole device."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     resident = _resident_bytes() or peak
     if device.type != "cuda":
         return MemoryReport(resident, peak)
     stats = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device) if device_used else (0, 0)
     return MemoryReport(
         host_resident=resident,
         host_peak=peak,
@@ -50,6 +55,7 @@ def memory_report(device: torch.device) -> MemoryReport:
         device_peak_allocated=stats.get("allocated_bytes.all.peak", 0),
         device_peak_reserved=stats.get("reserved_bytes.all.peak", 0),
         device_allocations=stats.get("allocation.all.current", 0),
+        device_used=total - free if device_used else None,
     )
 
 

@@ -46,6 +46,10 @@ class StepRecord:
     """Memory of the rank that logs, in the record of an interval's last iteration."""
     seconds_left: float | None = None
     """Time until the last iteration at the interval's speed, without evaluations and saves; given where `memory` is."""
+    energy_joules: float | None = None
+    """Energy of a GPU in an iteration, and its power: means over ranks and the iterations of a log line, in the record
+    of its last iteration. None unless --log-energy asks for them and they are known."""
+    power_watts: float | None = None
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,14 @@ class ScalarLog(LogWriter):
             if step.iteration % self._choices.tensorboard_log_interval == 0:
                 self._step(step)
             times = step.times if self._choices.log_timers_to_tensorboard else {}
-            # Both are filled once a log line.
+            # These are filled once a log line.
             for tag, value in {**step.reported, **{f"{name}-time": s for name, s in times.items()}}.items():
                 self._both(tag, value, step.iteration, step.consumed_samples)
+            for tag, measured in (("energy-per-gpu", step.energy_joules), ("power-per-gpu", step.power_watts)):
+                if measured is not None:
+                    self._both(tag, measured, step.iteration, step.consumed_samples)
+            if step.memory is not None and step.memory.device_used is not None:
+                self._write("mem-device-used-bytes", step.memory.device_used, step.iteration)
         if steps:
             self._interval(steps[-1], speed)
 

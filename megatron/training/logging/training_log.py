@@ -24,9 +24,10 @@ from torch import Tensor
 
 from megatron.core.pipeline_parallel import runner
 from megatron.core.timers import Timers
+from megatron.training.logging.energy import EnergyMeter
 from megatron.training.logging.finite import NonFinite
 from megatron.training.logging.layer_reports import LayerReports
-from megatron.training.logging.memory import memory_report
+from megatron.training.logging.memory import MemoryReport, memory_report
 from megatron.training.logging.metrics import MetricsInterval, StepMetrics
 from megatron.training.logging.records import Event, LogRecord, LogWriter, Speed, StepRecord, ValidationRecord
 from megatron.training.logging.throughput import StepClock, speed
@@ -58,6 +59,9 @@ class TrainingLog:
         per_layer: also write their values layer by layer.
         timers: the parts of a step, which are read with each log line.
         reports_memory: print the memory of this rank after the first line, when every buffer of a step exists.
+        memory_interval: also print it after every iteration that this number divides; None: not.
+        device_memory_used: the memory of a log line and of these reports has that in use on the whole device.
+        energy: measures the energy of the GPUs; None: it is not logged.
         now: returns the wall time for the line's timestamp.
     """
 
@@ -77,6 +81,9 @@ class TrainingLog:
         per_layer: bool = False,
         timers: Timers | None = None,
         reports_memory: bool = False,
+        memory_interval: int | None = None,
+        device_memory_used: bool = False,
+        energy: EnergyMeter | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self.metrics = metrics
@@ -93,7 +100,9 @@ class TrainingLog:
         self.timers = timers or Timers(0, "max")
         self.mix: Callable[[int], Mapping[str, float]] | None = None
         """Returns the share of each data set in the first samples of the run; None without a blend."""
-        self._reports_memory = reports_memory
+        self._reports_memory, self._memory_interval = reports_memory, memory_interval
+        self._device_memory_used = device_memory_used
+        self.energy = energy
         self._now = now
         self._since_line = StepClock()
         self._since_flush = StepClock()
@@ -108,6 +117,8 @@ class TrainingLog:
         self._first = iteration + 1
         self._since_line.restart()
         self._since_flush.restart()
+        if self.energy is not None:
+            self.energy.restart()
 
     def go_back(self, iteration: int) -> None:
         """The run continues from the state after this iteration, which is past. Every rank must call it."""
@@ -132,11 +143,16 @@ class TrainingLog:
         self._iterations_since_line += 1
         for writer in self.writers:
             writer.progress(iteration)
+        found: tuple[NonFinite, ...] = ()
         if iteration % self.log_interval == 0:
-            return self._line(reset=True, skipped_samples=skipped_samples)
-        if iteration == self._first:
-            return self._line(reset=False, skipped_samples=skipped_samples)
-        return ()
+            found = self._line(reset=True, skipped_samples=skipped_samples)
+        elif iteration == self._first:
+            found = self._line(reset=False, skipped_samples=skipped_samples)
+        every = self._memory_interval
+        if self._reports_memory or (every is not None and iteration % every == 0):
+            self._reports_memory = False  # the first step is the first report
+            print(f"[Rank {self.metrics.rank}] (after {iteration} iterations) {self._memory()}", flush=True)
+        return found
 
     def flush(self) -> tuple[NonFinite, ...]:
         """Writes the iterations recorded so far, without a log line. Waits for the device; every rank must call it."""
@@ -147,7 +163,8 @@ class TrainingLog:
         """Writes everything recorded, and does not count the time inside the context (evaluation, saving) as training
         time."""
         self.flush()
-        with self._since_line.paused(), self._since_flush.paused():
+        energy = contextlib.nullcontext() if self.energy is None else self.energy.paused()
+        with self._since_line.paused(), self._since_flush.paused(), energy:
             yield
 
     def validation(self, record: ValidationRecord) -> None:
@@ -215,9 +232,20 @@ class TrainingLog:
         times, iterations = self._times(reset), self._iterations_since_line
         longest = {name: max(seconds) / iterations for name, seconds in times.items() if max(seconds) > 0.0}
         left = (self.train_iters - self._iteration) * self._since_line.seconds() / iterations
-        memory = memory_report(self.metrics.device) if self.writers else None
+        memory = self._memory() if self.writers else None
+        joules = None if self.energy is None else self.energy.joules_per_gpu()
+        energy = None if joules is None else joules / iterations
+        power = None if joules is None else joules / self._since_line.seconds()
         mix = {} if self.mix is None or not self.writers else self.mix(self._consumed)
-        interval = self._read(reset=reset, times=longest, memory=memory, seconds_left=left, mix=mix)
+        interval = self._read(
+            reset=reset,
+            times=longest,
+            memory=memory,
+            seconds_left=left,
+            mix=mix,
+            energy_joules=energy,
+            power_watts=power,
+        )
         last = interval.last
         assert last is not None
         rates = self._speed(self._since_line.seconds(), interval.iterations, self._line_samples)
@@ -235,6 +263,8 @@ class TrainingLog:
             grad_norm=last.grad_norm,
             skipped_samples=skipped_samples,
             throughput_tflops=rates.tflops_per_device if self.log_throughput else None,
+            energy_joules=energy,
+            power_watts=power,
             num_zeros=last.num_zeros,
             params_norm=last.params_norm,
             skipped_iterations=interval.skipped,
@@ -247,14 +277,15 @@ class TrainingLog:
         )
         for writer in self.writers:
             writer.line(record)
-        if self._reports_memory:
-            self._reports_memory = False
-            rank, report = self.metrics.rank, memory_report(self.metrics.device)
-            print(f"[Rank {rank}] (after {last.iteration} iterations) {report}", flush=True)
         if reset:
             self._since_line.restart()
+            if self.energy is not None:
+                self.energy.restart()
             self._line_samples = self._iterations_since_line = 0
         return interval.non_finite
+
+    def _memory(self) -> MemoryReport:
+        return memory_report(self.metrics.device, device_used=self._device_memory_used)
 
     def _times(self, reset: bool) -> dict[str, list[float]]:
         """Returns the seconds of the timers of a step on every rank, since the last line. Every rank calls it."""

@@ -69,6 +69,16 @@ def test_throughput_without_a_known_peak_is_said(capsys: pytest.CaptureFixture[s
     assert "--log-throughput: the peak rate of this device is not known" in capsys.readouterr().out
 
 
+def test_what_a_cpu_cannot_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    log = log_of("--log-energy --log-device-memory-used --log-memory-interval 3")
+    assert log.energy is None and log._memory_interval == 3 and log._device_memory_used
+    said = capsys.readouterr().out
+    assert "--log-energy: the log shows no energy" in said
+    assert "--log-device-memory-used: the log shows the memory of the host only" in said
+    log_of("--log-energy --log-device-memory-used", logs=False)
+    assert capsys.readouterr().out == ""
+
+
 def test_weights_and_biases_gets_what_its_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 

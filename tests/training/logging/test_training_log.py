@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from megatron.core.timers import Timers
+from megatron.training.logging import training_log
 from megatron.training.logging.console_line import format_line
+from megatron.training.logging.energy import EnergyMeter
 from megatron.training.logging.jsonl import JsonlLog, read_metrics
+from megatron.training.logging.memory import MemoryReport
 from megatron.training.logging.metrics import StepMetrics
 from megatron.training.logging.records import LogWriter, ValidationRecord
+from megatron.training.logging.tensorboard import ScalarLog, TagChoices
 from megatron.training.logging.training_log import TrainingLog
 
 
@@ -114,6 +118,65 @@ def test_the_memory_of_a_rank_is_printed_once(tmp_path, capsys):
     take_steps(log, 11, 12)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("[Rank 0] (after 11 iterations) memory (MB) | host: ")
+
+
+def test_memory_is_reported_at_an_interval(tmp_path, capsys):
+    """--log-memory-interval does not depend on --log-interval."""
+    log = make_log(tmp_path / "metrics.jsonl", Lines(), log_interval=4, reports_memory=True, memory_interval=3)
+    log.start(1)
+    take_steps(log, 2, 7)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(")")[0] for line in lines] == [f"[Rank 0] (after {n} iterations" for n in (2, 3, 6)]
+
+
+def test_memory_of_the_whole_device_stands_where_it_was_read(tmp_path, monkeypatch, capsys):
+    """--log-device-memory-used: the report, the file and TensorBoard; read for log lines and reports only."""
+    asked = []
+
+    def report(device, *, device_used=False):
+        asked.append(device_used)
+        return MemoryReport(1 << 30, 1 << 30, 0, 0, 0, 0, 0, device_used=(5 << 30) if device_used else None)
+
+    monkeypatch.setattr(training_log, "memory_report", report)
+    scalars = []
+    board = ScalarLog(lambda *point: scalars.append(point), TagChoices())
+    log = make_log(tmp_path / "metrics.jsonl", board, log_interval=3, reports_memory=True, device_memory_used=True)
+    log.start(0)
+    take_steps(log, 1, 4)
+    log.close()
+    assert asked == [True, True, True]  # two lines, one report
+    assert "| device memory used: 5120" in capsys.readouterr().out
+    training = read_metrics(tmp_path / "metrics.jsonl").training
+    assert [line.get("device memory used (MB)") for line in training] == [5120.0, None, 5120.0, None]
+    assert [point[1:] for point in scalars if point[0] == "mem-device-used-bytes"] == [(5 << 30, 1), (5 << 30, 3)]
+
+
+def test_energy_of_a_step(tmp_path):
+    """--log-energy: of training steps alone, in the line, the file and TensorBoard."""
+    joules, time, writer, scalars = [0.0], [0.0], Lines(), []
+    board = ScalarLog(lambda *point: scalars.append(point), TagChoices())
+    log = make_log(
+        tmp_path / "metrics.jsonl", writer, log_interval=2, energy=EnergyMeter(torch.device("cpu"), lambda: joules[0])
+    )
+    log.writers += (board,)
+    log._since_line._now = log._since_flush._now = lambda: time[0]
+    log.start(0)
+    for iteration in range(1, 5):
+        joules[0] += 600.0 * iteration
+        time[0] += 2.0
+        take_steps(log, iteration, iteration)
+        with log.paused():  # an evaluation
+            joules[0] += 1e6
+    log.close()
+    assert [(record.energy_joules, record.power_watts) for record in writer.lines] == [
+        (600.0, 300.0),
+        (900.0, 450.0),  # the first line did not reset
+        (2100.0, 1050.0),
+    ]
+    assert " | energy per GPU (J/iter/GPU): 2100.0 | power per GPU (W/GPU): 1050.0 | " in format_line(writer.lines[-1])
+    training = read_metrics(tmp_path / "metrics.jsonl").training
+    assert [line.get("energy per GPU (J/iter/GPU)") for line in training] == [600.0, 900.0, None, 2100.0]
+    assert [point[1:] for point in scalars if point[0] == "power-per-gpu"] == [(300.0, 1), (450.0, 2), (1050.0, 4)]
 
 
 def test_an_interval_of_one_never_averages_two_iterations(tmp_path):
