@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,29 +38,31 @@ _TENSORS = (
 )
 
 
-_V3_TENSORS = _TENSORS | one_to_one({f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"})
+V3_TENSORS: decoder.Mapping = _TENSORS | one_to_one(
+    {f"{OURS}.mlp.router.expert_bias": f"{HUB}.mlp.gate.e_score_correction_bias"}
+)
 
 
-def _v3_tensors(values: rules.Values) -> TensorMapping:
-    """Returns the table. Layers of multi-token prediction are numbered after the decoder's, and their files repeat the
-    embedding and the output layer."""
-    table, embedding = dict(_V3_TENSORS), "embedding.word_embeddings.weight"
+def with_prediction_layers(tensors: decoder.Mapping, values: rules.Values) -> TensorMapping:
+    """Returns the table of a decoder with that of its layers of multi-token prediction. These are numbered after the
+    decoder's, and their files repeat the embedding and the output layer."""
+    table, embedding = dict(tensors), "embedding.word_embeddings.weight"
     head = "output_layer.weight" if values["untie_embeddings_and_output_weights"] else embedding
     for depth in range(values["mtp_num_layers"] or 0):
         hub = f"model.layers.{values['num_layers'] + depth}"
-        table |= _prediction_layer(f"mtp.layers.{depth}", hub)
+        table |= _prediction_layer(tensors, f"mtp.layers.{depth}", hub)
         for name, copy in ((embedding, "embed_tokens"), (head, "shared_head.head")):
             table[name] = (*table[name], HubTensorPattern(f"{hub}.{copy}.weight", is_copy=True))
     return table
 
 
-def _prediction_layer(ours: str, hub: str) -> decoder.Mapping:
+def _prediction_layer(tensors: decoder.Mapping, ours: str, hub: str) -> decoder.Mapping:
     """Returns the table of one layer of multi-token prediction: a layer of the decoder, and what is around it."""
     layer = {
         name.replace(OURS, f"{ours}.transformer_layer"): tuple(
             dataclasses.replace(pattern, name=pattern.name.replace(HUB, hub)) for pattern in patterns
         )
-        for name, patterns in _V3_TENSORS.items()
+        for name, patterns in tensors.items()
         if name.startswith(OURS)
     }
     around = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
@@ -74,7 +77,7 @@ class PredictionLayers:
 
     def fields(self, config: Json) -> dict[str, Any]:
         """Returns their number, if there are any."""
-        count = config[PREDICTION_LAYERS]
+        count = config.get(PREDICTION_LAYERS)
         return {"mtp_num_layers": count} if count else {}
 
     def keys(self, values: rules.Values) -> dict[str, Json]:
@@ -281,7 +284,7 @@ class NormedProbs:
         return {"norm_topk_prob": values["moe_router_topk"] > 1 if given is None else given}
 
 
-_RULES: tuple[rules.Rule, ...] = (
+RULES: tuple[rules.Rule, ...] = (
     *decoder.SIZES,
     *decoder.SWIGLU,
     LatentHeads(),
@@ -299,6 +302,20 @@ _RULES: tuple[rules.Rule, ...] = (
     rules.Fixed("moe_layer_freq", 1, write=False),
     rules.Unused(("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux")),
 )
+"""Rules of all DeepSeek families."""
+
+V3_RULES: tuple[rules.Rule, ...] = (
+    ExpertGroups(score_topk=2),
+    NormedProbs(),
+    rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+    rules.Fixed("scoring_func", "sigmoid", write=False),
+    rules.Fixed("topk_method", "noaux_tc", write=False),
+    PredictionLayers(),
+)
+"""Further rules of DeepSeek-V3 and V3.2."""
+
+V3_CONSTANTS = (r"model\.layers\.61\..*",)
+"""The layer of multi-token prediction, if config.json has none."""
 
 DEEPSEEK_FAMILIES = (
     Family(
@@ -306,7 +323,7 @@ DEEPSEEK_FAMILIES = (
         "deepseek_v2",
         _TENSORS,
         (
-            *_RULES,
+            *RULES,
             ExpertGroups(score_topk=1, by_method=True),
             rules.Implied({"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}),
             rules.Fixed("norm_topk_prob", False),
@@ -317,17 +334,8 @@ DEEPSEEK_FAMILIES = (
     Family(
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
-        _v3_tensors,
-        (
-            *_RULES,
-            ExpertGroups(score_topk=2),
-            NormedProbs(),
-            rules.Implied({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
-            rules.Fixed("scoring_func", "sigmoid", write=False),
-            rules.Fixed("topk_method", "noaux_tc", write=False),
-            rules.Fixed("rope_interleave", True),
-            PredictionLayers(),
-        ),
-        constants=(r"model\.layers\.61\..*",),  # that of multi-token prediction, if config.json has none
+        partial(with_prediction_layers, V3_TENSORS),
+        (*RULES, *V3_RULES, rules.Fixed("rope_interleave", True)),
+        constants=V3_CONSTANTS,
     ),
 )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron.core.exceptions import UserError
 from megatron.training.conversion.bert import BERT_FAMILIES
 from megatron.training.conversion.deepseek import DEEPSEEK_FAMILIES
+from megatron.training.conversion.deepseek_v32 import DEEPSEEK_V32_FAMILY
 from megatron.training.conversion.falcon import FALCON_FAMILY
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.gemma import GEMMA_FAMILIES
@@ -22,6 +23,7 @@ FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES,
     *GPT_OSS_FAMILIES,
     *DEEPSEEK_FAMILIES,
+    DEEPSEEK_V32_FAMILY,
     *GEMMA_FAMILIES,
     *OLMO_FAMILIES,
     GPT2_FAMILY,

@@ -71,6 +71,23 @@ _DEEPSEEK: dict[str, Json] = {
     "v_head_dim": 128,
     "attention_bias": False,
 }
+_DEEPSEEK_V3: dict[str, Json] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 _QWEN: dict[str, Json] = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -189,25 +206,19 @@ HUB_DEFAULTS: dict[str, dict[str, Json]] = {
     },
     "deepseek_v3": _EVERY_FAMILY
     | _DEEPSEEK
+    | _DEEPSEEK_V3
+    | {"max_position_embeddings": 4096, "rope_interleave": True, "num_mtp_layers": 1},
+    "deepseek_v32": _EVERY_FAMILY
+    | _DEEPSEEK
+    | _DEEPSEEK_V3
     | {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "max_position_embeddings": 4096,
-        "first_k_dense_replace": 3,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "rope_interleave": True,
-        "num_mtp_layers": 1,
+        "max_position_embeddings": 163840,
+        "mlp_layer_types": None,
+        "layer_types": None,
+        "mlp_bias": False,
+        "index_topk": 2048,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
     },
     "gemma2": _GEMMA
     | {
@@ -409,6 +420,11 @@ ALIASES = {
     "gpt_oss": {"num_experts": "num_local_experts"},
     "deepseek_v2": {"num_experts": "n_routed_experts"},
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_nextn_predict_layers": "num_mtp_layers"},
+    "deepseek_v32": {
+        "num_experts": "n_routed_experts",
+        "num_local_experts": "n_routed_experts",
+        "num_nextn_predict_layers": "num_mtp_layers",
+    },
     "qwen3_next": {"num_local_experts": "num_experts"},
     "nemotron_h": {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"},
     "gpt2": {
@@ -430,6 +446,7 @@ _TYPES: dict[str, type] = {
     "time_step_limit": list,
     "moe_latent_size": int,
     "mlp_only_layers": list,
+    "mlp_layer_types": list,
     "q_lora_rank": int,
     "n_group": int,
     "topk_group": int,

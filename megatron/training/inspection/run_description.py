@@ -63,8 +63,6 @@ ARCHITECTURE = (
     "dsa_indexer_n_heads",
     "dsa_indexer_head_dim",
     "dsa_indexer_topk",
-    "dsa_indexer_loss_coeff",
-    "dsa_indexer_use_sparse_loss",
     "dsa_indexer_k_norm_epsilon",
     "dsa_indexer_rope_interleaved",
     "dsa_indexer_scoring_relu",
@@ -279,6 +277,8 @@ COMPARED = (
     "reset_attention_mask",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_use_sparse_loss",
 )
 """Fields that a resumed run may change. It then computes other numbers than the run before would have computed."""
 

@@ -94,6 +94,21 @@ FAMILY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _YARN | {"mscale": 0.5},
         },
     ),
+    "deepseek v3.2": (
+        "DeepseekV32",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "index_n_heads": 26,  # so many that no two scores are 0: their choice among equal scores has no rule
+            "index_head_dim": 14,
+            "index_topk": 5,
+            "rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 20.0},
+        },
+    ),
     "gemma 2": (
         "Gemma2",
         {

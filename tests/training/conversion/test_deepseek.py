@@ -112,18 +112,20 @@ def test_deepseek_v2_says_how_many_experts_and_which_method() -> None:
         V2.fields_of(OF_V2 | {"topk_method": "best"})
 
 
-NAME = "deepseek v3"
 LAYERS, WIDTH = 2, 64
+NAMES = ("deepseek v3", "deepseek v3.2")
+BY_NUMBER = {"mlp_layer_types": None}
+"""The number of dense layers says which layers have experts, in all models."""
 
 
 def quiet(sentence: str) -> None:
     pass
 
 
-def save_with_prediction(folder: Path) -> dict[str, Tensor]:
-    """Saves a DeepSeek-V3 of two layers whose files have a third one, of multi-token prediction, as those of the hub
-    have it; returns the tensors of the file."""
-    save_model(make_model(NAME, num_hidden_layers=LAYERS + 1), folder)
+def save_with_prediction(folder: Path, name: str = NAMES[0]) -> dict[str, Tensor]:
+    """Saves a DeepSeek-V3 or V3.2 of two layers whose files have a third one, of multi-token prediction, as those of
+    the hub have it; returns the tensors of the file."""
+    save_model(make_model(name, num_hidden_layers=LAYERS + 1, **BY_NUMBER), folder)
     tensors, ahead = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}"
     draw = torch.Generator().manual_seed(7)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
@@ -135,19 +137,20 @@ def save_with_prediction(folder: Path) -> dict[str, Tensor]:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     keys = json.loads((folder / "config.json").read_text())
     keys |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
-    keys.pop("num_mtp_layers", None)
+    for of_all_layers in ("num_mtp_layers", "mlp_layer_types", "layer_types"):
+        keys.pop(of_all_layers, None)
     (folder / "config.json").write_text(json.dumps(keys))
     return tensors
 
 
 @torch.no_grad()
-def losses_two_ahead(tensors: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def losses_two_ahead(name: str, tensors: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Returns the cross entropy [b, s - 2] of the tokens two ahead, by layers of transformers (arXiv:2412.19437,
     section 2.2): a decoder of two layers, and a second one whose only layer is that of multi-token prediction."""
     ahead = f"model.layers.{LAYERS}"
-    decoder = make_model(NAME, num_hidden_layers=LAYERS)
+    decoder = make_model(name, num_hidden_layers=LAYERS, **BY_NUMBER)
     decoder.load_state_dict(_stacked(tensors, decoder, {}))
-    predictor = make_model(NAME, num_hidden_layers=1, first_k_dense_replace=0)
+    predictor = make_model(name, num_hidden_layers=1, first_k_dense_replace=0, **BY_NUMBER)
     predictor.load_state_dict(
         _stacked(tensors, predictor, {"model.layers.0": ahead, "model.norm": f"{ahead}.shared_head.norm"})
     )
@@ -183,10 +186,11 @@ def _stacked(tensors: dict[str, Tensor], model: Any, names: dict[str, str]) -> d
     return state
 
 
-def test_multi_token_prediction_both_ways(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_multi_token_prediction_both_ways(name: str, tmp_path: Path) -> None:
     """The layer behind the last one is that of multi-token prediction: its loss is that of transformers' layers, and an
     export writes the same tensors, with the copies of embedding and output layer."""
-    tensors, tokens = save_with_prediction(tmp_path / "theirs"), some_tokens()
+    tensors, tokens = save_with_prediction(tmp_path / "theirs", name), some_tokens()
     import_model(tmp_path / "theirs", tmp_path / "ours", build_model, verify=True, log=quiet)
     ours = load_trained_model(build_model, tmp_path / "ours", changes=["--fp64"], log=quiet).model
     ours.train()
@@ -194,7 +198,7 @@ def test_multi_token_prediction_both_ways(tmp_path: Path) -> None:
     mask[:, -1] = 0.0
     ours(tokens, labels=labels, loss_mask=mask, micro_batch=MicroBatch(auxiliary_scale=torch.tensor(1.0)))
     (report,) = [metric for metric in take_layer_metrics([ours]) if metric.name == "mtp_1 loss"]
-    expected = losses_two_ahead(tensors, tokens)
+    expected = losses_two_ahead(name, tensors, tokens)
     assert report.count == expected.numel()
     torch.testing.assert_close(report.total, expected.sum(), rtol=1e-10, atol=0)
     export_model(tmp_path / "ours", tmp_path / "back", build_model, log=quiet)
@@ -215,7 +219,7 @@ def test_copies_of_the_embedding_that_differ_are_refused(tmp_path: Path) -> None
 def test_files_without_the_layers_of_prediction_are_imported_without_them(tmp_path: Path) -> None:
     """transformers drops these layers when it saves a model, but not the key."""
     said: list[str] = []
-    theirs = save_model(make_model(NAME), tmp_path / "theirs")
+    theirs = save_model(make_model(NAMES[0]), tmp_path / "theirs")
     assert 'predict_layers": 1' in (theirs / "config.json").read_text()
     done = import_model(theirs, tmp_path / "ours", build_model, log=said.append)
     assert "--mtp-num-layers" not in done.flags

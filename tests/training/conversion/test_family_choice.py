@@ -380,6 +380,12 @@ def refused_by_name(flag: str, flags: str, architecture: str | None = None) -> N
         (DEEPSEEK, "DeepseekV3ForCausalLM"),
         (f"{DEEPSEEK} --moe-router-norm-topk-prob --moe-layer-freq [0,1]", "DeepseekV3ForCausalLM"),
         (f"{DEEPSEEK} --mtp-num-layers 2", "DeepseekV3ForCausalLM"),
+        (f"{DEEPSEEK} {SPARSE} --dsa-indexer-k-norm-epsilon 1e-6", "DeepseekV32ForCausalLM"),
+        (
+            f"{DEEPSEEK} {SPARSE} --dsa-indexer-k-norm-epsilon 1e-6 --dsa-indexer-loss-coeff 0.1 "
+            "--dsa-indexer-use-sparse-loss --moe-layer-freq [1,0] --mtp-num-layers 1",
+            "DeepseekV32ForCausalLM",
+        ),
         (f"{NEMOTRON} --is-hybrid-model", "Mamba2ForCausalLM"),
         (f"{NEMOTRON} --hybrid-attention-ratio 0.5", "NemotronHForCausalLM"),
         (f"{NEMOTRON} --hybrid-layer-pattern M|-", "NemotronHForCausalLM"),
@@ -418,6 +424,11 @@ def test_sinkhorn_and_capacity_are_refused_for_every_architecture() -> None:
             "--window-size is not set for NemotronHForCausalLM and",
         ),
         (f"{LLAMA} {DELTA}", r"with delta nets \(--experimental-attention-variant, .*\) and without experts"),
+        (f"{DEEPSEEK} {SPARSE}", "--dsa-indexer-k-norm-epsilon is 1e-06 for DeepseekV32ForCausalLM and not set in"),
+        (
+            f"{DEEPSEEK} {SPARSE.replace('--q-lora-rank 12', '')}",
+            "DeepseekV32ForCausalLM is the nearest.*q_lora_rank is None",
+        ),
         (f"{LLAMA} --window-size 3,1", "--window-size is not set for .* and 3 1 in the checkpoint"),
         (
             f"{MIXTRAL} --qk-layernorm --moe-layer-freq 2 --window-size 3,0",
