@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 
 _MADV_COLLAPSE = 25
-"""Of Linux 6.1 and newer (madvise(2)). Older systems refuse it."""
-
+"""The advice that asks for huge pages, of Linux 6.1 and newer (madvise(2)). Older systems refuse it."""
 _HUGE = 2 << 20
 
 
