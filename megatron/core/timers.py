@@ -105,16 +105,19 @@ class _Silent(Timer):
 @contextlib.contextmanager
 def timed(timers: Callable[..., Any] | None, name: str, log_level: int, barrier: bool = False) -> Iterator[None]:
     """Runs the timer `timers(name, log_level=log_level)` inside the context, which may end with an exception. `timers`
-    is a `Timers` object or a script's own function; None: nothing is timed."""
+    is a `Timers` object, which may also mark the context's part of a profile, or a script's own function; None: nothing
+    is timed."""
     if timers is None:
         yield
         return
     timer = timers(name, log_level=log_level)
-    timer.start(barrier=barrier)
-    try:
-        yield
-    finally:
-        timer.stop()
+    mark = timers.mark if isinstance(timers, Timers) else None
+    with contextlib.nullcontext() if mark is None else mark(name):
+        timer.start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timer.stop()
 
 
 class Timers:
@@ -133,6 +136,8 @@ class Timers:
             raise UserError(f"--timing-log-option {log_option!r}: max, minmax or all")
         self.log_level = log_level
         self._log_option = log_option
+        self.mark: Callable[[str], contextlib.AbstractContextManager[object]] | None = None
+        """Returns a context that marks a part of a step by its name in a profile, at every level; None: no marks."""
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
         self._silent = _Silent("above the log level")

@@ -1,7 +1,9 @@
 """Timers: levels, sums, reports over ranks."""
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 
 import pytest
 from support.processes import run_on_ranks
@@ -117,3 +119,21 @@ def test_a_part_is_timed_also_if_it_fails() -> None:
     with timed(None, "part", 1), timed(timers, "detail", 2):
         pass
     assert timers("detail").elapsed() == 0.0
+
+
+def test_marks_of_a_profile_are_made_at_every_level() -> None:
+    marked: list[str] = []
+
+    @contextlib.contextmanager
+    def mark(name: str) -> Iterator[None]:
+        marked.append(f"begin {name}")
+        try:
+            yield
+        finally:
+            marked.append(f"end {name}")
+
+    timers = Timers(0, "max")
+    timers.mark = mark
+    with timed(timers, "forward-backward", 1), pytest.raises(ValueError), timed(timers, "forward-compute", 2):
+        raise ValueError
+    assert marked == ["begin forward-backward", "begin forward-compute", "end forward-compute", "end forward-backward"]

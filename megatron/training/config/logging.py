@@ -122,6 +122,10 @@ class LoggingConfig:
     use_pytorch_profiler: bool = flag(False, only_with="profile")
     """With --profile: use PyTorch's profiler and write into --tensorboard-dir."""
 
+    nvtx_ranges: bool = flag(False, only_with="profile")
+    """With --profile: mark the parts of a step (forward, backward, communication of gradients, optimizer, data) as NVTX
+    ranges for Nsight Systems, with the names of the timers of --timing-log-level 2."""
+
     profile_step_start: int = flag(10, only_with="profile")
     """With --profile: first step that is profiled."""
 

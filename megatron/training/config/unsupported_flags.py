@@ -194,7 +194,7 @@ _NOT_YET = {
     "the heads of multi-token prediction are separate layers, trained with the model": """
         mtp-detach-heads mtp-hsm mtp-use-repeated-layer""",
     "logits have the number format of the model": "output-logit-dtype",
-    "profiles are those of --profile": "nvtx-ranges pytorch-profiler-collect-chakra",
+    "profiles are those of --profile": "pytorch-profiler-collect-chakra",
     "the hardware is not tested during a run": "gpu-sniff-test-interval",
 }
 """What is so today, and the flags that would change it."""

@@ -1,6 +1,6 @@
 """--profile: records a few steps on chosen ranks with Nsight Systems or with PyTorch's profiler."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,19 @@ def make_profiler(
     return TorchProfiler(
         start, end, directory, rank, record_shapes=record_shapes, with_stack=with_stack, all_threads=all_threads
     )
+
+
+def nvtx_marks(*, wanted: bool, use_pytorch_profiler: bool, notes: bool) -> Callable[[str], Any] | None:
+    """Returns the function that makes the ranges of --nvtx-ranges for `Timers.mark`. Returns None if they are not
+    `wanted`, and, with a printed line on the rank that `notes`, where nothing would record them."""
+    if not wanted:
+        return None
+    if not use_pytorch_profiler and torch.cuda.is_available():
+        return torch.cuda.nvtx.range
+    if notes:
+        reason = "PyTorch's profiler does not record them" if use_pytorch_profiler else "they need CUDA"
+        print(f"--nvtx-ranges: no ranges are made, since {reason}", flush=True)
+    return None
 
 
 def _check_steps(start: int, end: int) -> None:

@@ -43,7 +43,7 @@ from megatron.training.hooks.group_timeout import GroupTimeout
 from megatron.training.hooks.hook import Hook, Hooks
 from megatron.training.hooks.memory_history import make_memory_history
 from megatron.training.hooks.mix_report import Mix, MixReport
-from megatron.training.hooks.profiler import make_profiler
+from megatron.training.hooks.profiler import make_profiler, nvtx_marks
 from megatron.training.hooks.progress_file import ProgressFile
 from megatron.training.hooks.replicas import ReplicaCheck
 from megatron.training.hooks.reports import RerunReport, StragglerReport
@@ -134,7 +134,13 @@ def start_run(config: PretrainConfig, environment: Environment) -> tuple[Context
     tokenizer = build_tokenizer(config.tokenizer)
     padded = vocabulary_rows(config, tokenizer)
     config, notes = resolve_auto_layout(config, padded)
-    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option)
+    flags = config.logging
+    timers = Timers(flags.timing_log_level, flags.timing_log_option)
+    timers.mark = nvtx_marks(
+        wanted=flags.profile and flags.nvtx_ranges and environment.rank in flags.profile_ranks,
+        use_pytorch_profiler=flags.use_pytorch_profiler,
+        notes=environment.rank in flags.profile_ranks[:1],
+    )
     context = Context(config, environment, tokenizer, TrainState(), timers)
     if environment.is_first:
         settings = config_lines(config) if config.training.print_config else ()

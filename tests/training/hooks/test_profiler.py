@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.exceptions import UserError
-from megatron.training.hooks.profiler import NsightProfiler, TorchProfiler, make_profiler
+from megatron.training.hooks.profiler import NsightProfiler, TorchProfiler, make_profiler, nvtx_marks
 
 
 def run_profiled(hook, first, last):
@@ -81,3 +81,18 @@ def test_nsight_without_cuda_names_the_way(capsys):
         NsightProfiler(10, 12)
     assert make_profiler(rank=0, ranks=[0], start=1, end=2, use_pytorch_profiler=False, directory=None) is None
     assert "--profile: nothing is recorded" in capsys.readouterr().out
+
+
+def test_nvtx_ranges_where_nsight_records_them(monkeypatch, capsys):
+    """--nvtx-ranges needs CUDA and Nsight Systems, and says so once."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert nvtx_marks(wanted=True, use_pytorch_profiler=False, notes=True) is torch.cuda.nvtx.range
+    assert nvtx_marks(wanted=False, use_pytorch_profiler=False, notes=True) is None
+    assert capsys.readouterr().out == ""
+    assert nvtx_marks(wanted=True, use_pytorch_profiler=True, notes=True) is None
+    assert "--nvtx-ranges: no ranges are made, since PyTorch's profiler" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert nvtx_marks(wanted=True, use_pytorch_profiler=False, notes=True) is None
+    assert capsys.readouterr().out == "--nvtx-ranges: no ranges are made, since they need CUDA\n"
+    assert nvtx_marks(wanted=True, use_pytorch_profiler=False, notes=False) is None
+    assert capsys.readouterr().out == ""
