@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.exceptions import UserError
+from megatron.core.utils.activity import activity
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,10 +64,12 @@ def start_torch_distributed(
         if on_store is not None and size > 1:
             on_store(dist.PrefixStore("before groups", store), rank, size)
         here = {"store": dist.PrefixStore("world", store), "rank": rank, "world_size": size}
-    dist.init_process_group(
-        f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
-        timeout=timeout,
-        device_id=device if on_gpu and backend == "nccl" else None,
-        **here,
-    )
+    everyone = tuple(range(here["world_size"]))
+    with activity.waiting(activity.begin("init_process_group", "init_process_group", lambda: everyone)):
+        dist.init_process_group(
+            f"cpu:gloo,cuda:{backend}" if on_gpu else "gloo",
+            timeout=timeout,
+            device_id=device if on_gpu and backend == "nccl" else None,
+            **here,
+        )
     return True

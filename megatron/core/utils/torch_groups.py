@@ -1,8 +1,9 @@
 """Functions that make torch process groups, among them Megatron-LM's for scripts that build their own groups."""
 
+import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +12,20 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.rank_grid import Axes, hierarchical_groups
+from megatron.core.utils.activity import activity
 from megatron.core.utils.torch_private import local_group_named, set_group_timeout
+
+
+@contextlib.contextmanager
+def _noted_wait(ranks: Iterable[int] | None) -> Iterator[None]:
+    """Notes that this thread waits for the other members of a new group (None: all ranks), if it is one of them.
+    gloo connects all members as it makes a group, and NCCL too in a world that is bound to a device."""
+    members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
+    if dist.get_rank() not in members:
+        yield
+        return
+    with activity.waiting(activity.begin("new_group", f"new_group {' '.join(map(str, members))}", lambda: members)):
+        yield
 
 
 def create_group(
@@ -24,14 +38,15 @@ def create_group(
 ) -> ProcessGroup:
     """Makes a group by torch.distributed.new_group. Every rank of the world must call this; with
     `use_local_synchronization` only the members."""
-    return dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=pg_options,
-        use_local_synchronization=use_local_synchronization,
-        group_desc=group_desc,
-    )
+    with _noted_wait(ranks):
+        return dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=pg_options,
+            use_local_synchronization=use_local_synchronization,
+            group_desc=group_desc,
+        )
 
 
 _times_made: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
@@ -55,7 +70,7 @@ def create_group_among_members(ranks: Sequence[int], timeout: timedelta | None =
     # torch splits a new group off a world that is bound to a device, and all ranks of the world would have to join.
     world.bound_device_id = None
     try:
-        with local_group_named(name):
+        with local_group_named(name), _noted_wait(ranks):
             return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         world.bound_device_id = device

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.collectives import Pending, start_all_reduce
+from megatron.core.utils.torch_groups import create_group
 from megatron.training.launch.signals import SignalWatch
 
 
@@ -179,4 +180,4 @@ def agreement_group(timeout: timedelta | None = None) -> dist.ProcessGroup | Non
     torch's default holds, which is half an hour."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=timeout)
+    return create_group(backend="gloo", timeout=timeout)

@@ -1,10 +1,13 @@
 """The world that torchrun's environment describes."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron.core.exceptions import UserError
 from megatron.core.utils import rendezvous
+from megatron.core.utils.activity import activity
 
 
 def test_a_world_needs_all_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +32,11 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UserError, match="LOCAL_RANK 3 has no GPU"):
         rendezvous.local_device()
+
+
+def test_ranks_wait_for_each_other_while_they_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **more: seen.extend(activity.waits.values()))
+    assert rendezvous.start_torch_distributed(torch.device("cpu"), alone=True)
+    assert [(call.operation, call.channel.ranks) for call in seen] == [("init_process_group", (0,))]
+    assert not activity.waits

@@ -134,17 +134,18 @@ def check(folder: Path, corpus: str, kind: str, phase: str, rank: int, layout: s
     others = [number for number in range(RANKS) if number != rank]
     assert not any(f"rank {number} of {RANKS} failed" in everything for number in others)
     assert "Traceback" not in "".join(outputs[number] for number in others), everything
-    if phase in ("training", "saving", "evaluation") and kind not in ("raise", "exit"):
+    late = phase in ("training", "saving", "evaluation")
+    if (late and kind not in ("raise", "exit")) or (kind == "sleep" and phase != "exit"):
         assert f"missed by rank {rank}" in everything or "missed by ranks" in everything, everything
 
 
 @pytest.mark.parametrize(
     ("kind", "phase", "rank", "layout"),
     [
-        ("raise", "start", 2, "tp"),
+        ("sleep", "start", 2, "tp"),
         ("stop", "building datasets", 1, "dp"),
         ("kill", "training", 3, "pp"),
-        ("sleep", "evaluation", 1, "tp"),
+        ("raise", "evaluation", 1, "tp"),
         ("stop", "saving", 0, "dp"),
         ("leave", "exit", 2, "dp"),
     ],
