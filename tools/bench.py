@@ -63,7 +63,7 @@ _KINDS = {
     "loss": r"_statistics|_gradient_kernel",
     "update and gradient norm": r"_adam|LpNorm|FusedAdam",
     "fp8 casts and scales": r"_cast_kernel|_cast_both|_largest|_blocks_kernel",
-    "dispatch of experts": r"_rows_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
+    "dispatch of experts": r"_rows_kernel|_spread_kernel|_tokens_kernel|_count_kernel|_place_kernel|scatter|[sS]ort",
     "sums, biases, residuals": r"CUDAFunctor_add|_add_kernel|_sum_rows",
 }
 """Kinds of kernels, by their names; the first that fits counts."""

@@ -20,12 +20,24 @@ from megatron.core.ops.dropout.keep_bits_triton import WORD, SeenKeys, keep_bits
 _LARGEST_BITS = 1 << 29
 """Bytes of dropout bits that forward keeps for backward. A call with more computes some heads at a time, and backward
 draws the bits again."""
-_FORWARD_TILES = {64: TileSize(64, 64, 4, 3), 128: TileSize(64, 64, 4, 3), 256: TileSize(64, 64, 8, 2)}
-_BACKWARD_TILES = {64: TileSize(64, 64, 4, 2), 128: TileSize(64, 128, 8, 2), 256: TileSize(32, 64, 8, 2)}
-"""The fastest tiles on an H200 for heads of at most so many channels."""
-_FORWARD_TILES_WITH_DROPOUT: dict[int, TileSize] = {}
-_BACKWARD_TILES_WITH_DROPOUT: dict[int, TileSize] = {}
-"""Those that take the place of the others with dropout, where the fastest ones differ."""
+_FORWARD_TILES = {
+    64: TileSize(64, 128, 4, 2, bulk_loads=True),
+    128: TileSize(64, 64, 4, 3, bulk_loads=True),
+    256: TileSize(64, 64, 8, 2),
+}
+_BACKWARD_TILES = {
+    64: TileSize(64, 64, 4, 3, bulk_loads=True, folds=True, heads_first=True),
+    128: TileSize(64, 128, 8, 2, folds=True, heads_first=True),
+    256: TileSize(32, 64, 8, 2),
+}
+"""The fastest tiles on an H200 for heads of at most so many channels; those of 128 channels for packed documents, because
+cuDNN computes most other calls."""
+_FORWARD_TILES_WITH_DROPOUT = {64: TileSize(64, 64, 4, 2, bulk_loads=True), 128: TileSize(64, 64, 4, 3)}
+_BACKWARD_TILES_WITH_DROPOUT = {
+    64: TileSize(64, 64, 4, 3, bulk_loads=True, by_query=True, heads_first=True),
+    128: TileSize(64, 128, 8, 3),
+}
+"""Those that take the place of the others with dropout."""
 
 
 def flash_attention_triton(

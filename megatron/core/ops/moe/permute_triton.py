@@ -13,9 +13,6 @@ from megatron.core.ops.moe.permute import Copies, Moves, permute, unpermute
 
 _TILE = 2048
 """Elements that one program moves."""
-BY_TOKEN = False
-"""Whether copies are made token by token, so that each token is read once. Otherwise they are made in the order of
-rows, where copies of a token are far apart, and a token is read for each copy if the cache is smaller than all."""
 _CHOICES = 256
 """Choices whose rows one program finds."""
 
@@ -69,7 +66,8 @@ def rows_of_tokens_triton(tokens: Tensor, copies: Copies, notes_largest: bool = 
     """Computes `permute.rows_of_tokens`. `notes_largest`: the largest value of each row is noted for fp8."""
     tokens, count, width = tokens.contiguous(), copies.source.shape[0], tokens.shape[1]
     rows = tokens.new_empty(count, width)
-    if count and BY_TOKEN and copies.places.shape[1] > 1:
+    if count and copies.places.shape[1] > 1 and not notes_largest:
+        # Token by token, so that each is read once: copies of a token are far apart in the order of rows.
         places = copies.places.contiguous()
         grid, tile = _tiles(places.shape[0], width)
         _spread_kernel[grid](rows, tokens, places, places.shape[0], width, K=places.shape[1], **tile)
