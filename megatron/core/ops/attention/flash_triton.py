@@ -30,8 +30,8 @@ _BACKWARD_TILES = {
     128: TileSize(64, 128, 8, 2, folds=True, heads_first=True),
     256: TileSize(32, 64, 8, 2),
 }
-"""The fastest tiles on an H200 for heads of at most so many channels; those of 128 channels for packed documents, because
-cuDNN computes most other calls."""
+"""The fastest tiles on an H200 for heads of at most so many channels. Those of 128 channels are for packed documents,
+because cuDNN computes most other calls."""
 _FORWARD_TILES_WITH_DROPOUT = {64: TileSize(64, 64, 4, 2, bulk_loads=True), 128: TileSize(64, 64, 4, 3)}
 _BACKWARD_TILES_WITH_DROPOUT = {
     64: TileSize(64, 64, 4, 3, bulk_loads=True, by_query=True, heads_first=True),
