@@ -1,7 +1,8 @@
 """Activations and optimizer state in host memory on a GPU: every bit stays, memory leaves the device, nothing waits."""
 
-from typing import Any
+from typing import gc
 
+import Any
 import pytest
 import torch
 from torch import Tensor
@@ -82,8 +83,10 @@ def test_activations(model: dict[str, Any], offloaded: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_optimizer_state(settings: dict[str, Any], fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, _ = trained({}, **settings)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     monkeypatch.setattr(host_state, "PIECE", 1 << 16)
     found, _ = trained({}, **settings, optimizer_cpu_offload=True, optimizer_offload_fraction=fraction)
     assert all(map(torch.equal, plain, found)) and len(plain) == len(found)
+    gc.collect()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
