@@ -56,13 +56,14 @@ def test_processes_are_kept_between_calls(small: Pool) -> None:
     assert [process for _, process in first] == [process for _, process in again]
 
 
-def test_a_failure_names_rank_and_cause_and_the_next_call_has_a_new_world(small: Pool) -> None:
-    before = small.run(sum_of_ranks, 2, 0.5)
-    with pytest.raises(AssertionError, match=r"rank 1: Traceback(.|\n)*message of rank 1"):
-        small.run(fail_on_one, 3)
-    starts = small.starts
-    after = small.run(sum_of_ranks, 2, 0.5)
-    assert [total for total, _ in after] == [2.0, 2.0] and small.starts == starts + 1
+def test_a_failure_names_rank_and_cause_and_the_next_call_has_a_new_world() -> None:
+    with Pool(3, patience=0.3) as pool:
+        before = pool.run(sum_of_ranks, 2, 0.5)
+        with pytest.raises(AssertionError, match=r"rank 1: Traceback(.|\n)*message of rank 1"):
+            pool.run(fail_on_one, 3)
+        starts = pool.starts
+        after = pool.run(sum_of_ranks, 2, 0.5)
+        assert [total for total, _ in after] == [2.0, 2.0] and pool.starts == starts + 1
     assert not {process for _, process in before} & {process for _, process in after}
 
 
@@ -79,7 +80,7 @@ def test_a_rank_that_ends_is_named_with_its_exit_code(small: Pool) -> None:
 
 
 def test_a_hang_is_reported_with_its_stack() -> None:
-    with Pool(2, seconds=1.0) as pool, pytest.raises(AssertionError, match=r"rank 0: no answer(.|\n)*hang_on_one"):
+    with Pool(2, seconds=0.3) as pool, pytest.raises(AssertionError, match=r"rank 0: no answer(.|\n)*hang_on_one"):
         pool.run(hang_on_one, 2)
 
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.launch import launch
+from support.launch import Program, launch
 from support.runs import GPT
 
 from megatron.core.collectives import PlannedGroup, all_reduce
@@ -34,7 +34,7 @@ from megatron.training.providers import Context, ForwardStep, Providers
 RANKS = 4
 
 
-def fault(kind: str) -> None:
+def fail(kind: str) -> None:
     """What goes wrong on one rank."""
     if kind == "raise":
         raise ValueError("a fault")
@@ -65,7 +65,7 @@ def pretrain_with_fault(kind: str, phase: str, rank: int) -> None:
 
     def fails_in(here: str) -> None:
         if here == phase and int(os.environ["RANK"]) == rank:
-            fault(kind)
+            fail(kind)
 
     def build_model(*args: Any) -> Any:
         fails_in("start")
@@ -119,10 +119,19 @@ TOLD = {
 }
 
 
-def check(folder: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
+Fault = tuple[str, str, int, str]
+"""Kind, phase, rank, and the name of the layout."""
+
+
+def start(folder: Path, corpus: str, fault: Fault) -> Program:
+    kind, phase, rank, layout = fault
     flags = f"--data-path {corpus} --train-iters 2 --eval-interval 2 --save {folder / 'c'} --save-interval 2"
     flags += f" {LAYOUTS[layout]} --hang-timeout-seconds {5 if kind == 'sleep' else 300}"
-    program = launch(flags, RANKS, folder, partial(pretrain_with_fault, kind, phase, rank))
+    return launch(flags, RANKS, folder, partial(pretrain_with_fault, kind, phase, rank))
+
+
+def check(program: Program, fault: Fault) -> None:
+    kind, phase, rank, _ = fault
     codes = program.exit_codes()
     outputs = [program.output(number) for number in range(RANKS)]
     everything = "\n".join(outputs)
@@ -139,19 +148,29 @@ def check(folder: Path, corpus: str, kind: str, phase: str, rank: int, layout: s
         assert f"missed by rank {rank}" in everything or "missed by ranks" in everything, everything
 
 
-@pytest.mark.parametrize(
-    ("kind", "phase", "rank", "layout"),
-    [
-        ("sleep", "start", 2, "tp"),
-        ("stop", "building datasets", 1, "dp"),
-        ("kill", "training", 3, "pp"),
-        ("raise", "evaluation", 1, "tp"),
-        ("stop", "saving", 0, "dp"),
-        ("leave", "exit", 2, "dp"),
-    ],
-)
-def test_one_fault_of_each_phase(tmp_path: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
-    check(tmp_path, corpus, kind, phase, rank, layout)
+ONE_OF_EACH_PHASE: list[Fault] = [
+    ("sleep", "start", 2, "tp"),
+    ("kill", "training", 3, "pp"),
+    ("leave", "exit", 2, "dp"),
+    ("stop", "building datasets", 1, "dp"),
+    ("stop", "saving", 0, "dp"),
+    ("raise", "evaluation", 1, "tp"),
+]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Iterator[dict[Fault, Program]]:
+    """Programs whose ranks wait for seconds. They wait at the same time as each other and the rest."""
+    slow = [fault for fault in ONE_OF_EACH_PHASE if fault[0] in ("sleep", "stop")]
+    programs = {fault: start(tmp_path_factory.mktemp("fault"), corpus, fault) for fault in slow}
+    yield programs
+    for program in programs.values():
+        program.exit_codes(seconds=0.0)
+
+
+@pytest.mark.parametrize("fault", ONE_OF_EACH_PHASE, ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_one_fault_of_each_phase(tmp_path: Path, corpus: str, programs: dict[Fault, Program], fault: Fault) -> None:
+    check(programs.get(fault) or start(tmp_path, corpus, fault), fault)
 
 
 @pytest.mark.slow
@@ -160,7 +179,8 @@ def test_one_fault_of_each_phase(tmp_path: Path, corpus: str, kind: str, phase: 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", [*TOLD])
 def test_every_fault(tmp_path: Path, corpus: str, kind: str, phase: str, rank: int, layout: str) -> None:
-    check(tmp_path, corpus, kind, phase, rank, layout)
+    fault = (kind, phase, rank, layout)
+    check(start(tmp_path, corpus, fault), fault)
 
 
 def raised(function: Callable[[], object]) -> BaseException:
@@ -180,7 +200,7 @@ def test_kinds_of_failures() -> None:
     assert kind_of(UserError("--load")) == USER_ERROR
     assert kind_of(SystemExit(143)) == SIGNAL
     assert [kind_of(SystemExit(code)) for code in (0, 1, None)] == [ERROR] * 3
-    assert kind_of(raised(lambda: fault("raise"))) == ERROR
+    assert kind_of(raised(lambda: fail("raise"))) == ERROR
     assert kind_of(raised(lambda: dist.TCPStore("127.0.0.1", 1, timeout=timedelta(milliseconds=1)))) == COMMUNICATION
     assert kind_of(raised(chained)) == COMMUNICATION  # also an error that follows from one
     assert kind_of(raised(lambda: torch.ones(2) @ torch.ones(3))) == ERROR
