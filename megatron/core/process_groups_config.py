@@ -93,6 +93,7 @@ class ProcessGroupCollection:
             _rank=rank,
             _timeout=timeout,
             _made={},
+            _own={},  # ranks of this rank's groups that were asked for
             _hierarchical_sizes=hierarchical_context_sizes,
             _pipeline_choice={
                 "embd": embedding_ranks,
@@ -148,7 +149,15 @@ class ProcessGroupCollection:
             assert of in (None, self.global_rank), of
             group = getattr(self, name)
             return (0,) if group is None else group_ranks(group)
-        rank = self._rank if of is None else of
+        if of is not None and of != self._rank:
+            return self._ranks_of(name, of)
+        if name not in self._own:
+            self._own[name] = self._ranks_of(name, self._rank)
+        own: tuple[int, ...] = self._own[name]
+        return own
+
+    def _ranks_of(self, name: str, rank: int) -> tuple[int, ...]:
+        assert self.grid is not None
         if name in _OF_PIPELINE:
             return tuple(self._pipeline_choice[name](self.grid.named_group("pp", rank)))
         return self.grid.named_group(name, rank)

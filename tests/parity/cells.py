@@ -44,8 +44,9 @@ class Cell:
     rows stay short, because in longer ones no document would cross the ranges of context parallel ranks."""
 
     layers: int = 0
-    """Layers of each stack. 0 means `FEW_LAYERS` for a model whose layers are all alike without pipeline and data
-    parallelism, where a third layer would repeat what the second one shows; else `LAYERS`."""
+    """Layers of each stack. 0 means `FEW_LAYERS` for a model whose layers are all alike without pipeline parallelism,
+    where a third layer would repeat what the second one shows; else `LAYERS`. More than two data parallel ranks have
+    `LAYERS` too, so that buckets and gathered units follow one another."""
 
     def __post_init__(self) -> None:
         rows, ranks = self.rows or self.model.rows, self.layout.data.ranks
@@ -54,7 +55,7 @@ class Cell:
             rows *= 2
         object.__setattr__(self, "rows", rows)
         by_layer = isinstance(self.layout.settings.get("cp_comm_type"), list)
-        few = self.layout.pipeline.ranks == ranks == 1 and not by_layer and not self.model.layers_differ
+        few = self.layout.pipeline.ranks == 1 and ranks <= 2 and not by_layer and not self.model.layers_differ
         object.__setattr__(self, "layers", self.layers or (FEW_LAYERS if few else LAYERS))
 
     @property
@@ -91,11 +92,13 @@ class Cell:
 
     @property
     def cost(self) -> float:
-        """Estimated CPU seconds. Tensor and context parallel ranks run as many operations as one rank would alone."""
+        """Estimated CPU seconds, fitted to measured ones. Tensor and context parallel ranks run as many operations as
+        one rank would alone."""
         tensor, context = self.layout.tensor.ranks, self.layout.context.ranks
-        repeated = tensor * context * self.model.steps / self.rows
-        exchanges = (tensor > 1) + 2 * (context > 1) + 2 * bool(self.model.experts)
-        return 0.2 + 0.1 * self.layout.ranks + 0.06 * repeated * (1 + exchanges)
+        layers = self.layers * (2 if self.model.kind == "t5" else 1)
+        passes = tensor * context * GLOBAL_BATCH / self.rows * layers * self.model.steps
+        harder = 4 * bool(self.model.experts) + 2 * (tensor > 1) + 1.5 * (context > 1)
+        return 0.1 * self.layout.ranks + 0.0024 * passes * (1 + harder)
 
 
 def all_combinations(family: Family, most_ranks: int = WORLD) -> Iterator[Cell]:

@@ -3,6 +3,7 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 from parity.bert import BERT
@@ -12,6 +13,8 @@ from parity.t5 import T5
 from parity.text import TextBatch, micro_batch
 from torch import Tensor, nn
 
+from megatron.core import initializers
+from megatron.core.counter_rng import standard_normal
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,10 +26,22 @@ def kind_of(model: Model) -> Kind:
 
 def build_model(model: Model, config: TransformerConfig, chunk: Chunk | None = None) -> nn.Module:
     """The model, or one chunk of it."""
-    built = kind_of(model).build(model, config, chunk or Chunk())
-    randomize_constants(built)
+    with mock.patch.object(initializers, "standard_normal", _drawn_once):
+        built = kind_of(model).build(model, config, chunk or Chunk())
+        randomize_constants(built)
     starve(built, model.starved)
     return built
+
+
+_drawn: dict[tuple[tuple[int, int], bytes], Tensor] = {}
+
+
+def _drawn_once(index: Tensor, key: tuple[int, int]) -> Tensor:
+    """`standard_normal`, a function of its arguments alone. Layouts of a model call it with the same ones again."""
+    place = (key, index.cpu().numpy().tobytes())
+    if place not in _drawn:
+        _drawn[place] = standard_normal(index, key)
+    return _drawn[place].to(index.device)
 
 
 def on_device(value: Any, device: torch.device) -> Any:
