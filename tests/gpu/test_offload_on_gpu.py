@@ -1,8 +1,8 @@
 """Activations and optimizer state in host memory on a GPU: every bit stays, memory leaves the device, nothing waits."""
 
-from typing import gc
+import gc
+from typing import Any
 
-import Any
 import pytest
 import torch
 from torch import Tensor

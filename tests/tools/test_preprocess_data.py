@@ -175,7 +175,7 @@ def test_help_groups_flags(tool, capsys):
     shown = capsys.readouterr().out
     assert stop.value.code == 0
     assert "\ninput and output:\n" in shown and "\ntokenizer:\n" in shown
-    assert "--max-line-bytes N" in shown and "not supported yet" in shown
+    assert "--max-line-bytes N" in shown and "\naccepted without effect:\n" in shown
 
 
 def test_nothing_of_a_gpu_is_imported():

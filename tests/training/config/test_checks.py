@@ -99,7 +99,10 @@ RULES = [
     ),
     # data
     ("--data-path x", "--data-path and --mock-data say in 2 ways where data is; give one"),
-    ("--dataloader-type external", "--dataloader-type external: not yet; what works so far is single or cyclic"),
+    (
+        "--dataloader-type external --full-validation",
+        "--full-validation needs data sets, whose length is known; --dataloader-type external has iterables",
+    ),
     # tokenizer
     ("--tokenizer-type GPT2BPETokenizer", "--vocab-file and --merge-file: GPT2BPETokenizer needs both"),
     ("--train-samples 9 --step-batch-size-schedule {}", "--step-batch-size-schedule {}: {}: expected TOKENS:SIZE"),
