@@ -216,14 +216,15 @@ class Checkpoints:
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
     ) -> None:
-        """Loads the checkpoint of an iteration into a run that has trained. Raises UserError, the same on all ranks, if
-        it cannot be loaded."""
+        """Loads the checkpoint of an iteration into a run that has trained, counts and optimizer included, also with
+        --finetune.
+        Raises UserError, the same on all ranks, if the checkpoint cannot be loaded."""
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
         self.last_saved = None
         loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
-        self._restore(loaded, state, optimizer, scheduler)
+        self._restore(loaded, state, optimizer, scheduler, counts=True)
 
     def _folder_to_load(self, root: str) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""
@@ -344,12 +345,18 @@ class Checkpoints:
         )
 
     def _restore(
-        self, loaded: LoadResult, state: TrainState, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+        self,
+        loaded: LoadResult,
+        state: TrainState,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        *,
+        counts: bool = False,
     ) -> None:
-        """Restores the state that is no tensor. With --finetune nothing is restored: the run begins at iteration 0. A
-        run that only evaluates restores the counts, but neither schedule nor optimizer."""
+        """Restores the state that is no tensor. With --finetune nothing is restored, unless `counts`: the run begins at
+        iteration 0. A run that only evaluates restores the counts, but neither schedule nor optimizer."""
         common = loaded.manifest.common
-        if self.flags.finetune or "train_state" not in common:
+        if (self.flags.finetune and not counts) or "train_state" not in common:
             return
         self._say(*setting_differences(self.config, loaded.manifest.config))
         self._saved_data = loaded.manifest.config.get("data", {})

@@ -77,6 +77,15 @@ def test_a_rewound_run_is_one_without_the_data(tmp_path, capsys, saves):
     assert differences(again.at_end, found.at_end) == [] and len(again.steps) == 2
 
 
+def test_a_fine_tuned_run_goes_back_with_its_counts_and_optimizer(tmp_path):
+    train(f"--mock-data --train-iters 2 --eval-iters 0 --save {tmp_path / 'first'}")
+    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 3 --save-interval 2"
+    flags += f" --load {tmp_path / 'first'} --finetune"
+    found = train(f"{flags} --save {tmp_path / 'a'}", before=plant(8))
+    without = train(f"{flags} --iterations-to-skip 6-8 --save {tmp_path / 'b'}")
+    assert differences(found.at_end, without.at_end) == []
+
+
 def test_without_an_old_checkpoint_or_after_many_rewinds_the_run_ends(tmp_path):
     flags = f"{FLAGS} --loss-spike-action rewind --save-interval 2"
     found = train(f"{flags} --loss-spike-rewind-window 6 --save {tmp_path / 'a'}", before=plant(7))
