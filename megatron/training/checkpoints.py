@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.dist_checkpointing import folders
 from megatron.core.dist_checkpointing.async_saving import PendingSave, StagingMemory, begin_save
 from megatron.core.dist_checkpointing.checkpoint_selection import find_checkpoint, newest_iteration
 from megatron.core.dist_checkpointing.chunk import MASTER, SCALING_STATE, Chunk, model_chunks, optimizer_state_name
 from megatron.core.dist_checkpointing.coordination import RankCoordinator
+from megatron.core.dist_checkpointing.disk import Disk, cannot_write
 from megatron.core.dist_checkpointing.manifest import Manifest
 from megatron.core.dist_checkpointing.planning import MismatchPolicy
 from megatron.core.dist_checkpointing.reading import LoadResult, load
@@ -217,7 +219,7 @@ class Checkpoints:
         scheduler: OptimizerParamScheduler,
     ) -> None:
         """Loads the checkpoint of an iteration into a run that has trained, counts and optimizer included, also with
-        --finetune.
+        --finetune. Newer checkpoints under --save and newer temporary ones are then not what a later --load takes.
         Raises UserError, the same on all ranks, if the checkpoint cannot be loaded."""
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
@@ -225,6 +227,22 @@ class Checkpoints:
         loaded = self._read(root, model, optimizer, weights_only=False, step=iteration)
         assert loaded is not None, "select_folders found the checkpoint before"
         self._restore(loaded, state, optimizer, scheduler, counts=True)
+        RankCoordinator().run_on_first(partial(self._set_back, root, iteration))
+
+    def _set_back(self, root: Path, iteration: int) -> None:
+        """Makes an iteration the newest one that --load finds: sets the tracker file of --save back and deletes newer
+        temporary checkpoints. Another folder, from which the run began, stays as it is."""
+        if self.flags.save is None:
+            return
+        disk, temporary = Disk(), _temporary_folder(self.flags, self.flags.save)
+        try:
+            if Path(self.flags.save).resolve() == root.resolve():
+                folders.write_tracker(disk, root, iteration)
+            for folder in folders.candidates(temporary) if temporary is not None else ():
+                if folder.iteration > iteration:
+                    folders.delete(disk, folder.path)
+        except OSError as error:
+            raise cannot_write(root, error) from error
 
     def _folder_to_load(self, root: str) -> Path:
         """Returns the folder of --load, or that of its temporary checkpoints if they are newer."""

@@ -86,6 +86,30 @@ def test_a_fine_tuned_run_goes_back_with_its_counts_and_optimizer(tmp_path):
     assert differences(found.at_end, without.at_end) == []
 
 
+def test_a_run_that_is_killed_after_it_went_back_continues_there(tmp_path, capsys):
+    """It goes back from 8 to 3. Checkpoint 6 and temporary checkpoint 7 have data that is left out."""
+    flags = f"{FLAGS} --loss-spike-action rewind --loss-spike-rewind-window 4 --save-interval 3 --save {tmp_path}"
+    flags += f" --non-persistent-save-interval 1 --load {tmp_path}"
+
+    def killed(run: Trainer) -> None:
+        plant(8)(run)
+        begin = run.begin_step
+
+        def begin_step() -> int:
+            if run.spikes is not None and run.spikes.left_out:
+                raise RuntimeError("killed")
+            return begin()
+
+        run.begin_step = begin_step  # type: ignore[method-assign]
+
+    with pytest.raises(RuntimeError, match="killed"):
+        train(flags, before=killed)
+    capsys.readouterr()
+    train(flags)  # without a spike: nothing goes back any more
+    assert "loaded checkpoint of iteration       3" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "non_persistent").glob("iter_*")] == ["iter_0000011"]
+
+
 def test_without_an_old_checkpoint_or_after_many_rewinds_the_run_ends(tmp_path):
     flags = f"{FLAGS} --loss-spike-action rewind --save-interval 2"
     found = train(f"{flags} --loss-spike-rewind-window 6 --save {tmp_path / 'a'}", before=plant(7))
